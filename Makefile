@@ -1,0 +1,55 @@
+# `make demo` shows a node lost and replaced; `make test` is what CI runs. Both work from a clean clone.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+ETCD   := .cache/etcd
+
+# The tests' threads compete for few cores.
+export OMP_NUM_THREADS ?= 1
+export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
+
+.DEFAULT_GOAL := help
+.PHONY: help venv etcd native demo test lint bench clean
+
+help:
+	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
+	@echo "make test    lint, types, import rules and all tests"
+	@echo "make lint    only the former three"
+	@echo "make bench   recovery time and failure-free cost beside torchrun"
+	@echo "make clean   remove what the other targets made"
+
+venv: $(VENV)/.installed
+
+# The stamp holds until what is to be installed changes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "swift-agent needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[etcd,demo,test,dev]'
+	touch $@
+
+etcd:
+	@scripts/fetch_etcd.sh $(ETCD)
+
+# An accelerator, not a need: without a compiler the pure Python path is used.
+native: venv
+	@$(PY) -m swift_agent.native build || echo "native forwarder not built; the pure Python one is used"
+
+demo: venv etcd
+	$(PY) examples/demo.py
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: venv etcd native lint
+	$(PY) -m pytest
+
+bench: venv etcd
+	$(PY) benchmarks/recovery.py
+	$(PY) benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

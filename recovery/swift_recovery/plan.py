@@ -1,0 +1,132 @@
+"""From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
+
+Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished;
+else take a survivor that has not begun the update. Both are exact. Undo, logs and checkpoints are not planned here yet:
+where they would be needed the plan is a restart of all workers, and says so.
+
+This module must never look at tensors, clocks or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from swift_recovery.progress import RankReport
+
+PlanKind = Literal["fresh", "copy", "restart"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank does to enter a generation.
+
+    `fresh`: nobody holds state yet; all create their process groups together and run their set-up together.
+    `copy`: training goes on with the state of *iteration*; `sources[rank]` is the rank that sends its state to *rank*,
+    ranks that are no key hold it already. *sections*: how many `@job.resilient` calls count as finished.
+    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over; ranks that are no key keep theirs.
+    `restart`: state cannot be brought back in place.
+    """
+
+    kind: PlanKind
+    why: str
+    iteration: int = 0
+    sections: int = 0
+    sources: Mapping[int, int] = field(default_factory=dict)
+    layouts: Mapping[int, int] = field(default_factory=dict)
+
+    def targets_of(self, rank: int) -> list[int]:
+        """Ranks that *rank* sends its state to, in ascending order."""
+        return sorted(target for target, source in self.sources.items() if source == rank)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "why": self.why,
+            "iteration": self.iteration,
+            "sections": self.sections,
+            "sources": {str(rank): source for rank, source in self.sources.items()},
+            "layouts": {str(rank): source for rank, source in self.layouts.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        return cls(
+            kind=data["kind"],
+            why=data["why"],
+            iteration=int(data["iteration"]),
+            sections=int(data["sections"]),
+            sources={int(rank): int(source) for rank, source in data["sources"].items()},
+            layouts={int(rank): int(source) for rank, source in data["layouts"].items()},
+        )
+
+
+def make_plan(reports: Iterable[RankReport], world_size: int) -> Plan:
+    """Plan the recovery of a job of *world_size* ranks; a rank without a report is a new process.
+
+    Across replica sets all go on from the same iteration: the smallest, over the sets, of the largest state that each
+    can reach.
+    """
+    by_rank = {report.rank: report for report in reports}
+    holding = {rank: report for rank, report in by_rank.items() if report.status == "holding"}
+    if not holding:
+        return _nobody_holds(by_rank)
+    sets = _replica_sets(holding, world_size)
+    orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
+    if orphans:
+        return Plan("restart", f"ranks {orphans} are lost and no survivor holds a replica of their state")
+    iteration = min(max(holding[rank].iteration for rank in members if rank in holding) for members in sets)
+    sources: dict[int, int] = {}
+    layouts: dict[int, int] = {}
+    for members in sets:
+        sound = [rank for rank in members if rank in holding and holding[rank].iteration == iteration]
+        if not sound:
+            ahead = sorted(rank for rank in members if rank in holding)
+            return Plan(
+                "restart",
+                f"ranks {ahead} are ahead of iteration {iteration}, the newest that all replica sets can reach, "
+                "and their update cannot be undone",
+            )
+        needy = sorted(rank for rank in members if rank not in holding or holding[rank].iteration != iteration)
+        # Spread the targets over the sources: their transfers run side by side.
+        sources |= {rank: sound[index % len(sound)] for index, rank in enumerate(needy)}
+        layouts |= _layouts(members, holding, sources)
+    there = [report for report in holding.values() if report.iteration == iteration]
+    sections = max(report.sections for report in there)
+    behind = sorted(rank for rank in sources if rank in holding)
+    new = sorted(rank for rank in sources if rank not in holding)
+    return Plan("copy", _why(iteration, new, behind, sources), iteration, sections, sources, layouts)
+
+
+def _layouts(members: tuple[int, ...], holding: Mapping[int, RankReport], sources: Mapping[int, int]) -> dict[int, int]:
+    """DDP settles its buckets in the second iteration, and all ranks must reduce the same buckets in the same order."""
+    settled = [rank for rank in members if rank in holding and holding[rank].layout_rebuilt]
+    if settled:
+        return {rank: settled[0] for rank in members if rank not in holding or not holding[rank].layout_rebuilt}
+    return {rank: sources[rank] for rank in members if rank not in holding}
+
+
+def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
+    begun = sorted(rank for rank, report in by_rank.items() if report.status != "fresh")
+    if not begun:
+        return Plan("fresh", "no rank has begun: all set up together")
+    return Plan("restart", f"ranks {begun} were cut before the first iteration: no rank holds a complete state")
+
+
+def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tuple[int, ...]]:
+    sets: set[tuple[int, ...]] = set()
+    for rank, report in holding.items():
+        sets.add(tuple(sorted(report.replicas)) or (rank,))
+    return sorted(members for members in sets if all(0 <= rank < world_size for rank in members))
+
+
+def _why(iteration: int, new: list[int], behind: list[int], sources: Mapping[int, int]) -> str:
+    parts = []
+    if new:
+        parts.append(f"ranks {new} are new and get the state of iteration {iteration} from ranks "
+                     f"{sorted({sources[rank] for rank in new})}")
+    if behind:
+        parts.append(f"ranks {behind} are rolled forward to iteration {iteration} from ranks "
+                     f"{sorted({sources[rank] for rank in behind})}")
+    return "; ".join(parts) or f"all ranks hold iteration {iteration}"

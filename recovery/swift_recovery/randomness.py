@@ -1,0 +1,67 @@
+"""Random number generators of a worker: their state, and seeds that a replacement can work out by itself.
+
+Covers Python's ``random``, numpy's global generator when numpy is imported, torch's CPU generator and those of the
+CUDA devices. Generator objects that a script makes itself are not covered. Must never start CUDA.
+"""
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def seed_all(job_seed: int, rank: int, tag: int, index: int) -> None:
+    """Seed every generator from the four numbers alone: the same ones give the same draws in any process.
+
+    *tag* keeps uses apart (an iteration and the shuffle of an epoch), *index* counts within a tag. The seeds are parts
+    of BLAKE2b of the four, each taken modulo 2**64, so neighbouring ranks and iterations are unrelated. Under 40 us.
+    """
+    words = struct.pack("<4Q", job_seed & _MASK, rank & _MASK, tag & _MASK, index & _MASK)
+    digest = hashlib.blake2b(words, digest_size=24, person=b"swift seed").digest()
+    torch_seed, python_seed, numpy_seed = struct.unpack("<QQQ", digest)
+    # Not torch.manual_seed: where CUDA has not started yet it queues one more call each time.
+    torch.default_generator.manual_seed(torch_seed)
+    if _cuda_started():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(torch_seed)
+    random.seed(python_seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(numpy_seed & 0xFFFFFFFF)
+
+
+def capture_generators(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """State of all generators as a tree for the codec; *devices*: the CUDA devices in use. No device is waited for."""
+    tree: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": None, "cuda": {}}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        tree["numpy"] = numpy.random.get_state()
+    if _cuda_started():
+        indices = {device.index for device in devices if device.type == "cuda"} | {torch.cuda.current_device()}
+        tree["cuda"] = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
+    return tree
+
+
+def restore_generators(tree: dict[str, Any]) -> None:
+    """Put back what :func:`capture_generators` gave. Devices that are not there are left out."""
+    random.setstate(tree["python"])
+    torch.set_rng_state(tree["torch"])
+    if tree["numpy"] is not None:
+        import numpy
+
+        numpy.random.set_state(tree["numpy"])
+    if _cuda_started():
+        for index, state in tree["cuda"].items():
+            if index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, index)
+
+
+def _cuda_started() -> bool:
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started

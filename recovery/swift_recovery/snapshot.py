@@ -1,0 +1,223 @@
+"""The small part of a training state at one point of the loop, so that an interrupted iteration can be repeated.
+
+Kept: buffers of models, hyper-parameters of optimizers, state of the other objects, which gradients did not exist and,
+when asked, the generators. Never kept: parameters and optimizer state, which an iteration changes at its end only.
+Taken at every iteration, so it must never wait for a device and must cost microseconds.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swift_recovery import stateful
+from swift_recovery.codec import join_path
+from swift_recovery.errors import StateError
+from swift_recovery.incoming import replace_values
+from swift_recovery.randomness import capture_generators, restore_generators, seed_all
+from swift_recovery.state import TrainingState
+from swift_recovery.tensors import copy_all, unexpanded
+
+__all__ = ["Snapshot", "seed_all"]
+
+# Buffers up to this size are copied every time. Larger ones (masks, tables) only when their version or their memory
+# changed: a kernel may write without telling the version (BatchNorm does), but such buffers are small.
+ALWAYS_COPIED_BYTES = 1 << 20
+
+
+class _Buffer:
+    """One buffer: the tensor object the module had, and a copy of its values."""
+
+    def __init__(self, live: Tensor) -> None:
+        self.live = live
+        self.shape = live.shape
+        self.target = unexpanded(live.detach())
+        self.copy = torch.empty_like(self.target)
+        self.small = live.nbytes <= ALWAYS_COPIED_BYTES
+        self.memory = live.data_ptr()
+        self.version = -1
+
+    def is_current(self) -> bool:
+        """Whether the copy still has the values; if not, the caller copies ``target`` into it."""
+        memory = self.live.data_ptr()
+        if memory != self.memory:
+            # Somebody assigned to ``data``.
+            self.target, self.memory, self.version = unexpanded(self.live.detach()), memory, -1
+        if self.small or self.live.is_inference():
+            return False
+        version, self.version = self.version, self.live._version
+        return version == self.version
+
+    def restored(self) -> Tensor:
+        """The memory that the caller is to copy ``copy`` into; it is that of ``live`` whatever happened to it."""
+        target = unexpanded(self.live.detach())
+        if target.shape != self.copy.shape or target.dtype != self.copy.dtype:
+            self.live.data = target = torch.empty_like(self.copy)
+        return target
+
+
+class Snapshot:
+    """Small state of the objects of *state*; empty until :meth:`take` or :meth:`install`.
+
+    Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
+    A scheduler and the learning rate that it wrote into an optimizer are kept together.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
+            (join_path(name, path) if path else name, module._buffers, {})
+            for name, model in state.models.items()
+            for path, module in model.named_modules()
+            if module._buffers
+        ]
+        self._parameters = state.parameters()
+        self._devices = {parameter.device for parameter in self._parameters}
+        self._groups: dict[str, list[dict[str, Any]]] = {}
+        self._others: dict[str, Any] = {}
+        self._no_gradient: list[bool] = []
+        self._generators: dict[str, Any] | None = None
+        self._taken = False
+
+    def take(self, rng: bool = False) -> None:
+        """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
+
+        Under 50 us for a model without buffers and one scheduler; a buffer adds about 1 us and the time to copy it.
+        """
+        self._taken = False
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for _, owner, saved in self._buffers:
+            if saved.keys() != owner.keys():
+                saved.clear()
+            for key, live in owner.items():
+                if live is None:
+                    saved[key] = None
+                    continue
+                buffer = saved.get(key)
+                if buffer is None or buffer.live is not live or buffer.shape != live.shape:
+                    buffer = saved[key] = _Buffer(live)
+                if not buffer.is_current():
+                    targets.append(buffer.copy)
+                    sources.append(buffer.target)
+        copy_all(targets, sources)
+        state = self._state
+        self._groups = {name: [_values(group) for group in opt.param_groups] for name, opt in state.optimizers.items()}
+        self._others = {name: stateful.copy_tree(stateful.capture(other)) for name, other in state.others.items()}
+        self._no_gradient = [parameter.grad is None for parameter in self._parameters]
+        self._generators = capture_generators(self._devices) if rng else None
+        self._taken = True
+
+    def restore(self) -> None:
+        """Put everything back; the snapshot stays as it is and can be restored again.
+
+        Buffers and tensors of hyper-parameters are written in place. A gradient that did not exist becomes None; one
+        that existed becomes zero, because its sum is spoilt and an iteration that does not clear it first left it zero.
+        A ``GradScaler`` forgets that it has unscaled. Generators are put back if the snapshot has them.
+        Raises :class:`StateError` if nothing has been taken.
+        """
+        self._check_taken()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for _, owner, saved in self._buffers:
+            for key in [key for key in owner if key not in saved]:
+                del owner[key]
+            for key, buffer in saved.items():
+                # The tensor object as well: the iteration may have put another one in its place.
+                owner[key] = None if buffer is None else buffer.live
+                if buffer is not None:
+                    targets.append(buffer.restored())
+                    sources.append(buffer.copy)
+        copy_all(targets, sources)
+        # Before the hyper-parameters: a scheduler's load_state_dict may write a learning rate of its own.
+        for name, tree in self._others.items():
+            stateful.apply(self._state.others[name], stateful.copy_tree(tree))
+        for name, groups in self._groups.items():
+            for group, saved_values in zip(self._state.optimizers[name].param_groups, groups, strict=True):
+                _put_values(group, saved_values)
+        for parameter, had_none in zip(self._parameters, self._no_gradient, strict=True):
+            if had_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach().zero_()
+        if self._generators is not None:
+            restore_generators(self._generators)
+
+    def tree(self) -> dict[str, Any]:
+        """The snapshot as a tree for the codec. Its tensors are those of the snapshot: send it before the next take."""
+        self._check_taken()
+        buffers = {
+            path: {key: None if buffer is None else buffer.copy for key, buffer in saved.items()}
+            for path, _, saved in self._buffers
+        }
+        return {
+            "buffers": buffers,
+            "groups": self._groups,
+            "others": self._others,
+            "no_gradient": self._no_gradient,
+            "generators": self._generators,
+        }
+
+    def install(self, tree: Mapping[str, Any], rng: bool = True) -> None:
+        """Take over a :meth:`tree` from another worker and put it in force, generators only if *rng*.
+
+        Raises :class:`StateError` if it is of another model or script; then live state has not been changed.
+        """
+        self.take()
+        self._taken = False
+        mine = {path: (owner, saved) for path, owner, saved in self._buffers}
+        _check_same("buffers", tree["buffers"], mine)
+        _check_same("optimizers", tree["groups"], self._groups)
+        _check_same("others", tree["others"], self._others)
+        for name, groups in self._groups.items():
+            if len(tree["groups"][name]) != len(groups):
+                raise StateError(f"snapshot: optimizer '{name}' has another number of parameter groups at its source")
+        if len(tree["no_gradient"]) != len(self._parameters):
+            raise StateError("snapshot: another number of parameters at its source")
+        for path, (owner, saved) in mine.items():
+            for key, values in tree["buffers"][path].items():
+                saved[key] = None if values is None else _received(owner.get(key), values)
+            for key in [key for key in saved if key not in tree["buffers"][path]]:
+                del saved[key]
+        self._groups = stateful.copy_tree(tree["groups"])
+        self._others = stateful.copy_tree(tree["others"])
+        self._no_gradient = list(tree["no_gradient"])
+        self._generators = tree["generators"] if rng else None
+        self._taken = True
+        self.restore()
+
+    def _check_taken(self) -> None:
+        if not self._taken:
+            raise StateError("this snapshot is empty: nothing has been taken since it was made")
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: stateful.copy_tree(value) for key, value in group.items() if key != "params"}
+
+
+def _put_values(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    values = {}
+    for key, value in saved.items():
+        live = group.get(key)
+        if isinstance(value, Tensor) and isinstance(live, Tensor) and live.shape == value.shape:
+            live.detach().copy_(value)
+            values[key] = live
+        else:
+            values[key] = stateful.copy_tree(value)
+    replace_values(group, values)
+
+
+def _received(live: Tensor | None, values: Tensor) -> _Buffer:
+    """A buffer with the given *values*: over the memory of *live* where they fit, else over memory of its own."""
+    if live is None or live.dtype != values.dtype or unexpanded(live).shape != values.shape:
+        live = torch.empty_like(values, device=live.device if live is not None else values.device)
+    buffer = _Buffer(live)
+    buffer.copy.copy_(values)
+    return buffer
+
+
+def _check_same(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    different = sorted(set(theirs) ^ set(mine))
+    if different:
+        raise StateError(f"snapshot: {what} {', '.join(different)} exist on one side only; start every worker alike")

@@ -1,0 +1,205 @@
+"""The shell around `membership`: elects itself, decides, writes, and can be replaced in the middle of any of it.
+
+Every agent runs one. All but one only watch: the coordinator is the agent whose record is in the `coordinator` key, and
+everything it writes is one transaction that compares the revision of that key. A coordinator that was frozen or cut off
+and comes back therefore writes nothing. It keeps no state of its own besides the start of a wait.
+
+This module must never contain policy; that is `membership` (who) and the planner it is given (what state).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from swift_rendezvous.keys import (
+    CoordinatorRecord,
+    EventRecord,
+    GenerationRecord,
+    Keys,
+    NodeRecord,
+    PlanRecord,
+    ProgressRecord,
+    encode,
+)
+from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValueStore, Op, Put, RendezvousError
+from swift_rendezvous.membership import (
+    Command,
+    Decision,
+    ForgetNode,
+    PublishGeneration,
+    PublishPlan,
+    PublishRelease,
+    PublishResult,
+    Rules,
+    decide,
+    losses,
+)
+from swift_rendezvous.view import View
+
+log = logging.getLogger(__name__)
+
+Planner = Callable[[GenerationRecord, Mapping[int, ProgressRecord]], PlanRecord]
+
+NUM_EVENTS_KEPT = 1000
+
+
+class Coordinator:
+    """Runs in its own thread, so that a slow store never delays the agent's own loop.
+
+    `update` hands it a new view; *announce* is called with one line per decision of the acting coordinator.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        keys: Keys,
+        me: NodeRecord,
+        lease_id: int,
+        planner: Planner,
+        rules: Rules,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._store, self._keys, self._me, self._lease_id = store, keys, me, lease_id
+        self._planner, self._rules, self._announce = planner, rules, announce
+        self._view: View | None = None
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._waiting_since_s: float | None = None
+        self._announced = ""
+        self._thread = threading.Thread(target=self._run, name="swift-coordinator", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def update(self, view: View) -> None:
+        with self._changed:
+            self._view = view
+            self._changed.notify()
+
+    @property
+    def acting(self) -> bool:
+        """Whether the stored coordinator is this agent, as far as this agent has seen."""
+        view = self._view
+        return bool(view and view.coordinator and view.coordinator.incarnation == self._me.incarnation)
+
+    def _run(self) -> None:
+        seen: View | None = None
+        deadline_s: float | None = None
+        while True:
+            with self._changed:
+                while not self._stopped and self._view is seen:
+                    timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+                    if timeout_s is not None and timeout_s <= 0:
+                        break
+                    self._changed.wait(timeout_s)
+                if self._stopped:
+                    return
+                seen = self._view
+            try:
+                deadline_s = self._step(seen) if seen is not None else None
+            except RendezvousError as error:
+                # The store is away. Training goes on without it; what has to be decided is decided when it is back.
+                log.warning("coordinator: %s", error)
+                deadline_s = time.monotonic() + 0.5
+
+    def _step(self, view: View) -> float | None:
+        if view.job is None or view.result is not None:
+            return None
+        if view.coordinator is None or self._holder_is_lost(view):
+            self._elect(view)
+            return None
+        if view.coordinator.incarnation != self._me.incarnation:
+            return None
+        now_s = time.monotonic()
+        decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
+        self._note(decision, now_s)
+        for command in decision.commands:
+            if not self._execute(view, command):
+                break  # somebody was faster; the next view shows who
+        return decision.deadline_s
+
+    def _note(self, decision: Decision, now_s: float) -> None:
+        if decision.deadline_s is None:
+            self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        line = decision.waiting or (decision.why if decision.commands else "")
+        if line and line != self._announced:
+            self._announced = line
+            self._announce(line)
+
+    def _holder_is_lost(self, view: View) -> bool:
+        """The stored coordinator is on a node that the records prove lost: no need to wait for its lease."""
+        holder = view.coordinator
+        assert holder is not None
+        if view.generation is None:
+            return False
+        slot = view.generation.slot_of(holder.incarnation)
+        return slot is not None and slot in losses(view).nodes
+
+    def _elect(self, view: View) -> None:
+        mine = Put(self._keys.coordinator, encode(CoordinatorRecord(self._me.node_id, self._me.incarnation)),
+                   lease_id=self._lease_id)
+        guard = Compare.mod_revision(self._keys.coordinator, "==", view.coordinator_revision)
+        if self._store.transaction([guard], [mine]).succeeded:
+            log.info("%s is the coordinator now", self._me.node_id)
+
+    def _execute(self, view: View, command: Command) -> bool:
+        keys = self._keys
+        guards = [Compare.mod_revision(keys.coordinator, "==", view.coordinator_revision)]
+        ops: list[Op]
+        match command:
+            case PublishGeneration(generation):
+                guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+                ops = [Put(keys.generation, encode(generation)), *self._sweep(generation.number - 1)]
+                ops.append(self._event(generation.number, f"generation ({generation.mode})", generation.why))
+                if generation.mode != "replace":
+                    # Nothing to wait for: the plan goes with it.
+                    ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}))))
+            case PublishPlan():
+                if view.generation is None or view.plan is not None:
+                    return True  # it went with its generation
+                number = view.generation.number
+                if view.generation.mode != "replace":
+                    return True
+                plan = self._planner(view.generation, view.progress)
+                guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+                guards.append(Compare.create_revision(keys.plan(number), "==", 0))
+                ops = [Put(keys.plan(number), encode(plan))]
+                self._announce(f"plan of generation {number}: {plan.why}")
+            case PublishRelease():
+                ops = [Put(keys.release(view.number), b"1")]
+                guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+            case PublishResult(result):
+                guards.append(Compare.create_revision(keys.result, "==", 0))
+                ops = [Put(keys.result, encode(result))]
+            case ForgetNode(node_id, _):
+                guards.append(
+                    Compare.create_revision(keys.node(node_id), "==", view.joined.get(node_id, 0))
+                )
+                ops = [Delete(keys.node(node_id))]
+        return self._store.transaction(guards, ops).succeeded
+
+    def _sweep(self, number: int) -> list[Op]:
+        """Remove what belonged to an older generation; views ignore it already."""
+        if number < 1:
+            return []
+        prefix = self._keys.prefix
+        per_slot = [DeletePrefix(f"{prefix}{name}/{number}/")
+                    for name in ("failure", "progress", "resumed", "finished", "exited")]
+        single = [Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))]
+        old_event = [Delete(self._keys.event(number - NUM_EVENTS_KEPT))] if number > NUM_EVENTS_KEPT else []
+        return [*per_slot, *single, *old_event]
+
+    def _event(self, number: int, what: str, why: str) -> Op:
+        return Put(self._keys.event(number), encode(EventRecord(number, what, why, time.time())))

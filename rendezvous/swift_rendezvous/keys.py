@@ -1,0 +1,339 @@
+"""Names and records of everything a job keeps in etcd.
+
+One job lives under `/swift/{job_id}/`. Every record is a frozen dataclass, stored as JSON with a version field; nothing
+is ever pickled. Values that belong to one generation carry its number in their key, so a process of an older generation
+cannot overwrite what a newer one reads.
+
+This module must never talk to a store: it turns keys and values into Python objects and back.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+CODEC_VERSION = 1
+
+T = TypeVar("T")
+
+
+class RecordError(ValueError):
+    """A stored value is not what this version writes; the message names the record and the field."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One agent that is alive. Stored under the agent's lease, so it goes away with it."""
+
+    node_id: str
+    incarnation: str
+    host: str
+    watch_port: int
+    num_workers: int
+    token: str = field(repr=False, default="")
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What all nodes of a job agree on; written once by the first node."""
+
+    num_nodes: int
+    num_workers: int
+    fingerprint: str
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The node incarnation that holds a slot."""
+
+    node_id: str
+    incarnation: str
+    host: str
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker process ended. *exit_code* is negative for a signal, as in `subprocess`."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    host: str
+    message: str = ""
+    timestamp_s: int = 0
+
+
+GenerationMode = Literal["start", "replace", "restart"]
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """The roster of one generation: `slots[i]` owns the ranks `i * num_workers .. (i + 1) * num_workers - 1`.
+
+    *lost* maps a slot to the local ranks whose processes were lost before this generation and have to be started;
+    a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
+    a process that is older must not live on.
+    """
+
+    number: int
+    mode: GenerationMode
+    slots: tuple[Owner, ...]
+    num_workers: int
+    store_slot: int
+    why: str
+    epoch: int = 1
+    lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    num_restarts: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots) * self.num_workers
+
+    def slot_of(self, incarnation: str) -> int | None:
+        for slot, owner in enumerate(self.slots):
+            if owner.incarnation == incarnation:
+                return slot
+        return None
+
+
+FailureKind = Literal["node", "workers", "restart"]
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What was lost in one slot during one generation.
+
+    `node`: the whole node. `workers`: processes of a healthy node. `restart`: the processes live, but the job cannot go
+    on in place (a collective outside an iteration was cut, for example).
+    """
+
+    kind: FailureKind
+    slot: int
+    incarnation: str
+    local_ranks: tuple[int, ...]
+    evidence: str
+    reporter: str
+    restarts_left: int = 0
+    exits: tuple[WorkerExit, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProgressRecord:
+    """What the living workers of a slot hold on their way into a generation; the reports are opaque to this room."""
+
+    slot: int
+    incarnation: str
+    reports: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class StoreRecord:
+    """Where the c10d store of one generation listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """How a generation gets its state. *content* is the recovery room's business; this room only carries it.
+
+    *restart*: it cannot; all workers have to be started again.
+    """
+
+    generation: int
+    content: dict[str, Any]
+    why: str
+    restart: bool = False
+
+
+@dataclass(frozen=True)
+class ResumedRecord:
+    """All workers of a slot train again. *phases_s*: the slowest worker's seconds per phase."""
+
+    slot: int
+    iteration: int
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FinishedRecord:
+    """All workers of a slot have reached their end. *checksums*: rank -> [iteration, checksum, ranks of its replica set]."""
+
+    slot: int
+    incarnation: str
+    checksums: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExitedRecord:
+    """All workers of a slot have exited with code 0."""
+
+    slot: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    """How the job ended. *exits*: the root cause first, if a worker caused it."""
+
+    state: Literal["succeeded", "failed", "stopped"]
+    why: str
+    exits: tuple[WorkerExit, ...] = ()
+
+
+@dataclass(frozen=True)
+class CoordinatorRecord:
+    """Who turns events into generations. Stored under that agent's lease."""
+
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One line of the job's history, for people and `swiftctl`."""
+
+    generation: int
+    what: str
+    why: str
+    time_s: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key names of one job."""
+
+    job_id: str
+
+    @property
+    def prefix(self) -> str:
+        return f"/swift/{self.job_id}/"
+
+    @property
+    def job(self) -> str:
+        return self.prefix + "job"
+
+    @property
+    def generation(self) -> str:
+        return self.prefix + "generation"
+
+    @property
+    def coordinator(self) -> str:
+        return self.prefix + "coordinator"
+
+    @property
+    def tracked(self) -> str:
+        return self.prefix + "tracked"
+
+    @property
+    def preload(self) -> str:
+        return self.prefix + "preload"
+
+    @property
+    def result(self) -> str:
+        return self.prefix + "result"
+
+    @property
+    def nodes(self) -> str:
+        return self.prefix + "nodes/"
+
+    def node(self, node_id: str) -> str:
+        return f"{self.prefix}nodes/{node_id}"
+
+    def failure(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}failure/{generation}/{slot}"
+
+    def progress(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}progress/{generation}/{slot}"
+
+    def store(self, generation: int) -> str:
+        return f"{self.prefix}store/{generation}"
+
+    def plan(self, generation: int) -> str:
+        return f"{self.prefix}plan/{generation}"
+
+    def resumed(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}resumed/{generation}/{slot}"
+
+    def finished(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}finished/{generation}/{slot}"
+
+    def release(self, generation: int) -> str:
+        return f"{self.prefix}release/{generation}"
+
+    def exited(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}exited/{generation}/{slot}"
+
+    def event(self, sequence: int) -> str:
+        return f"{self.prefix}events/{sequence:08d}"
+
+
+def encode(record: Any) -> bytes:
+    """Serialize a record of this module to JSON bytes."""
+    return json.dumps({"v": CODEC_VERSION, **_plain(record)}, separators=(",", ":")).encode()
+
+
+def decode(cls: type[T], value: bytes) -> T:
+    """Read a record of type *cls*; raises :class:`RecordError` if *value* was not written by `encode` of this version."""
+    try:
+        data = json.loads(value)
+    except ValueError as error:
+        raise RecordError(f"{cls.__name__}: not JSON: {error}") from None
+    if not isinstance(data, dict) or data.pop("v", None) != CODEC_VERSION:
+        raise RecordError(f"{cls.__name__}: written by another version of swift-agent (codec {CODEC_VERSION} expected)")
+    return typing.cast(T, _build(cls, data, cls.__name__))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+_hints: dict[type, dict[str, Any]] = {}
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
+        hints = _hints.setdefault(kind, typing.get_type_hints(kind))
+        known = {name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items() if name in hints}
+        try:
+            return kind(**known)
+        except TypeError as error:
+            raise RecordError(f"{where}: {error}") from None
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise RecordError(f"{where}: expected a list, found {type(data).__name__}")
+        return tuple(_build(args[0], item, where) for item in data)
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
+        return {args[0](key): _build(args[1], item, where) for key, item in data.items()}
+    if origin in (typing.Union, types.UnionType):
+        return None if data is None else _build(args[0], data, where)
+    if origin is Literal:
+        if data not in args:
+            raise RecordError(f"{where}: {data!r} is none of {args}")
+        return data
+    if kind is Any:
+        return data
+    if kind is float and isinstance(data, int):
+        return float(data)
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise RecordError(f"{where}: expected {kind.__name__}, found {type(data).__name__}")
+    return data

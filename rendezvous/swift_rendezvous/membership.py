@@ -1,0 +1,319 @@
+"""Who trains together: from the records of a job to its next generation. Pure.
+
+`decide` looks at what is stored and says what the coordinator has to write next; it is called after every change and
+must give the same answer for the same input, so that another agent can take over between any two writes. A slot is the
+place of a node in the job; ranks belong to slots and never move: a replacement takes the slot of the node it replaces.
+
+    no generation --enough nodes--> start --failure--> replace --failure--> replace ... --all finished--> release --> result
+                                      '----failure of an untracked job----> restart (all workers, as torchrun)
+
+This module must never read a clock, talk to a store or log; times come in as arguments, reasons go out as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from swift_rendezvous.keys import (
+    FailureRecord,
+    GenerationRecord,
+    NodeRecord,
+    Owner,
+    ResultRecord,
+    WorkerExit,
+)
+from swift_rendezvous.view import View
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the user allows."""
+
+    replacement_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class PublishGeneration:
+    """Write the next generation."""
+
+    generation: GenerationRecord
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """Ask the recovery room for the plan of the current generation, and write it."""
+
+
+@dataclass(frozen=True)
+class PublishRelease:
+    """Let the workers of a finished job exit."""
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    """End the job."""
+
+    result: ResultRecord
+
+
+@dataclass(frozen=True)
+class ForgetNode:
+    """Remove the record of a node that is known to be lost, before its lease runs out."""
+
+    node_id: str
+    incarnation: str
+
+
+Command = PublishGeneration | PublishPlan | PublishRelease | PublishResult | ForgetNode
+
+
+@dataclass(frozen=True)
+class Decision:
+    """*commands* in the order in which they must be written; *waiting* names what the job waits for, if anything.
+
+    *deadline_s*: `decide` must be called again at this time (seconds, the clock of *now_s*) even if nothing changes.
+    """
+
+    commands: tuple[Command, ...] = ()
+    why: str = ""
+    waiting: str = ""
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the current generation has lost. Slots are disjoint between *nodes* and *workers*."""
+
+    nodes: dict[int, str] = field(default_factory=dict)
+    """slot -> evidence"""
+    workers: dict[int, FailureRecord] = field(default_factory=dict)
+    restart: FailureRecord | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.nodes or self.workers or self.restart)
+
+
+def losses(view: View) -> Losses:
+    """Everything the records say was lost in the current generation."""
+    generation = view.generation
+    if generation is None:
+        return Losses()
+    nodes: dict[int, str] = {}
+    workers: dict[int, FailureRecord] = {}
+    restart: FailureRecord | None = None
+    for slot, owner in enumerate(generation.slots):
+        failure = view.failures.get(slot)
+        if failure is not None and failure.incarnation != owner.incarnation:
+            failure = None
+        alive = view.nodes.get(owner.node_id)
+        if slot in view.exited:
+            continue  # its workers are done; the agent may leave
+        if failure is not None and failure.kind == "node":
+            nodes[slot] = failure.evidence
+        elif alive is None or alive.incarnation != owner.incarnation:
+            nodes[slot] = "its lease in etcd is gone" if alive is None else "it came back as a new incarnation"
+        elif failure is not None and failure.kind == "workers":
+            workers[slot] = failure
+        elif failure is not None and failure.kind == "restart":
+            restart = failure
+    return Losses(nodes, workers, restart)
+
+
+def spares(view: View) -> list[NodeRecord]:
+    """Nodes without a slot, in the order in which they joined."""
+    taken = {owner.incarnation for owner in view.generation.slots} if view.generation else set()
+    free = [node for node in view.nodes.values() if node.incarnation not in taken]
+    return sorted(free, key=lambda node: (view.joined.get(node.node_id, 0), node.node_id))
+
+
+def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | None) -> Decision:
+    """What the coordinator writes next.
+
+    *waiting_since_s*: when the current wait for a replacement began (None: not waiting). All times are seconds of one
+    monotonic clock.
+    """
+    if view.result is not None or view.job is None:
+        return Decision()
+    if view.generation is None:
+        return _start(view)
+    lost = losses(view)
+    if lost and view.released:
+        return _lost_after_release(view, lost)
+    if lost:
+        return _next_generation(view, lost, rules, now_s, waiting_since_s)
+    return _advance(view)
+
+
+def _start(view: View) -> Decision:
+    job = view.job
+    assert job is not None
+    free = spares(view)
+    if len(free) < job.num_nodes:
+        return Decision(waiting=f"{len(free)} of {job.num_nodes} nodes are here")
+    chosen = free[: job.num_nodes]
+    why = f"{job.num_nodes} nodes are here: {', '.join(node.node_id for node in chosen)}"
+    generation = GenerationRecord(
+        number=1,
+        mode="start",
+        slots=tuple(_owner(node) for node in chosen),
+        num_workers=job.num_workers,
+        store_slot=0,
+        why=why,
+    )
+    return Decision((PublishGeneration(generation), PublishPlan()), why=why)
+
+
+def _advance(view: View) -> Decision:
+    """Nothing is lost: plan the generation, or let a finished job end."""
+    generation = view.generation
+    assert generation is not None
+    slots = range(len(generation.slots))
+    if view.plan is None:
+        missing = [slot for slot in slots if slot not in view.progress]
+        if generation.mode == "replace" and missing:
+            return Decision(waiting=f"slots {missing} have not said what they hold")
+        return Decision((PublishPlan(),), why=generation.why)
+    if view.plan.restart:
+        why = f"all workers restart: {view.plan.why}"
+        new = replace(generation, number=generation.number + 1, mode="restart", lost={}, why=why,
+                      epoch=generation.number + 1, num_restarts=generation.num_restarts + 1)
+        return Decision((PublishGeneration(new), PublishPlan()), why=why)
+    if all(slot in view.exited for slot in slots):
+        return Decision((PublishResult(ResultRecord("succeeded", "all workers exited with code 0")),), why="all done")
+    if not view.released and all(slot in view.finished or slot in view.exited for slot in slots):
+        return _release(view)
+    return Decision()
+
+
+def _release(view: View) -> Decision:
+    """All have reached the end: compare the replicas one last time, then let the workers exit."""
+    seen: dict[tuple[int, ...], dict[str, list[int]]] = {}
+    for record in view.finished.values():
+        for rank, end in record.checksums.items():
+            held = f"iteration {end.get('iteration')}, checksum {end.get('checksum')}"
+            seen.setdefault(tuple(end.get("replicas", ())), {}).setdefault(held, []).append(rank)
+    for held_by in seen.values():
+        if len(held_by) > 1:
+            found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())
+            why = f"the replicas differ at the end of the run: {found}"
+            return Decision((PublishResult(ResultRecord("failed", why)),), why=why)
+    checked = sum(len(ranks) for held_by in seen.values() for ranks in held_by.values())
+    why = "all workers reached their end" + (f"; {checked} replicas have equal checksums" if checked else "")
+    return Decision((PublishRelease(),), why=why)
+
+
+def _lost_after_release(view: View, lost: Losses) -> Decision:
+    """The training is complete and every replica was at its end: nothing is recovered any more, but the truth is told."""
+    exits = _exits(lost)
+    if exits:
+        why = f"rank {exits[0].rank} failed after the end of training"
+        return Decision((PublishResult(ResultRecord("failed", why, exits)),), why=why)
+    generation = view.generation
+    assert generation is not None
+    left = [slot for slot in range(len(generation.slots)) if slot not in view.exited and slot not in lost.nodes]
+    if left:
+        return Decision(waiting=f"slots {left} are still exiting")
+    why = f"training had ended; slots {sorted(lost.nodes)} were lost while their workers exited"
+    return Decision((PublishResult(ResultRecord("succeeded", why)),), why=why)
+
+
+def _next_generation(
+    view: View, lost: Losses, rules: Rules, now_s: float, waiting_since_s: float | None
+) -> Decision:
+    old = view.generation
+    assert old is not None
+    forget = tuple(
+        ForgetNode(old.slots[slot].node_id, old.slots[slot].incarnation)
+        for slot in sorted(lost.nodes)
+        if _is_alive(view, old.slots[slot])
+    )
+    free = spares(view)
+    vacant = sorted(lost.nodes)
+    worn = [slot for slot, failure in sorted(lost.workers.items()) if failure.restarts_left <= 0]
+    restart = not view.tracked or lost.restart is not None
+    if worn and (restart or len(free) < len(vacant) + len(worn)):
+        # As torchrun: a worker that fails once more than --max-restarts ends the job, unless a spare can take over.
+        failure = lost.workers[worn[0]]
+        why = f"{failure.evidence}; no restart is left (--max-restarts)"
+        return Decision((*forget, PublishResult(ResultRecord("failed", why, failure.exits))), why=why)
+    if lost.restart is not None and lost.restart.restarts_left <= 0 and not lost.nodes:
+        why = f"{lost.restart.evidence}; the workers would have to be restarted and no restart is left (--max-restarts)"
+        return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
+    vacant = sorted({*vacant, *worn})
+    what = describe(old, lost)
+    if len(free) < len(vacant):
+        since = now_s if waiting_since_s is None else waiting_since_s
+        if now_s - since < rules.replacement_timeout_s:
+            waiting = f"{what}; slots {vacant} wait for a node (at most {rules.replacement_timeout_s:g} s)"
+            return Decision(forget, why=what, waiting=waiting, deadline_s=since + rules.replacement_timeout_s)
+        why = f"{what}; no node took slots {vacant} within {rules.replacement_timeout_s:g} s (--replacement-timeout)"
+        return Decision((*forget, PublishResult(ResultRecord("stopped", why, _exits(lost)))), why=why)
+    slots = list(old.slots)
+    taken: list[str] = []
+    for slot, node in zip(vacant, free, strict=False):
+        slots[slot] = _owner(node)
+        taken.append(f"{node.node_id} takes slot {slot}")
+    keep = [slot for slot in range(len(slots)) if slot not in vacant]
+    replaced = [f"ranks {_ranks(old, slot, lost.workers[slot])} are replaced on {slots[slot].node_id}"
+                for slot in sorted(lost.workers) if slot not in vacant]
+    done = "all workers restart" if restart else ", ".join([*taken, *replaced])
+    why = f"{what}; {done}"
+    # A slot whose node is new has lost all its ranks; its agent starts all of them in any case.
+    gone = {slot: tuple(range(old.num_workers)) for slot in vacant}
+    gone |= {slot: failure.local_ranks for slot, failure in lost.workers.items() if slot not in vacant}
+    counts = bool(lost.workers or lost.restart)
+    new = GenerationRecord(
+        number=old.number + 1,
+        mode="restart" if restart else "replace",
+        slots=tuple(slots),
+        num_workers=old.num_workers,
+        # The store must live on a node that is known to be healthy, and not on the newcomer if that can be helped.
+        store_slot=keep[0] if keep else 0,
+        why=why,
+        epoch=old.number + 1 if restart else old.epoch,
+        lost=gone,
+        num_restarts=old.num_restarts + (1 if restart and counts else 0),
+    )
+    publish: tuple[Command, ...] = (PublishGeneration(new), PublishPlan()) if restart else (PublishGeneration(new),)
+    return Decision((*publish, *forget), why=why)
+
+
+def describe(generation: GenerationRecord, lost: Losses) -> str:
+    """One clause per loss, for people."""
+    parts = [
+        f"lost node {generation.slots[slot].node_id} (slot {slot}): {evidence}"
+        for slot, evidence in sorted(lost.nodes.items())
+    ]
+    parts += [failure.evidence for _, failure in sorted(lost.workers.items())]
+    if lost.restart is not None:
+        parts.append(lost.restart.evidence)
+    return "; ".join(parts)
+
+
+def _exits(lost: Losses) -> tuple[WorkerExit, ...]:
+    found = [exit_ for _, failure in sorted(lost.workers.items()) for exit_ in failure.exits]
+    if lost.restart is not None:
+        found += lost.restart.exits
+    return tuple(sorted(found, key=lambda exit_: exit_.timestamp_s))
+
+
+def _ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> list[int]:
+    return [slot * generation.num_workers + local_rank for local_rank in failure.local_ranks]
+
+
+def _owner(node: NodeRecord) -> Owner:
+    return Owner(node.node_id, node.incarnation, node.host)
+
+
+def _is_alive(view: View, owner: Owner) -> bool:
+    node = view.nodes.get(owner.node_id)
+    return node is not None and node.incarnation == owner.incarnation
+
+
+def same_command(mine: NodeRecord, others: Mapping[str, NodeRecord]) -> str | None:
+    """None if every node of the job was started with the same command, else the id of one that was not."""
+    for node_id, other in sorted(others.items()):
+        if other.fingerprint != mine.fingerprint:
+            return node_id
+    return None

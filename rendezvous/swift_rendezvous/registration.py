@@ -1,0 +1,100 @@
+"""Entering and leaving a job: one node's records, and the last one's duty to clean up.
+
+This module must never decide who trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, decode, encode
+from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValueStore, Lease, Op, Put, RendezvousError
+
+log = logging.getLogger(__name__)
+
+ENDING_TIMEOUT_S = 10.0
+
+
+class JobConflict(RendezvousError):
+    """Another job runs under this id, or another node under this name."""
+
+
+def enter_job(store: KeyValueStore, keys: Keys, job: JobRecord, me: NodeRecord, lease_ttl_s: int) -> Lease:
+    """Register *me* under a fresh lease and return the lease; creates the job if there is none.
+
+    Records of a job that nobody runs any more are removed first. Raises `JobConflict` if a running job with this id was
+    started with another command, or a living node has this name.
+    """
+    _find_or_create(store, keys, job)
+    lease = store.grant_lease(lease_ttl_s)
+    mine = Put(keys.node(me.node_id), encode(me), lease_id=lease.id)
+    deadline_s = time.monotonic() + lease_ttl_s + 1.0
+    while not store.transaction([Compare.absent(keys.node(me.node_id))], [mine]).succeeded:
+        if time.monotonic() >= deadline_s:
+            lease.revoke()
+            raise JobConflict(f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id")
+        time.sleep(0.2)  # an earlier agent of this name that died without a word: its lease runs out soon
+    return lease
+
+
+def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> None:
+    deadline_s = time.monotonic() + ENDING_TIMEOUT_S
+    while True:
+        if store.transaction([Compare.absent(keys.job)], [Put(keys.job, encode(job))]).succeeded:
+            return
+        found = store.get(keys.job)
+        if found is None:
+            continue
+        nodes, _ = store.get_prefix(keys.nodes)
+        ended = store.get(keys.result) is not None
+        if not nodes:
+            _remove_leftovers(store, keys, found.mod_revision)
+        elif ended and time.monotonic() < deadline_s:
+            time.sleep(0.1)  # the job under this id is just ending
+        elif ended:
+            raise JobConflict(f"job {keys.job_id!r} has ended, but its nodes do not leave; use another --rdzv-id")
+        else:
+            other = decode(JobRecord, found.value)
+            if other != job:
+                raise JobConflict(_describe_conflict(keys, other, job))
+            return
+
+
+def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
+    differs = []
+    if other.num_nodes != job.num_nodes:
+        differs.append(f"--nnodes {other.num_nodes}, here {job.num_nodes}")
+    if other.num_workers != job.num_workers:
+        differs.append(f"--nproc-per-node {other.num_workers}, here {job.num_workers}")
+    if other.max_restarts != job.max_restarts:
+        differs.append(f"--max-restarts {other.max_restarts}, here {job.max_restarts}")
+    if not differs:
+        differs.append("another script or other arguments")
+    return (f"another job with the id {keys.job_id!r} is running ({'; '.join(differs)}). "
+            "Nothing was started; choose another --rdzv-id, or start this node with the same command")
+
+
+def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> None:
+    """Remove the records of a job without nodes. The guard keeps two newcomers from removing each other's new job."""
+    guard = Compare.mod_revision(keys.job, "==", job_revision)
+    if store.transaction([guard], _all_but_nodes(keys)).succeeded:
+        log.info("removed the records of an earlier job with the id %s", keys.job_id)
+
+
+def _all_but_nodes(keys: Keys) -> list[Op]:
+    single = [keys.job, keys.generation, keys.tracked, keys.preload, keys.result, keys.coordinator]
+    many = ["failure/", "progress/", "store/", "plan/", "resumed/", "finished/", "release/", "exited/", "events/"]
+    return [*(Delete(key) for key in single), *(DeletePrefix(keys.prefix + name) for name in many)]
+
+
+def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) -> None:
+    """Remove this node's records; whoever is last removes the job's. Never raises: a lease that runs out does the rest."""
+    try:
+        lease.revoke()
+        job = store.get(keys.job)
+        nodes, _ = store.get_prefix(keys.nodes)
+        if job is not None and not nodes:
+            store.transaction([Compare.mod_revision(keys.job, "==", job.mod_revision)], _all_but_nodes(keys))
+    except RendezvousError as error:
+        log.warning("could not remove this node's records (its lease will): %s", error)

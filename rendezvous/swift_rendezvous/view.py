@@ -1,0 +1,170 @@
+"""What an agent knows of its job: the content of etcd under the job's prefix, as typed records.
+
+A `View` is immutable; `apply` folds one change into it. Only records of the current generation are kept: what belongs to
+an older one has no say any more, what belongs to a newer one arrives after that generation's record (etcd delivers in
+the order of revisions).
+
+This module must never decide anything and never talk to a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from swift_rendezvous.keys import (
+    CoordinatorRecord,
+    ExitedRecord,
+    FailureRecord,
+    FinishedRecord,
+    GenerationRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    PlanRecord,
+    ProgressRecord,
+    ResultRecord,
+    ResumedRecord,
+    StoreRecord,
+    decode,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a record stands in the history of the store; what a guarded write compares with."""
+
+    mod_revision: int = 0
+    create_revision: int = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """All records that matter now. Maps are keyed by slot, *nodes* by node id."""
+
+    job: JobRecord | None = None
+    nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
+    joined: Mapping[str, int] = field(default_factory=dict)
+    """node id -> create revision of its record: the order in which nodes came."""
+    generation: GenerationRecord | None = None
+    generation_revision: int = 0
+    coordinator: CoordinatorRecord | None = None
+    coordinator_revision: int = 0
+    tracked: bool = False
+    preload: tuple[str, ...] = ()
+    store: StoreRecord | None = None
+    plan: PlanRecord | None = None
+    released: bool = False
+    result: ResultRecord | None = None
+    failures: Mapping[int, FailureRecord] = field(default_factory=dict)
+    progress: Mapping[int, ProgressRecord] = field(default_factory=dict)
+    resumed: Mapping[int, ResumedRecord] = field(default_factory=dict)
+    finished: Mapping[int, FinishedRecord] = field(default_factory=dict)
+    exited: Mapping[int, ExitedRecord] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The current generation, 0 before the first."""
+        return self.generation.number if self.generation else 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that was put (value is bytes) or deleted (value is None)."""
+
+    key: str
+    value: bytes | None
+    mod_revision: int = 0
+    create_revision: int = 0
+
+
+_PER_SLOT: dict[str, tuple[str, type[Any]]] = {
+    "failure": ("failures", FailureRecord),
+    "progress": ("progress", ProgressRecord),
+    "resumed": ("resumed", ResumedRecord),
+    "finished": ("finished", FinishedRecord),
+    "exited": ("exited", ExitedRecord),
+}
+
+
+def apply(view: View, keys: Keys, change: Change) -> View:
+    """Fold one change into the view. Raises `RecordError` if a value cannot be read."""
+    if not change.key.startswith(keys.prefix):
+        return view
+    parts = change.key[len(keys.prefix) :].split("/")
+    name, value = parts[0], change.value
+    match name:
+        case "nodes":
+            return _node(view, parts[1], change)
+        case "generation":
+            if value is None:
+                return View(job=view.job, nodes=view.nodes, joined=view.joined, result=view.result)
+            return _enter(view, decode(GenerationRecord, value), change.mod_revision)
+        case "coordinator":
+            record = None if value is None else decode(CoordinatorRecord, value)
+            return replace(view, coordinator=record, coordinator_revision=change.mod_revision if record else 0)
+        case "job":
+            return replace(view, job=None if value is None else decode(JobRecord, value))
+        case "tracked":
+            return replace(view, tracked=value is not None)
+        case "preload":
+            return replace(view, preload=() if not value else tuple(value.decode().split(",")))
+        case "result":
+            return replace(view, result=None if value is None else decode(ResultRecord, value))
+    if len(parts) < 2 or not parts[1].isdigit() or int(parts[1]) != view.number:
+        return view
+    match name:
+        case "store":
+            return replace(view, store=None if value is None else decode(StoreRecord, value))
+        case "plan":
+            return replace(view, plan=None if value is None else decode(PlanRecord, value))
+        case "release":
+            return replace(view, released=value is not None)
+    if name in _PER_SLOT and len(parts) == 3:
+        attribute, cls = _PER_SLOT[name]
+        records = dict(getattr(view, attribute))
+        if value is None:
+            records.pop(int(parts[2]), None)
+        else:
+            records[int(parts[2])] = decode(cls, value)
+        return replace(view, **{attribute: records})
+    return view
+
+
+def apply_all(view: View, keys: Keys, changes: Iterable[Change]) -> View:
+    """Fold many changes. A listing is not in the order of history, so it is sorted by revision first."""
+    for change in sorted(changes, key=lambda c: c.mod_revision):
+        view = apply(view, keys, change)
+    return view
+
+
+def _node(view: View, node_id: str, change: Change) -> View:
+    nodes, joined = dict(view.nodes), dict(view.joined)
+    if change.value is None:
+        nodes.pop(node_id, None)
+        joined.pop(node_id, None)
+    else:
+        nodes[node_id] = decode(NodeRecord, change.value)
+        joined[node_id] = change.create_revision
+    return replace(view, nodes=nodes, joined=joined)
+
+
+def _enter(view: View, generation: GenerationRecord, revision: int) -> View:
+    if generation.number == view.number:
+        return replace(view, generation=generation, generation_revision=revision)
+    return replace(
+        view,
+        generation=generation,
+        generation_revision=revision,
+        store=None,
+        plan=None,
+        released=False,
+        failures={},
+        progress={},
+        resumed={},
+        finished={},
+        exited={},
+    )

@@ -1,0 +1,81 @@
+"""Keeps a `View` of one job up to date and tells its listeners.
+
+One listing, then one watch that goes on from the listing's revision; if the watch cannot be resumed without a gap (the
+store was compacted meanwhile) the job is listed again. While the store is away the last view stays: training goes on.
+
+This module must never decide anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from swift_rendezvous.keys import Keys
+from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch
+from swift_rendezvous.view import Change, View, apply, apply_all
+
+log = logging.getLogger(__name__)
+
+
+class JobWatcher:
+    """Follows the keys of one job in a daemon thread. `listener` runs in that thread with every new view: keep it short."""
+
+    def __init__(self, store: KeyValueStore, keys: Keys, listener: Callable[[View], None]) -> None:
+        self._store = store
+        self._keys = keys
+        self._listener = listener
+        self._stopped = threading.Event()
+        self._watch: Watch | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="swift-job-watch", daemon=True)
+
+    def start(self) -> View:
+        """List the job, start to follow it and return the first view. Raises what the store raises."""
+        view, revision = self._list()
+        self._first = (view, revision)
+        self._thread.start()
+        return view
+
+    def stop(self) -> None:
+        self._stopped.set()
+        with self._lock:
+            if self._watch is not None:
+                self._watch.cancel()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def _list(self) -> tuple[View, int]:
+        entries, revision = self._store.get_prefix(self._keys.prefix)
+        changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries]
+        return apply_all(View(), self._keys, changes), revision
+
+    def _run(self) -> None:
+        view, revision = self._first
+        while not self._stopped.is_set():
+            try:
+                with self._lock:
+                    if self._stopped.is_set():
+                        return
+                    self._watch = self._store.watch_prefix(self._keys.prefix, revision + 1)
+                for response in self._watch:
+                    for event in response.events:
+                        kv = event.kv
+                        value = kv.value if event.kind == "put" else None
+                        view = apply(view, self._keys, Change(kv.key, value, kv.mod_revision, kv.create_revision))
+                    revision = response.revision
+                    if response.events:
+                        self._listener(view)
+            except Compacted:
+                log.info("the history of the store was compacted: listing the job again")
+                try:
+                    view, revision = self._list()
+                except RendezvousError as error:
+                    log.warning("cannot list the job: %s", error)
+                    self._stopped.wait(0.5)
+                    continue
+                self._listener(view)
+            except RendezvousError as error:
+                log.warning("the watch on the job ended: %s", error)
+                self._stopped.wait(0.5)

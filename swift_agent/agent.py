@@ -1,0 +1,584 @@
+"""The agent: one process per node, a single-threaded loop around the pure `lifecycle`.
+
+Everything that happens (a record changed, a worker spoke, a process died, a peer was lost, a signal came) becomes an event;
+the commands that follow are carried out here. The loop never waits for the store: records are written by a writer
+thread, read by a watcher thread, and the coordinator has a thread of its own.
+
+    signals, pidfds, worker sockets, views --> lifecycle.on_event --> commands --> processes, messages, records
+
+This module must never contain policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from swift_agent import lifecycle as lc
+from swift_agent import timeline
+from swift_agent.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.config import AgentConfig
+from swift_agent.errors import JobStopped
+from swift_agent.outcome import raise_outcome
+from swift_agent.planning import plan_generation
+from swift_agent.process import become_subreaper, reap_strangers
+from swift_agent.worker_env import Placement
+from swift_agent.workers import WorkerProcess, Workers
+from swift_agent.writer import Write, Writer
+from swift_rendezvous.coordinator import Coordinator
+from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.keys import (
+    EventRecord,
+    ExitedRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    ProgressRecord,
+    ResultRecord,
+    ResumedRecord,
+    StoreRecord,
+    encode,
+)
+from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Lease, Op, Put, RendezvousError
+from swift_rendezvous.liveness import Liveness
+from swift_rendezvous.membership import Rules
+from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.registration import enter_job, leave_job
+from swift_rendezvous.view import View
+from swift_rendezvous.watcher import JobWatcher
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+LEAVE_TIMEOUT_S = 3.0
+
+
+def launch_agent(config: AgentConfig) -> None:
+    """Run one node of the job to its end.
+
+    Returns when all workers of the job have succeeded. Raises `ChildFailedError` with the root cause if a worker ended
+    it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
+    signalled. In every case no process, socket, directory or key of this agent is left.
+    """
+    if config.etcd is not None:
+        with EtcdStore(config.etcd) as store:
+            Agent(config, store).run()
+        return
+    with PrivateEtcd() as server, EtcdStore(server.config) as store:
+        Agent(config, store).run()
+
+
+class Agent:
+    def __init__(self, config: AgentConfig, store: KeyValueStore) -> None:
+        self._config, self._store = config, store
+        self._keys = Keys(config.job_id)
+        self._host = config.local_addr or _local_host(config)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._directory = tempfile.mkdtemp(prefix="swift-agent-")
+        self._listener = Listener(self._directory)
+        self._workers = Workers(config, self._host)
+        self._channels: dict[int, tuple[Channel, int]] = {}  # local rank -> channel, generation of the process
+        self._stores: dict[int, dist.TCPStore] = {}
+        self._timeline = timeline.Timeline()
+        self._end: ResultRecord | None = None
+        self._signal: SignalException | None = None
+        self._preloaded: tuple[str, ...] = ()
+        self._last_reap_s = 0.0
+
+    # ---- life ----
+
+    def run(self) -> None:
+        become_subreaper()
+        restore = self._install_signal_handlers()
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._writer = Writer(self._store)
+        try:
+            self._join()
+            try:
+                while self._end is None:
+                    self._turn()
+            finally:
+                self._leave()
+        finally:
+            self._close()
+            restore()
+        if self._signal is not None:
+            raise self._signal
+        assert self._end is not None
+        raise_outcome(self._end, self._config)
+
+    def _join(self) -> None:
+        """Become a node of the job: lease, record, watch. Also after this node was given up by the others."""
+        config = self._config
+        self._liveness = Liveness(self._host, self._on_peer_lost)
+        incarnation = secrets.token_hex(8)
+        self._me = NodeRecord(
+            node_id=config.node_id,
+            incarnation=incarnation,
+            host=self._host,
+            watch_port=self._liveness.port,
+            num_workers=config.nproc,
+            token=secrets.token_hex(16),
+            fingerprint=fingerprint(config),
+        )
+        job = JobRecord(config.nnodes, config.nproc, self._me.fingerprint, config.max_restarts)
+        self._lease: Lease = enter_job(self._store, self._keys, job, self._me, config.lease_ttl_s)
+        self._keep_alive = self._lease.keep_alive(lambda why: self._post(lambda: self._on_lease_lost(incarnation, why)))
+        self._state = lc.AgentState(config.node_id, incarnation, config.max_restarts, config.stop_deadline_s)
+        self._coordinator = Coordinator(
+            self._store, self._keys, self._me, self._lease.id, plan_generation,
+            Rules(config.replacement_timeout_s), lambda line: log.info("%s", line),
+        )
+        self._watcher = JobWatcher(self._store, self._keys, lambda view: self._post(lambda: self._on_view(view)))
+        self._liveness.start(self._me)
+        self._coordinator.start()
+        log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
+        first = self._watcher.start()
+        self._on_view(first)
+
+    def _leave(self) -> None:
+        """Stop everything local, then tell the others and remove what is ours from the store."""
+        config = self._config
+        failed = self._signal is not None or self._end is None or self._end.state != "succeeded"
+        grace_s = config.launch.shutdown_timeout if config.launch.shutdown_timeout is not None else 30
+        if self._signal is not None:
+            self._publish_stop(self._signal)
+        self._workers.stop_all(float(grace_s) if failed else 5.0)
+        self._writer.flush(LEAVE_TIMEOUT_S)
+        self._disconnect()
+        leave_job(self._store, self._keys, self._me, self._lease)
+
+    def _disconnect(self) -> None:
+        self._coordinator.stop()
+        self._watcher.stop()
+        self._keep_alive.stop()
+        self._liveness.stop()
+
+    def _close(self) -> None:
+        self._writer.stop()
+        for channel, _ in self._channels.values():
+            channel.close()
+        self._workers.stop_all(0.0)
+        self._stores.clear()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_fd)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _turn(self) -> None:
+        """Wait for something to happen and handle it."""
+        ready = self._selector.select(TICK_S)
+        # The standby server first: it announces a process before that process can speak.
+        for key, _ in sorted(ready, key=lambda item: item[0].data != self._on_server):
+            if key.fileobj in self._selector.get_map():
+                key.data()
+        now_s = time.monotonic()
+        if now_s - self._last_reap_s >= TICK_S:
+            self._last_reap_s = now_s
+            reap_strangers(self._own_pids())
+            self._event(lc.Tick())
+
+    def _own_pids(self) -> set[int]:
+        pids = {process.pid for process in self._workers.processes.values()}
+        if self._workers.server is not None:
+            pids.add(self._workers.server.process.pid)
+        return pids
+
+    # ---- what happens ----
+
+    def _post(self, action: Callable[[], None]) -> None:
+        """Have *action* run in the loop; from any thread."""
+        self._inbox.put(action)
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except OSError:
+            pass  # the agent has ended
+
+    def _drain_inbox(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _on_view(self, view: View) -> None:
+        self._coordinator.update(view)
+        self._liveness.update(view.nodes.values())
+        self._event(lc.ViewChanged(view))
+        self._prepare_standbys(view)
+        phases = self._timeline.observe(view, time.monotonic())
+        if phases is not None and self._coordinator.acting:
+            self._tell_recovery(view, phases)
+
+    def _on_peer_lost(self, incarnation: str, evidence: str) -> None:
+        self._post(lambda: self._event(lc.PeerLost(incarnation, evidence)))
+
+    def _on_lease_lost(self, incarnation: str, why: str) -> None:
+        if incarnation == self._state.incarnation and self._end is None:
+            self._rejoin(f"the lease of {self._config.node_id} was lost: {why}")
+
+    def _accept(self) -> None:
+        accepted = self._listener.accept()
+        if accepted is None:
+            log.warning("refused a connection from another user")
+            return
+        channel, _ = accepted
+        # Bound to a worker by its first message.
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel))
+
+    def _on_stranger(self, channel: Channel) -> None:
+        self._selector.unregister(channel)
+        try:
+            hello = channel.receive()
+            local_rank, generation = int(hello["local_rank"]), int(hello["generation"])
+        except (ChannelClosed, KeyError, TypeError, ValueError):
+            channel.close()
+            return
+        process = self._workers.processes.get(local_rank)
+        if process is None or process.generation != generation or process.exit_code is not None:
+            log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
+            channel.close()
+            return
+        self._drop_channel(local_rank)
+        self._channels[local_rank] = (channel, generation)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, process.pid))
+        self._event(lc.HelloReceived(local_rank, process.pid))
+
+    def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
+        try:
+            messages = channel.receive_ready()
+        except ChannelClosed:
+            self._drop_channel(local_rank)  # its death is seen through its pidfd
+            return
+        for message in messages:
+            self._on_message(local_rank, pid, message)
+
+    def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
+        match message.get("op"):
+            case "report":
+                self._event(lc.ReportReceived(local_rank, pid, int(message["generation"]), message["report"]))
+            case "resumed":
+                self._event(lc.WorkerResumed(local_rank, pid, int(message["generation"]), int(message["iteration"]),
+                                             message["phases_s"]))
+            case "finished":
+                self._event(lc.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
+            case "unfit":
+                self._event(lc.WorkerUnfit(local_rank, pid, str(message["why"])))
+            case "suspect":
+                log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
+            case "modules":
+                self._on_modules(local_rank, message["names"])
+            case "note":
+                log.info("rank %s: %s", message.get("rank"), message.get("text"))
+            case other:
+                log.warning("local rank %d sent an unknown message %r", local_rank, other)
+
+    def _on_exit(self, process: WorkerProcess) -> None:
+        end = self._workers.collect(process)
+        if end is None:
+            return
+        self._selector.unregister(process.pidfd)
+        self._drop_channel(process.local_rank)
+        if end.exit_code != 0:
+            log.info("%s", lc.describe_exit(end))
+        self._event(lc.WorkerExited(end))
+
+    def _on_server(self) -> None:
+        server = self._workers.server
+        if server is None:
+            return
+        try:
+            messages = server.channel.receive_ready()
+        except ChannelClosed:
+            self._selector.unregister(server.channel)
+            for process in self._workers.on_server_death():
+                self._watch_process(process)
+            return
+        for message in messages:
+            process = self._workers.on_server_message(message)
+            if process is not None:
+                self._watch_process(process)
+
+    def _watch_process(self, process: WorkerProcess) -> None:
+        self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
+        self._event(lc.WorkerStarted(process.local_rank, process.generation, process.pid))
+        worker = self._state.workers.get(process.local_rank)
+        if worker is None or worker.generation != process.generation or worker.killed:
+            self._workers.signal(process.local_rank, signal.SIGKILL)  # ordered, then not wanted any more
+
+    # ---- what follows ----
+
+    def _event(self, event: lc.Event) -> None:
+        if self._end is not None:
+            return
+        step = lc.on_event(self._state, event, now_s=time.monotonic())
+        self._state = step.state
+        for command in step.commands:
+            self._execute(command)
+
+    def _execute(self, command: lc.Command) -> None:
+        keys, me = self._keys, self._me
+        match command:
+            case lc.StartWorkers(local_ranks, _, warm):
+                self._start(local_ranks, warm)
+            case lc.KillWorkers(local_ranks, why, graceful):
+                log.info("ending local ranks %s: %s", list(local_ranks), why)
+                for local_rank in local_ranks:
+                    self._end_worker(local_rank, graceful)
+            case lc.SendStop(local_ranks, generation, why):
+                self._send(local_ranks, {"op": "stop", "generation": generation, "why": why})
+            case lc.SendGo(local_ranks, generation):
+                self._send(local_ranks, self._go_message(generation))
+            case lc.SendRelease(local_ranks):
+                self._send(local_ranks, {"op": "release"})
+            case lc.HostStore(generation):
+                self._host_store(generation)
+            case lc.WriteTracked():
+                self._write("tracked", [], [Put(keys.tracked, b"1")])
+            case lc.WriteFailure(generation, failure):
+                log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
+                self._write("failure", [], [Put(keys.failure(generation, failure.slot), encode(failure))])
+            case lc.WriteProgress(generation, slot, reports):
+                record = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
+                self._write("progress", [], [Put(keys.progress(generation, slot), encode(record))])
+            case lc.WriteResumed(generation, slot, iteration, phases_s):
+                resumed = ResumedRecord(slot, iteration, dict(phases_s))
+                self._write("resumed", [], [Put(keys.resumed(generation, slot), encode(resumed))])
+            case lc.WriteFinished(generation, finished):
+                self._write("finished", [], [Put(keys.finished(generation, finished.slot), encode(finished))])
+            case lc.WriteExited(generation, slot):
+                self._write("exited", [], [Put(keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation)))])
+            case lc.ForgetSpare(node_id, incarnation):
+                joined = self._state.view.joined.get(node_id, 0)
+                log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation])
+                self._write("forget", [Compare.create_revision(keys.node(node_id), "==", joined)],
+                            [Delete(keys.node(node_id))], fenced=False)
+            case lc.Rejoin(why):
+                self._rejoin(why)
+            case lc.EndJob():
+                self._end = self._state.view.result
+
+    def _write(self, what: str, guards: list[Compare], ops: list[Op], fenced: bool = True) -> None:
+        """Write a record of the current generation; it is dropped once that generation is over."""
+        view, incarnation = self._state.view, self._state.incarnation
+        if fenced:
+            guards = [Compare.mod_revision(self._keys.generation, "==", view.generation_revision),
+                      Compare.exists(self._keys.node(self._me.node_id)), *guards]
+        number = view.number
+        self._writer.submit(Write(
+            what, guards, ops,
+            wanted=lambda: self._state.view.number == number and self._state.incarnation == incarnation,
+        ))
+
+    def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
+        view, config = self._state.view, self._config
+        generation = view.generation
+        assert generation is not None
+        slot = generation.slot_of(self._state.incarnation)
+        assert slot is not None
+        store = view.store or StoreRecord(generation.slots[generation.store_slot].host, 0)
+        place = Placement(
+            slot=slot,
+            num_slots=len(generation.slots),
+            num_workers=generation.num_workers,
+            role=config.role,
+            run_id=config.job_id,
+            master_addr=store.host,
+            master_port=store.port,
+            restart_count=generation.num_restarts,
+            max_restarts=config.max_restarts,
+            generation=generation.number,
+            socket_path=self._listener.path,
+            virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
+        )
+        ranks = [place.rank(local_rank) for local_rank in local_ranks]
+        log.info("generation %d: slot %d starts ranks %s (%s)", generation.number, slot, ranks,
+                 "standby" if warm else "new processes")
+        server_before = self._workers.server
+        for process in self._workers.start(place, local_ranks, warm):
+            self._watch_process(process)
+        self._watch_server(server_before)
+
+    def _end_worker(self, local_rank: int, graceful: bool) -> None:
+        if not graceful:
+            self._workers.signal(local_rank, signal.SIGKILL)
+            return
+        self._workers.signal(local_rank, signal.SIGTERM)
+        process = self._workers.processes.get(local_rank)
+        grace_s = self._config.launch.shutdown_timeout or 30
+
+        def insist() -> None:
+            if process is not None and process.exit_code is None:
+                self._workers.signal(local_rank, signal.SIGKILL)
+
+        timer = threading.Timer(grace_s, lambda: self._post(insist))
+        timer.daemon = True
+        timer.start()
+
+    def _send(self, local_ranks: tuple[int, ...], message: Message) -> None:
+        for local_rank in local_ranks:
+            entry = self._channels.get(local_rank)
+            if entry is None:
+                continue
+            try:
+                entry[0].send(message)
+            except ChannelClosed:
+                self._drop_channel(local_rank)
+
+    def _go_message(self, number: int) -> dict[str, Any]:
+        view = self._state.view
+        assert view.plan is not None and view.store is not None and view.generation is not None
+        return {"op": "go", "generation": number, "plan": view.plan.content, "store": [view.store.host, view.store.port],
+                "world_size": view.generation.world_size}
+
+    def _host_store(self, generation: int) -> None:
+        # A fresh port for every generation: no key of an older one can be read again.
+        store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._stores = {number: old for number, old in self._stores.items() if number >= generation - 1}
+        self._stores[generation] = store
+        record = StoreRecord(self._host, store.port)
+        self._write("store", [], [Put(self._keys.store(generation), encode(record))])
+
+    def _rejoin(self, why: str) -> None:
+        log.warning("%s; its workers are ended and it comes back as a spare", why)
+        for process in self._workers.processes.values():
+            if process.exit_code is None:
+                self._selector.unregister(process.pidfd)
+                self._workers.signal(process.local_rank, signal.SIGKILL)
+        for local_rank in list(self._channels):
+            self._drop_channel(local_rank)
+        if self._workers.server is not None:
+            self._selector.unregister(self._workers.server.channel)
+        self._workers.stop_all(0.0)
+        self._workers = Workers(self._config, self._host)
+        self._preloaded = ()
+        self._disconnect()
+        try:
+            self._lease.revoke()
+        except RendezvousError as error:
+            log.debug("the old lease was not revoked: %s", error)
+        self._join()
+
+    # ---- standbys ----
+
+    def _prepare_standbys(self, view: View) -> None:
+        """A spare warms up at once; an active node when its workers train, so that it does not slow their start."""
+        generation = view.generation
+        if generation is None or self._config.entry_kind not in ("script", "module"):
+            return
+        spare = generation.slot_of(self._state.incarnation) is None
+        modules = tuple(dict.fromkeys((*self._config.preload, *view.preload)))
+        if not spare and not view.preload:
+            return
+        before = self._workers.server
+        if before is None:
+            self._workers.want_standbys(self._config.nproc if spare else self._config.num_standbys)
+            self._watch_server(before)
+        if modules != self._preloaded:
+            self._preloaded = modules
+            self._workers.preload(modules)
+
+    def _watch_server(self, before: object) -> None:
+        server = self._workers.server
+        if server is not None and server is not before:
+            self._selector.register(server.channel, selectors.EVENT_READ, self._on_server)
+
+    def _on_modules(self, local_rank: int, names: list[str]) -> None:
+        """What the script has imported is imported ahead everywhere. One rank's list is enough."""
+        generation = self._state.view.generation
+        if generation is None or local_rank != 0 or generation.slot_of(self._state.incarnation) != 0:
+            return
+        self._write("preload", [], [Put(self._keys.preload, ",".join(names).encode())])
+
+    # ---- people ----
+
+    def _tell_recovery(self, view: View, phases: Mapping[str, float]) -> None:
+        generation = view.generation
+        assert generation is not None and view.plan is not None
+        iteration = max(record.iteration for record in view.resumed.values())
+        log.info("recovered: generation %d goes on at iteration %d: %s", generation.number, iteration,
+                 timeline.describe(dict(phases)))
+        details = {"phases_s": dict(phases), "iteration": iteration, "plan": view.plan.content}
+        event = EventRecord(generation.number, "recovered", f"{generation.why}; {view.plan.why}", time.time(), details)
+        self._write("event", [], [Put(self._keys.event(generation.number), encode(event))])
+
+    # ---- signals ----
+
+    def _install_signal_handlers(self) -> Callable[[], None]:
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        names = self._config.launch.signals_to_handle.split(",")
+        numbers = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
+        old = {number: signal.signal(number, self._on_signal) for number in numbers}
+
+        def restore() -> None:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        received = signal.Signals(number)
+        if self._signal is None:
+            self._signal = SignalException(f"Process {os.getpid()} got signal: {number}", received)
+        self._post(lambda: self._stop_by_signal(received))
+
+    def _stop_by_signal(self, received: signal.Signals) -> None:
+        log.info("got %s: the job ends", received.name)
+        self._end = ResultRecord("stopped", f"node {self._config.node_id} got {received.name}")
+
+    def _publish_stop(self, _exception: SignalException) -> None:
+        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs."""
+        generation = self._state.view.generation
+        if generation is not None and generation.slot_of(self._state.incarnation) is None:
+            return
+        assert self._end is not None
+        self._writer.submit(Write("result", [Compare.absent(self._keys.result)],
+                                  [Put(self._keys.result, encode(self._end))], wanted=lambda: True))
+        self._writer.flush(LEAVE_TIMEOUT_S)
+
+    def _drop_channel(self, local_rank: int) -> None:
+        entry = self._channels.pop(local_rank, None)
+        if entry is not None:
+            self._selector.unregister(entry[0])
+            entry[0].close()
+
+
+def fingerprint(config: AgentConfig) -> str:
+    """Equal for agents that were started with the same command."""
+    command = [config.nnodes, config.nproc, config.entry_kind, config.training_script, list(config.training_script_args)]
+    return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
+
+
+def _local_host(config: AgentConfig) -> str:
+    """The address at which the other nodes reach this one: that of the interface that leads to etcd."""
+    if config.etcd is None:
+        return "127.0.0.1"
+    host, _, port = config.etcd.endpoints[0].rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # sends nothing: it only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise JobStopped(f"cannot find this node's address on the way to {config.etcd.endpoints[0]}: {error}; "
+                         "name it with --local-addr") from None

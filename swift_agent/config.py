@@ -1,0 +1,292 @@
+"""One frozen configuration of an agent, read once from the command line and the environment.
+
+`AgentConfig.from_args` looks at everything before it gives up, so that a user corrects all mistakes at once. This
+module must never open a connection or start a process, and must not let a password into a `repr` or a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import importlib.util
+import math
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, determine_local_world_size
+
+from swift_agent.errors import SwiftError
+from swift_agent.options import SWIFT_BACKEND
+from swift_rendezvous.etcd_config import EtcdConfig
+
+EntryKind = Literal["script", "module", "command", "function"]
+
+# The least that a lease can be renewed in time for: it is refreshed every third of its time to live.
+MIN_LEASE_TTL_S = 2
+
+
+class ConfigError(SwiftError, ValueError):
+    """The command line or the environment is wrong. *mistakes* holds one line for each; nothing has been started."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__("\n  ".join([f"swift-run cannot start: {count} in its options or environment.", *mistakes]))
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What one agent is to run, and how. Times in seconds.
+
+    *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
+    it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
+    `run_script_path` for a `function` (`--run-path`). *etcd* is None when the agent has to start a private server.
+    """
+
+    launch: LaunchConfig
+    entrypoint: Callable[..., Any] | str
+    entry_args: tuple[str, ...]
+    entry_kind: EntryKind
+    training_script: str
+    training_script_args: tuple[str, ...]
+    job_id: str
+    nnodes: int
+    nproc: int
+    spares: int
+    max_restarts: int
+    etcd: EtcdConfig | None
+    node_id: str
+    local_addr: str | None
+    role: str
+    standalone: bool
+    num_standbys: int
+    preload: tuple[str, ...]
+    replacement_timeout_s: float
+    lease_ttl_s: int
+    stop_deadline_s: float
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of the whole job."""
+        return self.nnodes * self.nproc
+
+    @classmethod
+    def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:
+        """Check *ns*, a namespace of `swift_agent.options.parse_args`, and *environ* (default: `os.environ`).
+
+        Raises `ConfigError` with every mistake that was found. On success `OMP_NUM_THREADS` may have been set in
+        `os.environ` and the log directory made, both by torch and as under torchrun. *ns* is left as it is.
+        """
+        environ = os.environ if environ is None else environ
+        mistakes: list[str] = []
+        nnodes = _num_nodes(ns, mistakes)
+        nproc = _num_workers(ns, mistakes)
+        _check_numbers(ns, mistakes)
+        _check_streams(ns, mistakes)
+        kind = _entry_kind(ns, mistakes)
+        _check_entry(kind, ns.training_script, environ, mistakes)
+        preload = _preload(ns.preload, mistakes)
+        etcd = _etcd(ns, nnodes, environ, mistakes)
+        host = socket.gethostname()
+        node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
+        _check_name("--node-id", node_id, mistakes)
+        # As torchrun: a job that nobody else can join gets an id of its own, so that two of them never meet.
+        own_id = ns.standalone or (etcd is None and ns.rdzv_id == "none")
+        job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
+        _check_name("--rdzv-id", job_id, mistakes)
+        if mistakes:
+            raise ConfigError(mistakes)
+
+        # torch warns about --master-addr when it sees no endpoint; a private etcd has none yet.
+        endpoint = ",".join(etcd.endpoints) if etcd else "localhost:0"
+        resolved = argparse.Namespace(**{**vars(ns), "rdzv_endpoint": endpoint, "rdzv_id": job_id})
+        try:
+            launch, entrypoint, entry_args = config_from_args(resolved)
+        except (AssertionError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError([str(error)]) from error
+        return cls(
+            launch=launch,
+            entrypoint=entrypoint,
+            entry_args=tuple(entry_args),
+            entry_kind=kind,
+            training_script=ns.training_script,
+            training_script_args=tuple(ns.training_script_args),
+            job_id=job_id,
+            nnodes=nnodes,
+            nproc=nproc,
+            spares=ns.spares,
+            max_restarts=ns.max_restarts,
+            etcd=etcd,
+            node_id=node_id,
+            local_addr=ns.local_addr,
+            role=ns.role,
+            standalone=ns.standalone,
+            num_standbys=ns.standbys,
+            preload=preload,
+            replacement_timeout_s=ns.replacement_timeout,
+            lease_ttl_s=ns.lease_ttl,
+            stop_deadline_s=ns.stop_deadline,
+        )
+
+
+def _num_nodes(ns: argparse.Namespace, mistakes: list[str]) -> int:
+    text: str = ns.nnodes
+    try:
+        numbers = [int(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        mistakes.append(f"--nnodes {text}: not a number of nodes; type for example --nnodes 4")
+        return 1
+    low, high = numbers[0], numbers[-1]
+    if low < 1:
+        mistakes.append(f"--nnodes {text}: a job needs at least one node; type --nnodes 1 or more")
+    elif low > high:
+        mistakes.append(f"--nnodes {text}: the minimum is above the maximum; type --nnodes {low}")
+    elif low < high:
+        mistakes.append(
+            f"--nnodes {text}: {SWIFT_BACKEND} keeps the size of a job and cannot do a range yet; "
+            f"type --nnodes {low} --spares {high - low}, or --rdzv-backend c10d for torchrun's way"
+        )
+    if ns.standalone and high > 1:
+        mistakes.append(f"--nnodes {text}: --standalone is for one node; leave it out, or type --nnodes 1")
+    return max(low, 1)
+
+
+def _num_workers(ns: argparse.Namespace, mistakes: list[str]) -> int:
+    text: str = ns.nproc_per_node
+    try:
+        nproc = int(determine_local_world_size(text))
+    except ValueError as error:
+        mistakes.append(f"--nproc-per-node {text}: {error}; type a number, auto, cpu or gpu")
+        return 1
+    if nproc < 1:
+        mistakes.append(f"--nproc-per-node {text}: a node needs at least one worker; type --nproc-per-node 1 or more")
+    return max(nproc, 1)
+
+
+def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
+    for flag, value, least in (
+        ("--spares", ns.spares, 0),
+        ("--max-restarts", ns.max_restarts, 0),
+        ("--standbys", ns.standbys, 0),
+        ("--replacement-timeout", ns.replacement_timeout, 0),
+        ("--lease-ttl", ns.lease_ttl, MIN_LEASE_TTL_S),
+    ):
+        if not value >= least:  # also true for NaN
+            mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
+    if not 0 < ns.stop_deadline < math.inf:
+        mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
+
+
+def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
+    for flag, value in (("--redirects", ns.redirects), ("--tee", ns.tee)):
+        try:
+            Std.from_str(value)
+        except ValueError:
+            mistakes.append(f"{flag} {value}: not a set of streams; type 0, 1, 2 or 3, or RANK:N[,RANK:N...]")
+    if ns.local_ranks_filter and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ns.local_ranks_filter):
+        mistakes.append(f"--local-ranks-filter {ns.local_ranks_filter}: not a list of ranks; type for example 0,1")
+    if ns.log_dir and os.path.isfile(ns.log_dir):
+        mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
+
+
+def _entry_kind(ns: argparse.Namespace, mistakes: list[str]) -> EntryKind:
+    if ns.run_path:
+        return "function"
+    if ns.no_python and ns.module:
+        mistakes.append("--no-python --module: a module needs Python; leave one of them out")
+    if ns.no_python:
+        return "command"
+    return "module" if ns.module else "script"
+
+
+def _check_entry(kind: EntryKind, target: str, environ: Mapping[str, str], mistakes: list[str]) -> None:
+    if kind == "command":
+        if shutil.which(target, path=environ.get("PATH")) is None:
+            mistakes.append(f"{target}: no such program on PATH, or not executable; give its path")
+    elif kind == "module":
+        # Another interpreter may see other modules: then only it can tell.
+        if "PYTHON_EXEC" not in environ and not _module_exists(target):
+            mistakes.append(f"--module {target}: no such module on the path of this Python or in {os.getcwd()}")
+    elif os.path.isdir(target):
+        if not os.path.isfile(os.path.join(target, "__main__.py")):
+            mistakes.append(f"{target}: a directory without __main__.py; name the training script in it")
+    elif not os.path.exists(target):
+        mistakes.append(f"{target}: no such file in {os.getcwd()}; give the path of the training script")
+
+
+def _module_exists(name: str) -> bool:
+    """Whether the top package of *name* can be found, without importing anything of the user's."""
+    top = name.partition(".")[0]
+    if not top:
+        return False
+    try:
+        # `python -m` also looks into the current directory, which a console script does not.
+        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) is not None:
+            return True
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _preload(text: str, mistakes: list[str]) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            mistakes.append(f"--preload {name}: not the name of a module; type for example --preload numpy,pandas")
+    return names
+
+
+def _check_name(flag: str, name: str, mistakes: list[str]) -> None:
+    # Names become parts of keys, where a slash would reach into another job, and of file names.
+    if not name or "/" in name or not name.isprintable() or name.isspace():
+        mistakes.append(f"{flag} {name!r}: must have a visible character and no '/'; type for example {flag} run-7")
+
+
+def _etcd(ns: argparse.Namespace, nnodes: int, environ: Mapping[str, str], mistakes: list[str]) -> EtcdConfig | None:
+    """How to reach etcd; None if the job is to have a private server."""
+    if ns.standalone:
+        return None
+    if ns.etcd_user and ":" in ns.etcd_user:
+        mistakes.append(
+            "--etcd-user NAME:...: a password on the command line is seen by every user of the machine; "
+            "put it into a file and type --etcd-password-file FILE"
+        )
+        return None
+    try:
+        config = EtcdConfig.from_environment(
+            environ,
+            endpoints=ns.rdzv_endpoint or None,
+            user=ns.etcd_user,
+            password_file=ns.etcd_password_file,
+            ca_cert=ns.etcd_cacert,
+            cert=ns.etcd_cert,
+            key=ns.etcd_key,
+        )
+    except ValueError as error:
+        mistakes.extend(str(error).splitlines())
+        return None
+    if config is None:
+        if nnodes + max(ns.spares, 0) > 1:
+            mistakes.append(_no_endpoint(ns, nnodes))
+        elif any((ns.etcd_user, ns.etcd_password_file, ns.etcd_cacert, ns.etcd_cert, ns.etcd_key)):
+            mistakes.append("--etcd-*: for which servers? type --rdzv-endpoint HOST:2379, or leave them out")
+    return config
+
+
+def _no_endpoint(ns: argparse.Namespace, nnodes: int) -> str:
+    counts = [(nnodes, "node"), (ns.spares, "spare")]
+    nodes = " and ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in counts if number > 0)
+    text = f"{nodes} need an etcd to meet at; type --rdzv-endpoint HOST:2379, or set SWIFT_ETCD_ENDPOINTS"
+    if ns.master_port is not None or ns.node_rank != 0:
+        text += " (--master-addr, --master-port and --node-rank belong to --rdzv-backend static)"
+    return text

@@ -1,0 +1,27 @@
+"""What swift-agent raises. Messages say what happened, what is safe and what to type next."""
+
+from __future__ import annotations
+
+
+class SwiftError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class PeerFailure(SwiftError):
+    """A peer was lost while this code was in a collective.
+
+    Inside `@job.iteration` and `@job.resilient` the session catches it. Anywhere else it ends the script, and the job falls
+    back to a restart of all workers: decorate the code that communicates.
+    """
+
+
+class UsageError(SwiftError):
+    """The training script uses the API in a way that could not be recovered; raised before anything is lost."""
+
+
+class JobStopped(SwiftError):
+    """The job ended without a result: it was told to stop, or nobody took the place of a lost node in time."""
+
+
+class ReplicaMismatch(SwiftError):
+    """Replicas that must be equal are not. The job stops rather than train on."""

@@ -1,0 +1,145 @@
+"""Two ways to exchange the backend under a live process group, with one interface.
+
+`NativeExchange` (with the compiled library): one forwarding backend for the life of the group; nothing leaks, and an
+aborted group refuses operations at once. `PythonExchange`: each new backend is registered under a BackendType number
+of its own; torch then keeps the old ones (threads and descriptors included) until the process ends, and there are only
+`NUM_SWAPS` numbers. Neither decides anything; `swift_agent.process_group` says when to exchange.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from swift_agent import torch_private
+
+_FIRST_NUMBER = 64  # BackendType is a uint8; torch uses the small values
+_LAST_NUMBER = 254
+NUM_SWAPS = _LAST_NUMBER - _FIRST_NUMBER + 1
+_GLOO_THREADS = 2  # worker threads of a ProcessGroupGloo
+_DRAIN_PAUSE_S = 0.001
+
+
+class Exchange(Protocol):
+    """The changeable backend of one group for some of its device types."""
+
+    def put(self, backend: Any) -> None:
+        """Route operations to `backend`. The caller must give up its own references."""
+
+    def stop(self, why: str) -> None:
+        """Refuse new operations where that is possible. Called from any thread; must return at once."""
+
+    def abort(self) -> None:
+        """Call the current backend's own `abort()`, which may block (NCCL)."""
+
+    def ghost(self) -> None:
+        """Route operations to the group's fake backend. Undone by `stop` or `put`."""
+
+    def end_ghost(self, why: str) -> None:
+        """Back to the stopped backend."""
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until the stopped backends write into no tensor any more; False at the (monotonic) deadline."""
+
+
+class NativeExchange:
+    """See the module. Thread-safe: the library locks."""
+
+    def __init__(self, library: ModuleType, group: Any, name: str, description: str, kind: str, devices: list[str]):
+        self._fake = torch_private.make_fake(group.rank(), group.size())
+        self._forward = library.Forward(group.rank(), group.size(), kind)
+        self._forward.exchange(self._fake)
+        torch_private.register_backend(group, devices, torch_private.backend_number(kind), self._forward)
+        torch_private.set_names(group, name, description)
+
+    def put(self, backend: Any) -> None:
+        self._forward.exchange(backend)
+
+    def stop(self, why: str) -> None:
+        self._forward.exchange(None, why)
+
+    def abort(self) -> None:
+        self._forward.abort()
+
+    def ghost(self) -> None:
+        self._forward.exchange(self._fake)
+
+    def end_ghost(self, why: str) -> None:
+        self._forward.exchange(None, why)
+
+    def drain(self, deadline_s: float) -> bool:
+        # Destroying a gloo backend joins its threads, so nothing of it runs afterwards. Without the GIL.
+        self._forward.release()
+        return time.monotonic() < deadline_s
+
+
+class PythonExchange:
+    """See the module. Everything but `stop`, `abort` and `drain` belongs to the thread that uses the group."""
+
+    def __init__(self, group: Any, name: str, description: str, kind: str, devices: list[str]) -> None:
+        self._group, self._kind, self._devices = group, kind, devices
+        self._name, self._description = name, description
+        self._fake = torch_private.get_backend(group, devices[0])
+        self._current: Any = None
+        self._number = torch_private.FAKE_NUMBER
+        self.num_swaps_used = 0
+
+    def put(self, backend: Any) -> None:
+        if self._current is None:
+            self._number = torch_private.backend_number(self._kind)
+        else:
+            if self.num_swaps_used == NUM_SWAPS:
+                raise RuntimeError("no backend number left: this worker must be replaced, or build the native backend")
+            self._number = _FIRST_NUMBER + self.num_swaps_used
+            self.num_swaps_used += 1
+        self._route(backend)
+        self._current = backend
+
+    def stop(self, why: str) -> None:
+        # Its sockets are shut by the caller. Rerouting here would race with the thread that uses the group.
+        pass
+
+    def abort(self) -> None:
+        if self._current is not None:
+            self._current.abort()
+
+    def ghost(self) -> None:
+        self._number, self._stopped_number = torch_private.FAKE_NUMBER, self._number
+        self._route(self._fake)
+
+    def end_ghost(self, why: str) -> None:
+        self._number = self._stopped_number
+        self._route(self._current or self._fake)
+
+    def drain(self, deadline_s: float) -> bool:
+        if self._kind != "gloo" or self._current is None or self._group.size() == 1:
+            return True
+        return _visit_workers(self._current, deadline_s)
+
+    def _route(self, backend: Any) -> None:
+        torch_private.register_backend(self._group, self._devices, self._number, backend)
+        torch_private.set_names(self._group, self._name, self._description)
+
+
+def _visit_workers(gloo: Any, deadline_s: float) -> bool:
+    """Wait until every worker thread of a cut gloo backend has finished what it was doing.
+
+    The backend cannot be destroyed, so operations that fail at once are queued until each of its threads has taken
+    one: a thread that does is through with all that came before.
+    """
+    seen: set[int] = set()
+    while len(seen) < _GLOO_THREADS:
+        if time.monotonic() >= deadline_s:
+            return False
+        try:
+            work = gloo.allreduce([torch.zeros(1)])
+            work.get_future().add_done_callback(lambda _: seen.add(threading.get_native_id()))
+            work.wait()
+        except RuntimeError:
+            pass  # what a cut backend must answer
+        time.sleep(_DRAIN_PAUSE_S)
+    return True

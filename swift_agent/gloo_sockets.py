@@ -1,0 +1,180 @@
+"""Find and cut the TCP sockets of a gloo process group: the only way to interrupt gloo (Linux).
+
+gloo has no abort, and a thread blocked in it returns only when its sockets fail. Each gloo group runs one event loop
+(an epoll descriptor) in which its listener and its connections are registered, and `/proc/self/fdinfo` lists them with
+their inodes. So the group's own sockets are known exactly, whatever other threads open at the same time.
+
+It must never shut down a listening socket (gloo's loop thread then terminates the process), nor a descriptor whose
+inode is not the one that was recorded (it has been closed and given to somebody else).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+# libc instead of `socket.socket(fileno=...)`: that would make the shared file description non-blocking whenever the
+# user has called socket.setdefaulttimeout().
+_libc = ctypes.CDLL(None, use_errno=True)
+_REGISTERED = re.compile(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)", re.MULTILINE)
+
+KEEPALIVE_IDLE_S = 1
+KEEPALIVE_INTERVAL_S = 1
+KEEPALIVE_PROBES = 3
+UNACKNOWLEDGED_MS = 3000
+
+
+class Socket(NamedTuple):
+    """A socket of this process. The inode tells whether the descriptor still is that socket."""
+
+    fd: int
+    inode: int
+
+
+def sockets() -> set[int]:
+    """Inodes of all sockets of this process; compare two calls to see what was opened in between."""
+    return {inode for _, kind, inode in _descriptors() if kind == "socket"}
+
+
+def new_loops(before: set[int]) -> list[list[Socket]]:
+    """The sockets, listeners excepted, of each event loop whose listener is not in `before`.
+
+    `before` is what `sockets()` gave just before gloo's constructor was called. Includes connections that are only
+    being made. A loop without a listener (grpc, asyncio clients) is not gloo's.
+    """
+    found: list[list[Socket]] = []
+    for fd, kind, _ in list(_descriptors()):
+        if kind != "eventpoll":
+            continue
+        listens = False
+        others = []
+        for member in _registered_in(fd):
+            is_listener = _is_listener(member)
+            if is_listener is None:
+                continue
+            if is_listener:
+                listens = listens or member.inode not in before
+            else:
+                others.append(member)
+        if listens:
+            found.append(others)
+    return found
+
+
+def connections(before: set[int], num_peers: int) -> list[Socket]:
+    """The connections of the gloo group that was made since `before` and has `num_peers` other members.
+
+    Raises ConnectionError if they cannot be told: such a group could not be interrupted.
+    """
+    if num_peers == 0:
+        return []
+    loops = new_loops(before)
+    fitting = [loop for loop in loops if len(loop) == num_peers]
+    if len(fitting) != 1:
+        sizes = [len(loop) for loop in loops]
+        raise ConnectionError(f"cannot find gloo's {num_peers} connections: new event loops have {sizes}")
+    return fitting[0]
+
+
+def sockets_connected_to(port: int, before: set[int]) -> list[Socket]:
+    """Sockets opened since `before` whose other end has this TCP port: a store client just made."""
+    new = [Socket(fd, inode) for fd, kind, inode in _descriptors() if kind == "socket" and inode not in before]
+    return [one for one in new if _peer_port(one) == port]
+
+
+def shut_down(targets: Iterable[Socket]) -> int:
+    """Shut both directions of the sockets that still exist; returns how many. Never raises, may be repeated.
+
+    Whoever is blocked on them gets an error at once; so do their peers.
+    """
+    num_shut = 0
+    for target in targets:
+        with _held(target) as fd:
+            # The listener check is repeated here because its violation kills the process.
+            if fd is not None and _option(fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
+                num_shut += _libc.shutdown(fd, socket.SHUT_RDWR) == 0
+    return num_shut
+
+
+def keep_alive(targets: Iterable[Socket]) -> None:
+    """Let the kernel notice within about 3 s that the machine at the other end is gone (a frozen process is not)."""
+    options = (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS),
+    )
+    for target in targets:
+        with _held(target) as fd:
+            if fd is not None:
+                for level, name, value in options:
+                    _libc.setsockopt(fd, level, name, ctypes.byref(ctypes.c_int(value)), 4)
+
+
+def _descriptors() -> Iterator[tuple[int, str, int]]:
+    """(descriptor, "socket" | "eventpoll", inode) of this process; the inode of an event loop is 0 (they have none)."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith("socket:["):
+            yield int(name), "socket", int(target[8:-1])
+        elif target == "anon_inode:[eventpoll]":
+            yield int(name), "eventpoll", 0
+
+
+def _registered_in(epoll_fd: int) -> list[Socket]:
+    try:
+        with open(f"/proc/self/fdinfo/{epoll_fd}") as file:
+            text = file.read()
+    except OSError:
+        return []
+    return [Socket(int(fd), int(inode, 16)) for fd, inode in _REGISTERED.findall(text)]
+
+
+@contextlib.contextmanager
+def _held(target: Socket) -> Iterator[int | None]:
+    """A duplicate of the descriptor, or None if it no longer is that socket: nobody can exchange it under us."""
+    try:
+        fd = os.dup(target.fd)
+    except OSError:
+        yield None
+        return
+    try:
+        status = os.fstat(fd)
+        yield fd if stat.S_ISSOCK(status.st_mode) and status.st_ino == target.inode else None
+    finally:
+        os.close(fd)
+
+
+def _is_listener(target: Socket) -> bool | None:
+    """None: not a TCP socket, or gone."""
+    with _held(target) as fd:
+        if fd is None or _option(fd, socket.SOL_SOCKET, socket.SO_DOMAIN) not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        return _option(fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+def _option(fd: int, level: int, name: int) -> int | None:
+    value, size = ctypes.c_int(), ctypes.c_uint(4)
+    failed = _libc.getsockopt(fd, level, name, ctypes.byref(value), ctypes.byref(size))
+    return None if failed else value.value
+
+
+def _peer_port(target: Socket) -> int | None:
+    with _held(target) as fd:
+        if fd is None or _option(fd, socket.SOL_SOCKET, socket.SO_DOMAIN) not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        address, size = ctypes.create_string_buffer(128), ctypes.c_uint(128)
+        if _libc.getpeername(fd, address, ctypes.byref(size)):
+            return None
+        # sockaddr_in and sockaddr_in6 both have the port, in network order, in bytes 2 and 3.
+        return int.from_bytes(address.raw[2:4], "big")

@@ -1,0 +1,544 @@
+"""What an agent does next, from what it sees. Pure.
+
+The agent's shell turns everything that happens into events; `on_event` folds an event into the state and `reconcile`
+compares the state with what the records of the job ask for. `reconcile` is level-triggered: it never remembers that it
+wanted something, only what was done, so an event that comes twice, late or merged with another leads to the same end.
+
+    worker:  started --hello--> waiting --go--> running --stop--> stopping --report--> stopped --go--> running ...
+             running --finished--> (release) --> exited
+
+This module must never read a clock, touch a process, a socket or the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, WorkerExit
+from swift_rendezvous.membership import losses
+from swift_rendezvous.view import View
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One local process and what is known of it.
+
+    *generation*: in which it was started. *current*: the last generation it was told to enter, 0 before the first.
+    *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that one.
+    """
+
+    local_rank: int
+    generation: int
+    pid: int = 0
+    hello: bool = False
+    current: int = 0
+    stop_sent: int = 0
+    stop_sent_s: float = 0.0
+    stopped: int = 0
+    report: Mapping[str, Any] | None = None
+    resumed: int = 0
+    resumed_iteration: int = 0
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    finished: Mapping[str, Any] | None = None
+    released: bool = False
+    unfit: str = ""
+    killed: bool = False
+    exit: WorkerExit | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.exit is None
+
+    @property
+    def done(self) -> bool:
+        return self.exit is not None and self.exit.exit_code == 0
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """All that `reconcile` looks at. *workers* is keyed by local rank."""
+
+    node_id: str
+    incarnation: str
+    max_restarts: int = 0
+    stop_deadline_s: float = 10.0
+    view: View = field(default_factory=View)
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    lost_peers: Mapping[str, str] = field(default_factory=dict)
+    restarts_used: int = 0
+    restarts_counted_in: int = 0
+    store_started: int = 0
+    issued: frozenset[tuple[Any, ...]] = frozenset()
+    """Writes and messages of the current generation that are on their way."""
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ViewChanged:
+    view: View
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    local_rank: int
+    generation: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class HelloReceived:
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class ReportReceived:
+    local_rank: int
+    pid: int
+    generation: int
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerResumed:
+    local_rank: int
+    pid: int
+    generation: int
+    iteration: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WorkerFinished:
+    local_rank: int
+    pid: int
+    generation: int
+    end: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerUnfit:
+    """The worker lives but cannot go on in place."""
+
+    local_rank: int
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    exit: WorkerExit
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    incarnation: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    ViewChanged | WorkerStarted | HelloReceived | ReportReceived | WorkerResumed | WorkerFinished | WorkerUnfit
+    | WorkerExited | PeerLost | Tick
+)
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """*warm*: from the standby server. Cold processes are what torchrun would start."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+    warm: bool
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    """*graceful*: SIGTERM first, as torchrun; otherwise SIGKILL at once."""
+
+    local_ranks: tuple[int, ...]
+    why: str
+    graceful: bool
+
+
+@dataclass(frozen=True)
+class SendStop:
+    local_ranks: tuple[int, ...]
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class SendGo:
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendRelease:
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostStore:
+    """Start the c10d store of a generation on this node and publish its address."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class WriteTracked:
+    """Some worker uses `swift.init()`: from now on failures are recovered in place."""
+
+
+@dataclass(frozen=True)
+class WriteFailure:
+    generation: int
+    failure: FailureRecord
+
+
+@dataclass(frozen=True)
+class WriteProgress:
+    generation: int
+    slot: int
+    reports: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class WriteResumed:
+    generation: int
+    slot: int
+    iteration: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WriteFinished:
+    generation: int
+    record: FinishedRecord
+
+
+@dataclass(frozen=True)
+class WriteExited:
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class ForgetSpare:
+    """A node without a slot is lost: nobody may choose it as a replacement."""
+
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """The slot was given to another node: come back as a spare, under a new incarnation."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """The job has a result."""
+
+
+Command = (
+    StartWorkers | KillWorkers | SendStop | SendGo | SendRelease | HostStore | WriteTracked | WriteFailure
+    | WriteProgress | WriteResumed | WriteFinished | WriteExited | ForgetSpare | Rejoin | EndJob
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The state after an event, and what has to be done now."""
+
+    state: AgentState
+    commands: tuple[Command, ...] = ()
+
+
+def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
+    """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
+    return reconcile(_fold(state, event), now_s=now_s)
+
+
+def _fold(state: AgentState, event: Event) -> AgentState:
+    match event:
+        case ViewChanged(view):
+            issued = state.issued if view.number == state.view.number else frozenset()
+            return replace(state, view=view, issued=issued)
+        case WorkerStarted(local_rank, generation, pid):
+            worker = state.workers.get(local_rank)
+            if worker is None or worker.generation != generation:
+                return state
+            return _with(state, replace(worker, pid=pid))
+        case HelloReceived(local_rank, pid):
+            return _update(state, local_rank, pid, hello=True)
+        case ReportReceived(local_rank, pid, generation, report):
+            worker = state.workers.get(local_rank)
+            if worker is None or generation != worker.current:
+                return state
+            return _update(state, local_rank, pid, stopped=generation, report=report, finished=None)
+        case WorkerResumed(local_rank, pid, generation, iteration, phases_s):
+            return _update(state, local_rank, pid, resumed=generation, resumed_iteration=iteration, phases_s=phases_s)
+        case WorkerFinished(local_rank, pid, generation, end):
+            worker = state.workers.get(local_rank)
+            if worker is None or generation != worker.current or worker.stop_sent == worker.current:
+                return state
+            return _update(state, local_rank, pid, finished=end)
+        case WorkerUnfit(local_rank, pid, why):
+            return _update(state, local_rank, pid, unfit=why)
+        case WorkerExited(exit_):
+            return _update(state, exit_.local_rank, exit_.pid, exit=exit_)
+        case PeerLost(incarnation, evidence):
+            return replace(state, lost_peers={**state.lost_peers, incarnation: evidence})
+        case Tick():
+            return state
+
+
+def reconcile(state: AgentState, *, now_s: float) -> Step:
+    """Compare what is with what the records ask for."""
+    view = state.view
+    if view.result is not None:
+        return _once(state, ("end",), EndJob())
+    generation = view.generation
+    if generation is None:
+        return Step(state)
+    commands: list[Command] = []
+    state = _forget_lost_spares(state, commands)
+    slot = generation.slot_of(state.incarnation)
+    if slot is None:
+        if state.workers:
+            why = f"generation {generation.number} gave the slot of {state.node_id} to another node"
+            return _once(state, ("rejoin",), Rejoin(why), commands)
+        return Step(state, tuple(commands))
+    state = _count_restart(state, generation, slot)
+    if any(worker.hello for worker in state.workers.values()) and not view.tracked:
+        state = _issue(state, commands, ("tracked",), WriteTracked())
+    state = _host_store(state, generation, slot, commands)
+    state = _processes(state, generation, slot, commands)
+    state = _report_losses(state, generation, slot, commands)
+    state = _stop_and_go(state, generation, commands, now_s)
+    state = _report_progress(state, generation, slot, commands)
+    state = _report_end(state, generation, slot, commands)
+    return Step(state, tuple(commands))
+
+
+def _count_restart(state: AgentState, generation: GenerationRecord, slot: int) -> AgentState:
+    """A failure of a local worker uses up one of --max-restarts; a node that was lost elsewhere does not."""
+    if generation.number == state.restarts_counted_in:
+        return state
+    failed = slot in generation.lost and any(not w.alive and not w.done for w in state.workers.values())
+    unfit = generation.mode == "restart" and any(w.unfit for w in state.workers.values())
+    used = state.restarts_used + (1 if failed or unfit else 0)
+    return replace(state, restarts_used=used, restarts_counted_in=generation.number)
+
+
+def _host_store(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
+    if generation.store_slot != slot or state.store_started >= generation.number:
+        return state
+    commands.append(HostStore(generation.number))
+    return replace(state, store_started=generation.number)
+
+
+def _processes(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
+    """Every local rank has a process that is not older than the epoch; a lost one is replaced once that is agreed."""
+    outdated = [w for w in state.workers.values() if w.alive and w.generation < generation.epoch]
+    if outdated:
+        fresh = tuple(w.local_rank for w in outdated if not w.killed)
+        if fresh:
+            commands.append(KillWorkers(fresh, generation.why, graceful=True))
+            state = _mark(state, fresh, killed=True)
+        return state  # all are started together once the last one is gone
+    missing = []
+    for local_rank in range(generation.num_workers):
+        worker = state.workers.get(local_rank)
+        if worker is None or worker.generation < generation.epoch:
+            missing.append(local_rank)
+        elif not worker.alive and not worker.done and worker.generation < generation.number:
+            if local_rank in generation.lost.get(slot, ()):
+                missing.append(local_rank)
+    warm = generation.mode == "replace"
+    # A cold process gets the store's address in its environment; a warm one is told when it asks.
+    if missing and (warm or state.view.store is not None):
+        commands.append(StartWorkers(tuple(missing), generation.number, warm))
+        for local_rank in missing:
+            state = _with(state, Worker(local_rank, generation.number))
+    return state
+
+
+def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
+    view = state.view
+    for other, owner in enumerate(generation.slots):
+        evidence = state.lost_peers.get(owner.incarnation)
+        known = view.failures.get(other)
+        if evidence is not None and other != slot and (known is None or known.kind != "node"):
+            failure = FailureRecord("node", other, owner.incarnation, (), evidence, state.node_id)
+            state = _issue(state, commands, ("node", other), WriteFailure(generation.number, failure))
+    left = state.max_restarts - state.restarts_used
+    dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= generation.epoch]
+    dead = [w for w in dead if w.generation == generation.number or w.local_rank not in generation.lost.get(slot, ())]
+    if dead:
+        ranks = tuple(sorted(w.local_rank for w in dead))
+        exits = tuple(w.exit for w in sorted(dead, key=lambda w: w.local_rank) if w.exit is not None)
+        evidence = "; ".join(describe_exit(exit_) for exit_ in exits)
+        failure = FailureRecord("workers", slot, state.incarnation, ranks, evidence, state.node_id, left, exits)
+        return _issue(state, commands, ("workers", ranks), WriteFailure(generation.number, failure))
+    unfit = [w for w in state.workers.values() if w.alive and w.unfit and w.generation >= generation.epoch]
+    if unfit:
+        evidence = "; ".join(f"rank {_rank(generation, slot, w)}: {w.unfit}" for w in unfit)
+        failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
+        return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
+    gone = [w for w in state.workers.values() if w.done and w.hello and not view.released]
+    if gone and generation.mode == "replace" and view.plan is None:
+        # It left before the others had finished, with state that nobody can ask for any more.
+        evidence = f"ranks {[_rank(generation, slot, w) for w in gone]} had exited before the job was finished"
+        failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
+        return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
+    return state
+
+
+def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list[Command], now_s: float) -> AgentState:
+    view, number = state.view, generation.number
+    lost = losses(view)
+    living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
+    stop = [w for w in living if w.current and w.stop_sent < w.current and (number > w.current or lost) and not w.released]
+    for left in sorted({w.current for w in stop}):
+        ranks = tuple(sorted(w.local_rank for w in stop if w.current == left))
+        commands.append(SendStop(ranks, left, generation.why if number > left else "a failure was reported"))
+        state = _mark(state, ranks, stop_sent=left, stop_sent_s=now_s)
+    hanging = [w.local_rank for w in state.workers.values()
+               if w.alive and not w.killed and w.current and w.stop_sent == w.current and w.stopped != w.current
+               and now_s - w.stop_sent_s >= state.stop_deadline_s]
+    if hanging:
+        why = f"could not be stopped within {state.stop_deadline_s:g} s (--stop-deadline)"
+        commands.append(KillWorkers(tuple(hanging), why, graceful=False))
+        state = _mark(state, hanging, killed=True)
+    if lost or view.plan is None or view.plan.restart or view.store is None:
+        return state
+    ready = [w.local_rank for w in living if w.current < number and (w.current == 0 or w.stopped == w.current)]
+    if ready:
+        commands.append(SendGo(tuple(sorted(ready)), number))
+        state = _mark(state, ready, current=number, report=None)
+    return state
+
+
+def _report_progress(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
+    if generation.mode != "replace" or losses(state.view) or slot in state.view.progress:
+        return state
+    reports: list[Mapping[str, Any]] = []
+    for local_rank in range(generation.num_workers):
+        worker = state.workers.get(local_rank)
+        if worker is None or not worker.alive:
+            return state
+        rank = _rank(generation, slot, worker)
+        if worker.current == 0:
+            reports.append({"rank": rank, "status": "fresh"})
+        elif worker.stopped == worker.current and worker.report is not None:
+            reports.append({**worker.report, "rank": rank})
+        else:
+            return state
+    return _issue(state, commands, ("progress",), WriteProgress(generation.number, slot, tuple(reports)))
+
+
+def _report_end(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
+    workers = [state.workers.get(local_rank) for local_rank in range(generation.num_workers)]
+    if any(w is None for w in workers) or losses(state.view):
+        return state
+    local = [w for w in workers if w is not None]
+    number = generation.number
+    if all(w.resumed == number for w in local):
+        phases: dict[str, float] = {}
+        for worker in local:
+            for phase, seconds in worker.phases_s.items():
+                phases[phase] = max(phases.get(phase, 0.0), seconds)
+        iteration = max(w.resumed_iteration for w in local)
+        state = _issue(state, commands, ("resumed",), WriteResumed(number, slot, iteration, phases))
+    if all(w.finished is not None or w.done for w in local):
+        checksums = {_rank(generation, slot, w): dict(w.finished) for w in local if w.finished is not None}
+        record = FinishedRecord(slot, state.incarnation, checksums)
+        state = _issue(state, commands, ("finished",), WriteFinished(number, record))
+    if state.view.released:
+        waiting = tuple(w.local_rank for w in local if w.finished is not None and w.alive and not w.released)
+        if waiting:
+            commands.append(SendRelease(waiting))
+            state = _mark(state, waiting, released=True)
+    if all(w.done for w in local):
+        state = _issue(state, commands, ("exited",), WriteExited(number, slot))
+    return state
+
+
+def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentState:
+    generation = state.view.generation
+    for node in state.view.nodes.values():
+        if node.incarnation in state.lost_peers and generation and generation.slot_of(node.incarnation) is None:
+            state = _issue(state, commands, ("spare", node.incarnation), ForgetSpare(node.node_id, node.incarnation))
+    return state
+
+
+def describe_exit(exit_: WorkerExit) -> str:
+    """One clause for people: which rank, where, and how."""
+    how = f"killed by signal {-exit_.exit_code}" if exit_.exit_code < 0 else f"exited with code {exit_.exit_code}"
+    return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how}"
+
+
+def _rank(generation: GenerationRecord, slot: int, worker: Worker) -> int:
+    return slot * generation.num_workers + worker.local_rank
+
+
+def _with(state: AgentState, worker: Worker) -> AgentState:
+    return replace(state, workers={**state.workers, worker.local_rank: worker})
+
+
+def _mark(state: AgentState, local_ranks: Any, **changes: Any) -> AgentState:
+    changed = {rank: replace(state.workers[rank], **changes) for rank in local_ranks}
+    return replace(state, workers={**state.workers, **changed})
+
+
+def _update(state: AgentState, local_rank: int, pid: int, **changes: Any) -> AgentState:
+    worker = state.workers.get(local_rank)
+    # pid 0: started, but its process id is not known yet.
+    if worker is None or worker.pid not in (pid, 0) or not worker.alive:
+        return state
+    return _with(state, replace(worker, pid=pid, **changes))
+
+
+def _issue(state: AgentState, commands: list[Command], key: tuple[Any, ...], command: Command) -> AgentState:
+    """Order a write once per generation; the shell repeats it until it is stored or outdated."""
+    if key in state.issued:
+        return state
+    commands.append(command)
+    return replace(state, issued=state.issued | {key})
+
+
+def _once(state: AgentState, key: tuple[Any, ...], command: Command, commands: list[Command] | None = None) -> Step:
+    collected = list(commands or [])
+    state = _issue(state, collected, key, command)
+    return Step(state, tuple(collected))
+
+
+WorkerPhase = Literal["started", "waiting", "running", "stopping", "stopped", "finished", "exited"]
+
+
+def phase_of(worker: Worker) -> WorkerPhase:
+    """The worker's place in the picture at the top, for status lines."""
+    if not worker.alive:
+        return "exited"
+    if not worker.hello:
+        return "started"
+    if worker.current == 0:
+        return "waiting"
+    if worker.stop_sent == worker.current:
+        return "stopped" if worker.stopped == worker.current else "stopping"
+    return "finished" if worker.finished is not None else "running"

@@ -1,0 +1,194 @@
+"""The standby server: a process with torch and its lazy imports loaded, from which replacement workers are forked.
+
+Importing torch, and what the first `DDP()` and the first optimizer import lazily, takes one to two seconds; a fork takes
+milliseconds. The server keeps a few forked processes waiting (standbys), so that a replacement runs user code as soon as
+its assignment arrives. A standby is forked twice: its parent is then the agent (a subreaper), which can wait for it.
+
+    agent --"standbys n", "start", "preload"--> server --assignment--> standby: becomes the worker
+
+The server must stay single-threaded and must never initialise CUDA or run a torch kernel: neither survives a fork.
+Run as `python -u -m swift_agent.nursery FD AGENT_PID`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from swift_agent.channel import Channel, ChannelClosed, Message
+from swift_agent.process import die_with_parent
+
+# Everything that is imported before user code and, lazily, by the first process group, DDP(), optimizer and loader.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.algorithms.join",
+    "torch.distributed.device_mesh",
+    "torch.distributed.optim",
+    "torch.nn.parallel.distributed",
+    "torch.optim.lr_scheduler",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.data",
+    "numpy",
+    "swift_agent.startup",
+    "swift_agent.worker_main",
+)
+
+
+@dataclass
+class Standby:
+    pid: int
+    channel: Channel
+
+
+def import_all(modules: list[str] | tuple[str, ...]) -> list[str]:
+    """Import *modules*; returns those that failed or that started threads, with the reason. A thread would not live in a fork."""
+    refused = []
+    for name in modules:
+        before = len(os.listdir("/proc/self/task"))
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a user's module may fail in any way; it is imported again, and reported, by the worker
+            refused.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        if threading.active_count() > 1 or (len(os.listdir("/proc/self/task")) > before and name not in PRELOAD):
+            refused.append(f"{name}: it starts threads when imported")
+    return refused
+
+
+class Nursery:
+    def __init__(self, control: Channel, agent_pid: int) -> None:
+        self._control = control
+        self._agent_pid = agent_pid
+        self._standbys: list[Standby] = []
+        self._wanted = 0
+
+    def run(self) -> None:
+        """Serve until the agent closes the control channel."""
+        refused = import_all(PRELOAD)
+        self._freeze()
+        self._control.send({"op": "ready", "refused": refused})
+        while True:
+            self._refill()
+            select.select([self._control], [], [])
+            try:
+                messages = self._control.receive_ready()
+            except ChannelClosed:
+                return
+            for message in messages:
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message["op"]:
+            case "standbys":
+                self._wanted = int(message["count"])
+            case "preload":
+                refused = import_all(message["modules"])
+                self._freeze()
+                # Standbys that were forked before do not have the modules.
+                for standby in self._standbys:
+                    standby.channel.close()
+                self._standbys.clear()
+                self._refill()
+                self._control.send({"op": "preloaded", "refused": refused})
+            case "start":
+                self._start(message)
+
+    def _start(self, message: Message) -> None:
+        while True:
+            standby = self._standbys.pop(0) if self._standbys else self._fork()
+            # The agent must know the process before it can say hello.
+            self._control.send({"op": "started", "ticket": message["ticket"], "pid": standby.pid})
+            try:
+                standby.channel.send(message["assignment"])
+            except ChannelClosed:
+                continue  # it was killed while it waited: the next one gets the ticket
+            standby.channel.sock.close()
+            return
+
+    def _refill(self) -> None:
+        while len(self._standbys) < self._wanted:
+            self._standbys.append(self._fork())
+
+    @staticmethod
+    def _freeze() -> None:
+        # Keeps the collector from touching, and so copying, the pages that forks share.
+        gc.collect()
+        gc.freeze()
+
+    def _fork(self) -> Standby:
+        ours, theirs = socket.socketpair()
+        read_fd, write_fd = os.pipe()
+        first = os.fork()
+        if first == 0:
+            second = os.fork()
+            if second:
+                os.write(write_fd, str(second).encode())
+                os._exit(0)
+            for fd in (read_fd, write_fd):
+                os.close(fd)
+            ours.close()
+            self._control.sock.close()
+            for standby in self._standbys:
+                standby.channel.sock.close()
+            _live(theirs, self._agent_pid)
+            os._exit(0)
+        theirs.close()
+        os.close(write_fd)
+        os.waitpid(first, 0)
+        pid = int(os.read(read_fd, 32))
+        os.close(read_fd)
+        return Standby(pid, Channel(ours))
+
+
+def _live(sock: socket.socket, agent_pid: int) -> None:
+    """A forked process: wait for an assignment, then be that worker."""
+    os.setsid()
+    while os.getppid() != agent_pid:  # the middle process has not ended yet
+        if os.getppid() == 1:
+            os._exit(1)
+        os.sched_yield()
+    die_with_parent(agent_pid)
+    channel = Channel(sock)
+    try:
+        assignment = channel.receive()
+    except ChannelClosed:
+        os._exit(0)
+    channel.sock.close()
+    become_worker(assignment)
+
+
+def become_worker(assignment: dict[str, Any]) -> None:
+    """Take over environment, output and arguments of the assignment and run the script as `__main__`; never returns."""
+    from swift_agent import worker_main
+
+    gc.unfreeze()
+    os.environ.clear()
+    os.environ.update(assignment["env"])
+    for fd, path in ((1, assignment["stdout"]), (2, assignment["stderr"])):
+        if path:
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(target, fd)
+            os.close(target)
+    os.chdir(assignment["cwd"])
+    worker_main.run(assignment["kind"], assignment["target"], assignment["args"])
+
+
+def main() -> None:
+    fd, agent_pid = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(agent_pid)
+    # Ctrl-C at a terminal reaches the whole foreground group; who stops is decided by the agent.
+    os.setsid()
+    Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()
+
+
+if __name__ == "__main__":
+    main()

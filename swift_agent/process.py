@@ -1,0 +1,63 @@
+"""Linux process primitives that Python has no function for: parent-death signal, subreaper, one process's end.
+
+This module must never decide who lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel SIGKILL this process when its parent dies; exits at once if that has happened already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children, so that it can wait for them and none is left behind."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap(pid: int) -> int | None:
+    """The exit code of a child that has ended (negative: signal), None while it runs. Must be called once at most after that."""
+    try:
+        waited, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return -signal.SIGKILL  # reaped by somebody else: how it ended is lost
+    return None if waited == 0 else os.waitstatus_to_exitcode(status)
+
+
+def reap_strangers(known: set[int]) -> list[int]:
+    """Reap ended children that are not *known*: orphans of workers that this process inherited. Returns their ids."""
+    reaped = []
+    while True:
+        try:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return reaped
+        if info is None or info.si_pid in known:
+            return reaped
+        os.waitpid(info.si_pid, 0)
+        reaped.append(info.si_pid)
+
+
+def signal_group(pid: int, signum: int) -> None:
+    """Signal the process group that *pid* leads: a worker and what it started. A group that is gone is no error."""
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:
+        pass

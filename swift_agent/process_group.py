@@ -1,0 +1,435 @@
+"""Process groups that outlive their connections: stop them from any thread, connect them again, all in one process.
+
+`install()` makes torch build every group on its fake backend and records it; real backends are then put under the same
+`ProcessGroup` objects, generation after generation, so that DDP, FSDP2, DeviceMesh, pipeline stages and the user's own
+variables stay valid. It must never decide when to stop or with whom to go on: the session does.
+
+Threads: `abort`, `check` and `aborted` may be used from any; everything else belongs to the thread that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swift_agent import exchange, gloo_sockets, native, rebuilding, torch_private, transfer
+
+logger = logging.getLogger(__name__)
+
+_KINDS = ("gloo", "nccl")
+_DRAIN_DEADLINE_S = 60.0
+# Left to itself torch's NCCL watchdog ends a process whose collective fails, and that process is a survivor.
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
+
+class GroupsAborted(RuntimeError):
+    """The groups were stopped (`abort`), or stopped while they were being connected. `rebuild` makes them usable."""
+
+
+class RebuildFailed(RuntimeError):
+    """Connecting the groups failed or took too long; they are stopped. Call `rebuild` with a larger generation."""
+
+
+@dataclass(eq=False)
+class _Group:
+    pg: Any
+    name: str
+    plans: list[rebuilding.Plan]  # one per backend
+    exchanges: list[exchange.Exchange]
+    sockets: list[gloo_sockets.Socket] = field(default_factory=list)
+
+    @property
+    def default_kind(self) -> str:
+        return "nccl" if any(plan.kind == "nccl" for plan in self.plans) else "gloo"
+
+
+class ProcessGroups:
+    """All process groups of this process; made by `install()`."""
+
+    def __init__(self, library: Any) -> None:
+        self.solo = False
+        """True: groups are only local (collectives return at once with local values), so that a replacement can run
+        its set-up alone. `rebuild` ends it."""
+        self._library = library
+        self._groups: list[_Group] = []
+        self._lock = threading.RLock()
+        self._attempt: rebuilding.Attempt | None = None
+        self._store: Any = None
+        self._store_sockets: list[gloo_sockets.Socket] = []
+        self._generation = 0
+        self._dead_generation = -1
+        self._connected = False
+        self._why: str | None = None  # set while stopped
+        self._drains: list[tuple[threading.Thread, list[bool]]] = []
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    @property
+    def generation(self) -> int:
+        """Of the last `rebuild`, 0 before the first."""
+        return self._generation
+
+    @property
+    def aborted(self) -> str | None:
+        """Why the groups are stopped, or None."""
+        return self._why
+
+    @property
+    def is_native(self) -> bool:
+        return self._library is not None
+
+    @property
+    def swaps_left(self) -> int | None:
+        """How many more times the groups can be connected in this process. None: without limit (native backend)."""
+        if self.is_native:
+            return None
+        used = [one.num_swaps_used for group in self._groups for one in group.exchanges
+                if isinstance(one, exchange.PythonExchange)]  # fmt: skip
+        return exchange.NUM_SWAPS - max(used, default=0)
+
+    def check(self) -> None:
+        """Raise GroupsAborted if the groups are stopped.
+
+        To be called before results of collectives are used for good (`optimizer.step`): an aborted NCCL collective
+        raises nothing, it just ends.
+        """
+        why = self._why
+        if why is not None:
+            raise GroupsAborted(why)
+
+    # ------------------------------------------------------------------------------------------------ stop
+
+    def abort(self, why: str, generation: int | None = None) -> None:
+        """Stop all groups: who is blocked in a collective gets an exception (or, with NCCL, goes on) within
+        milliseconds, and so does a `rebuild` that is under way. Returns at once. May be repeated.
+
+        `generation`: the one that has failed. If a newer one is in use already, nothing happens; if it has not been
+        built yet, `rebuild` will refuse it. None: the current one.
+        """
+        with self._lock:
+            if generation is not None and generation < self._generation:
+                return
+            self._dead_generation = max(self._dead_generation, self._generation if generation is None else generation)
+            if self._attempt is not None:
+                self._attempt.cancel(why)
+            if self._connected:
+                self._stop(why)
+
+    def _stop(self, why: str) -> None:
+        self._connected = False
+        self._why = why
+        slow: list[exchange.Exchange] = []
+        for group in self._groups:
+            for plan, one in zip(group.plans, group.exchanges, strict=True):
+                if plan.kind == "nccl":
+                    slow.append(one)
+                else:
+                    one.stop(why)
+        # Refuse first, cut then: an operation started in between would wait for nobody.
+        gloo_sockets.shut_down([socket for group in self._groups for socket in group.sockets])
+        gloo_sockets.shut_down(self._store_sockets)
+        # All communicators at the same time: NCCL may not finish aborting one while another still runs.
+        for one in slow:
+            self._in_background(lambda one=one: _abort_and_stop(one, why))  # type: ignore[misc]
+        everything = [one for group in self._groups for one in group.exchanges]
+        deadline_s = time.monotonic() + _DRAIN_DEADLINE_S
+        self._in_background(lambda: all([one.drain(deadline_s) for one in everything if one not in slow]))
+
+    def wait_quiet(self, timeout: timedelta) -> bool:
+        """Wait until nothing of the stopped backends runs any more; usually it has ended long ago.
+
+        Before it returns True, operations that were cut may still write into their tensors: nothing that took part in
+        a collective may be used for training. False: they do not end; this process should be replaced.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        for thread, outcome in self._drains:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive() or outcome != [True]:
+                return False
+        self._drains.clear()
+        return True
+
+    def _in_background(self, work: Callable[[], bool]) -> None:
+        outcome: list[bool] = []
+
+        def run() -> None:
+            outcome.append(work())
+
+        thread = threading.Thread(target=run, name="swift-drain", daemon=True)
+        self._drains = [(old, result) for old, result in self._drains if old.is_alive() or result != [True]]
+        self._drains.append((thread, outcome))
+        thread.start()
+
+    # ------------------------------------------------------------------------------------------------ connect
+
+    def init_default_group(
+        self, backend: str | None, store_address: tuple[str, int], generation: int, rank: int, world_size: int, *,
+        timeout: timedelta | None = None, connect_timeout: timedelta = timedelta(minutes=5), solo: bool = False,
+    ) -> None:  # fmt: skip
+        """`dist.init_process_group` for this generation, or alone (`solo`, without any network).
+
+        `timeout` is that of collectives (None: torch's default), `connect_timeout` that of this call. When it raises
+        GroupsAborted or RebuildFailed the default group exists and is stopped: call `rebuild`.
+        """
+        self.solo = True
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size, timeout=timeout)
+        if not solo:
+            self.rebuild(store_address, generation, connect_timeout)
+
+    def rebuild(self, store_address: tuple[str, int], generation: int, timeout: timedelta) -> None:
+        """Connect every group again, over a new client of the store at (host, port).
+
+        All members of a group must call it with the same generation, which must grow, within `timeout`. Groups still
+        connected are stopped first. On success the groups work, on new connections under the same objects. Raises
+        GroupsAborted (`abort` was called for this generation) or RebuildFailed; all groups then are stopped.
+        """
+        with self._lock:
+            self.solo = False
+            if self._connected:
+                self._stop(f"generation {generation} begins")
+            if generation <= self._dead_generation:
+                raise GroupsAborted(self._why or f"generation {generation} has failed already")
+            if generation <= self._generation:
+                raise ValueError(f"rebuild of generation {generation} after {self._generation}: it must grow")
+            if self.swaps_left == 0:
+                raise RebuildFailed("process groups cannot be exchanged again in this process: it must be replaced")
+            self._generation = generation
+            self._why = self._why or "not connected yet"
+            self._groups = [group for group in self._groups if torch_private.is_registered(group.pg)]
+            groups = list(self._groups)
+            plans = [_with_prefix(plan, f"swift/{generation}") for group in groups for plan in group.plans]
+            attempt = rebuilding.Attempt(plans, store=None, address=store_address, timeout=timeout, dispose=self._dispose)
+            self._attempt = attempt
+        built = self._run(attempt)
+        with self._lock:
+            self._finish(attempt, built)
+            self._store, self._store_sockets = attempt.store, attempt.store_sockets
+            for group in groups:
+                self._put(group, [built.pop(0) for _ in group.plans])
+                torch_private.set_group_store(group.pg, self._group_store(group.name))
+            self._connected, self._why = True, None
+
+    def _run(self, attempt: rebuilding.Attempt) -> list[rebuilding.Built]:
+        try:
+            return attempt.run()
+        except rebuilding.Cancelled as error:
+            self._attempt = None
+            raise GroupsAborted(str(error)) from None
+        except Exception as error:
+            self._attempt = None
+            raise RebuildFailed(str(error)) from error
+
+    def _finish(self, attempt: rebuilding.Attempt, built: list[rebuilding.Built]) -> None:
+        """Under the lock: from here on `abort` finds the result in the groups instead of the attempt."""
+        self._attempt = None
+        if attempt.cancelled is not None:
+            self._in_background(lambda: self._dispose(built))
+            raise GroupsAborted(attempt.cancelled)
+
+    def _put(self, group: _Group, built: Sequence[rebuilding.Built]) -> None:
+        group.sockets = []
+        for one, new in zip(group.exchanges, built, strict=True):
+            one.put(new.backend)
+            group.sockets += new.sockets
+            new.backend = None  # the exchange alone must own it, else it would die with the GIL held
+        torch_private.set_default_backend(group.pg, torch_private.backend_number(group.default_kind))
+
+    def _group_store(self, name: str) -> Any:
+        return dist.PrefixStore(f"swift/{self._generation}/{name}", self._store)
+
+    def _dispose(self, unwanted: list[rebuilding.Built]) -> bool:
+        """Destroy backends that nobody will use: tens of milliseconds, without the GIL where that is possible."""
+        while unwanted:
+            one = unwanted.pop()
+            if self._library is not None:
+                grave = self._library.Forward(0, 1, "gloo")
+                grave.exchange(one.backend)
+                grave.exchange(None)
+                one.backend = None
+                grave.release()
+        return True
+
+    # ------------------------------------------------------------------------------------------------ create
+
+    def _create(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Stands in for torch's `_new_process_group_helper`."""
+        kinds = torch_private.backends_by_device(str(arguments["backend"]))
+        if set(kinds.values()) == {"fake"}:
+            return original(**arguments)
+        if not set(kinds.values()) <= set(_KINDS):
+            raise ValueError(
+                f"process groups on {sorted(set(kinds.values()) - set(_KINDS))} cannot be connected again after a failure; "
+                f"use {' or '.join(_KINDS)}"
+            )
+        if "nccl" in kinds.values():
+            for name, value in _NCCL_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+        if not self.solo:
+            self.check()
+        # The name has been drawn already, from the counter if it is a number.
+        name = str(arguments["group_name"])
+        count = torch_private.group_count() - int(name.isdecimal())
+        pg, store = torch_private.create_on_fake(original, arguments)
+        if pg is None:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        if any(group.pg is pg for group in self._groups):
+            return pg, store  # same tag and ranks: torch gave the group that exists
+        group = self._record(pg, name, kinds, arguments)
+        if self.solo:
+            with self._lock:
+                self._groups.append(group)
+            return pg, store
+        try:
+            self._connect(group, store)
+        except BaseException:
+            torch_private.forget_group(pg, name, count)
+            raise
+        return pg, store
+
+    def _record(self, pg: Any, name: str, kinds: dict[str, str], arguments: dict[str, Any]) -> _Group:
+        rank, size = arguments["group_rank"], arguments["group_size"]
+        ranks = list(arguments["global_ranks_in_group"])
+        description = arguments["group_desc"] or "undefined"
+        group = _Group(pg, name, [], [])
+        for kind in dict.fromkeys(kinds.values()):
+            devices = [device for device, its_kind in kinds.items() if its_kind == kind]
+            options = arguments["backend_options"] if kind == "nccl" else None
+            prefix = f"{name}/{devices[0]}"
+            timeout = arguments["timeout"]
+            group.plans.append(rebuilding.Plan(name, kind, prefix, rank, size, ranks, timeout, options))
+            if self._library is not None:
+                group.exchanges.append(
+                    exchange.NativeExchange(self._library, pg, name, description, kind, devices)
+                )
+            else:
+                group.exchanges.append(exchange.PythonExchange(pg, name, description, kind, devices))
+        if self._library is not None:
+            torch_private.set_default_backend(pg, torch_private.backend_number(group.default_kind))
+        return group
+
+    def _connect(self, group: _Group, store: Any) -> None:
+        """Give a new group, made while training is connected, its backends."""
+        with self._lock:
+            if self._connected:
+                self.check()
+            attempt = rebuilding.Attempt(
+                group.plans, store=store, address=None, timeout=group.plans[0].timeout,
+                store_sockets=self._store_sockets, dispose=self._dispose,
+            )  # fmt: skip
+            self._attempt = attempt
+        built = self._run(attempt)
+        with self._lock:
+            self._finish(attempt, built)
+            self._put(group, built)
+            self._groups.append(group)
+            self._connected = True
+
+    # ------------------------------------------------------------------------------------------------ use
+
+    @contextlib.contextmanager
+    def ghost(self) -> Iterator[None]:
+        """Inside, collectives of stopped groups return at once with local values; afterwards they are stopped again.
+
+        Only where results do not count: torch's fake backend communicates nothing, and a DDP backward on it fails.
+        """
+        with self._lock:
+            if self._connected:
+                raise RuntimeError("ghost() is for stopped groups: call abort() first")
+            everything = [one for group in self._groups for one in group.exchanges]
+            for one in everything:
+                one.ghost()
+        try:
+            yield
+        finally:
+            for one in everything:
+                one.end_ghost(self._why or "not connected yet")
+
+    def isend(self, tensor: torch.Tensor, dst_rank: int) -> transfer.Transfer:
+        """Start sending a contiguous tensor on the default group; its memory must stay until `wait()` returns."""
+        return transfer.isend(tensor, dst_rank)
+
+    def irecv(self, tensor: torch.Tensor, src_rank: int) -> transfer.Transfer:
+        """Start receiving into a contiguous tensor of the sender's size; filled when `wait()` returns."""
+        return transfer.irecv(tensor, src_rank)
+
+    def send(self, tensor: torch.Tensor, dst_rank: int) -> None:
+        transfer.isend(tensor, dst_rank).wait()
+
+    def recv(self, tensor: torch.Tensor, src_rank: int) -> None:
+        transfer.irecv(tensor, src_rank).wait()
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's list (of the same length everywhere, signed 64-bit), by rank of the default group."""
+        return transfer.all_gather_ints(values)
+
+    def split_group(
+        self, parent_pg: Any = None, split_ranks: list[list[int]] | None = None, timeout: timedelta | None = None,
+        pg_options: Any = None, group_desc: str | None = None, backend: Any = None,
+    ) -> Any:  # fmt: skip
+        """Stands in for `dist.split_group`: makes the same group with `new_group`, which can be connected again."""
+        if not split_ranks:
+            raise ValueError("split_ranks cannot be None or empty")
+        parent = parent_pg if parent_pg is not None else dist.group.WORLD
+        members = torch_private.global_ranks(parent)
+        for split in split_ranks:
+            ranks = [members[rank] for rank in sorted(split)]
+            if dist.get_rank() in ranks:
+                return dist.new_group(
+                    ranks, timeout=timeout, backend=backend or dist.get_backend(parent), pg_options=pg_options,
+                    use_local_synchronization=True, group_desc=group_desc,
+                )  # fmt: skip
+        return None
+
+
+def _abort_and_stop(one: exchange.Exchange, why: str) -> bool:
+    one.abort()
+    one.stop(why)
+    return one.drain(time.monotonic() + _DRAIN_DEADLINE_S)
+
+
+def _with_prefix(plan: rebuilding.Plan, prefix: str) -> rebuilding.Plan:
+    return rebuilding.Plan(**{**plan.__dict__, "prefix": f"{prefix}/{plan.prefix}"})
+
+
+_installed: ProcessGroups | None = None
+
+
+def install() -> ProcessGroups:
+    """Take over the creation of process groups in this process, once; later calls return the same object.
+
+    Uses the native backend if it is built (`swift_agent.native`). Raises RuntimeError when groups exist already or
+    torch is set up so that groups could not be stopped.
+    """
+    global _installed
+    if _installed is not None:
+        return _installed
+    if dist.is_initialized():
+        raise RuntimeError("process groups exist already: call swift_agent.init() instead of init_process_group()")
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("", "0", "false", "off", "n", "no"):
+        raise RuntimeError("TORCH_GLOO_LAZY_INIT is on: lazily made connections cannot be stopped. Unset it")
+    if torch_private.uses_torchcomms():
+        raise RuntimeError("torchcomms is on: its communicators cannot be connected again. Unset it")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    # A barrier over the store at the end of init_process_group would wait for ever in a replacement's set-up.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "0"
+    library = native.load()
+    _installed = ProcessGroups(library)
+    torch_private.wrap_group_creation(_installed._create)
+    torch_private.wrap_split_group(_installed.split_group)
+    logger.info("process groups are exchanged %s", "natively" if library else "in Python (native backend not built)")
+    return _installed

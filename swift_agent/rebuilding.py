@@ -1,0 +1,154 @@
+"""Connect new backends in a thread of their own, so that whoever waits for them can always be let go.
+
+A gloo constructor blocks until all members of the group are there, and no member can know that one never comes. The
+waiting thread is freed at once by `cancel()`; the builder itself is interrupted through its sockets and, where gloo has
+none yet to interrupt, ends at the group's own timeout, unnoticed. It must not touch a process group: results are
+handed over only when all are complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from swift_agent import gloo_sockets, torch_private
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One backend to make: what `_new_process_group_helper` knows of it."""
+
+    name: str  # of the group
+    kind: str  # "gloo" or "nccl"
+    prefix: str  # of its keys in the store
+    rank: int
+    size: int
+    ranks: list[int]
+    timeout: timedelta
+    options: Any = None
+
+
+@dataclass
+class Built:
+    backend: Any
+    sockets: list[gloo_sockets.Socket] = field(default_factory=list)
+
+
+class Cancelled(RuntimeError):
+    """`cancel()` was called: the attempt is given up."""
+
+
+class Attempt:
+    """One try to connect some backends; see the module."""
+
+    def __init__(
+        self, plans: Sequence[Plan], *, store: Any, address: tuple[str, int] | None, timeout: timedelta,
+        store_sockets: Sequence[gloo_sockets.Socket] = (), dispose: Callable[[list[Built]], None],
+    ) -> None:  # fmt: skip
+        """Either `store` is given, or `address` (host, port) of a TCPStore server to which a client is opened."""
+        self.store = store
+        self.store_sockets = list(store_sockets)
+        self._address, self._timeout, self._plans = address, timeout, plans
+        self._dispose = dispose
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._built: list[Built] = []
+        self._before: set[int] | None = None  # sockets before the constructor that is running
+        self._error: Exception | None = None
+        self._cancelled: str | None = None
+        self._finished = False
+        self._doing = "start"
+
+    @property
+    def cancelled(self) -> str | None:
+        """Why, once `cancel()` was called: then the result of `run()` is cut off and must be disposed of."""
+        return self._cancelled
+
+    def run(self) -> list[Built]:
+        """Blocks until all are connected, or raises Cancelled, TimeoutError, or what the constructor raised.
+
+        After an error nothing of the attempt is in use, and what it opened goes away in the background.
+        """
+        threading.Thread(target=self._build, name="swift-rebuild", daemon=True).start()
+        if not self._wake.wait(self._timeout.total_seconds()):
+            self.cancel(f"not done after {self._timeout.total_seconds():g} s")
+            raise TimeoutError(f"{self._doing}: not done after {self._timeout.total_seconds():g} s")
+        with self._lock:
+            if self._cancelled is not None:
+                raise Cancelled(self._cancelled)
+            if self._error is not None:
+                raise self._error
+            return self._built
+
+    def cancel(self, why: str) -> None:
+        """Free the thread in `run()`. Any thread; returns at once; may be repeated."""
+        with self._lock:
+            if self._cancelled is not None:
+                return
+            self._cancelled = why
+            targets = list(self.store_sockets)
+            for one in self._built:
+                targets += one.sockets
+            if self._before is not None and not self._finished:
+                targets += [one for loop in gloo_sockets.new_loops(self._before) for one in loop]
+        gloo_sockets.shut_down(targets)
+        self._wake.set()
+
+    def _build(self) -> None:
+        try:
+            if self.store is None:
+                self._open_store()
+            for plan in self._plans:
+                self._build_one(plan)
+        except Exception as error:
+            self._error = error
+            # Peers wait for us in the groups that we have connected: let them fail too.
+            gloo_sockets.shut_down([socket for one in self._built for socket in one.sockets])
+        with self._lock:
+            self._finished = True
+            unwanted = self._built if self._cancelled is not None or self._error is not None else []
+            self._wake.set()
+        if unwanted:
+            self._dispose(unwanted)
+
+    def _open_store(self) -> None:
+        assert self._address is not None
+        host, port = self._address
+        self._step(f"connect to the store at {host}:{port}")
+        before = gloo_sockets.sockets()
+        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+        with self._lock:
+            self.store_sockets = gloo_sockets.sockets_connected_to(port, before)
+
+    def _build_one(self, plan: Plan) -> None:
+        self._step(f"connect group {plan.name!r} ({plan.size} ranks: {_abbreviate(plan.ranks)})")
+        store = dist.PrefixStore(plan.prefix, self.store)
+        if plan.kind == "nccl":
+            built = Built(torch_private.make_nccl(
+                store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks, plan.options
+            ))  # fmt: skip
+        else:
+            before = gloo_sockets.sockets()
+            self._before = before
+            backend = torch_private.make_gloo(store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks)
+            built = Built(backend, gloo_sockets.connections(before, plan.size - 1))
+            gloo_sockets.keep_alive(built.sockets)
+        with self._lock:
+            self._before = None
+            self._built.append(built)
+
+    def _step(self, doing: str) -> None:
+        with self._lock:
+            if self._cancelled is not None:
+                raise Cancelled(self._cancelled)
+            self._doing = doing
+
+
+def _abbreviate(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return text if len(ranks) <= 8 else f"{text}, ..."

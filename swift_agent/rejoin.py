@@ -1,0 +1,187 @@
+"""Carries out a plan in one worker: connect, get the state or hand it on, compare, go on.
+
+    wait for a generation --> rebuild groups --> layouts --> state --> checksums --> live
+              ^                    |  a peer fails meanwhile  |          |
+              '--------------------'---------------------------'---------'
+
+Every step may be cut by the next failure; then it begins again with the next generation. Until a receiver has all of a
+state it keeps what it had (a survivor) or holds nothing (a newcomer), so a cut transfer never spoils a source.
+
+This module must never decide who gets what from whom; that is the plan's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from swift_agent import ddp
+from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
+from swift_agent.supervisor import Go, Supervisor
+from swift_agent.tracking import Tracked
+from swift_recovery.replica import GroupLink, receive_state, send_state
+
+if TYPE_CHECKING:
+    from swift_agent.session import Job
+
+log = logging.getLogger(__name__)
+
+# The longest that survivors wait in `rebuild` for a replacement that neither comes nor is reported lost.
+CONNECT_TIMEOUT = timedelta(minutes=10)
+
+
+class Rejoin:
+    """One object per worker. *phases_s*: seconds per phase of the last successful run."""
+
+    def __init__(self, job: Job, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked) -> None:
+        self._job, self._supervisor, self._groups, self._tracked = job, supervisor, groups, tracked
+        self.phases_s: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Return when this worker is live in the newest generation, with the state that its plan says."""
+        while True:
+            go = self._supervisor.wait_go()
+            try:
+                self._enter(go)
+                if not self._supervisor.interrupted:
+                    return
+            except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, RuntimeError) as error:
+                if isinstance(error, SwiftError) and not isinstance(error, PeerFailure):
+                    raise
+                if not self._supervisor.confirm(error):
+                    raise
+                self._groups.wait_quiet(timedelta(seconds=20))
+
+    def _enter(self, go: Go) -> None:
+        job, tracked, plan = self._job, self._tracked, go.plan
+        if plan.kind != "copy":
+            raise SwiftError(f"generation {go.generation} asks a running worker to begin anew ({plan.why})")
+        clock = _Clock()
+        for module in tracked.ddps:
+            ddp.reset_after_abort(module)
+        self._groups.rebuild(go.store, go.generation, CONNECT_TIMEOUT)
+        clock.mark("regroup")
+        self._exchange_layouts(go)
+        self._exchange_state(go)
+        clock.mark("transfer")
+        self._compare()
+        clock.mark("verify")
+        self._pay_debt(plan.iteration)
+        job._ghost_sections = max(job._ghost_sections, plan.sections)
+        self.phases_s = clock.phases_s
+
+    def _exchange_layouts(self, go: Go) -> None:
+        """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
+        if not self._tracked.ddps:
+            return
+        rank, plan = self._job.rank, go.plan
+        store = dist.PrefixStore("layouts", self._groups.store)
+        if rank in plan.layouts.values():
+            layouts = [ddp.bucket_layout(module) for module in self._tracked.ddps]
+            store.set(str(rank), json.dumps({"layouts": layouts, "settled": self._tracked.layout_is_settled()}))
+        if rank in plan.layouts:
+            content = json.loads(store.get(str(plan.layouts[rank])))
+            for module, layout in zip(self._tracked.ddps, content["layouts"], strict=True):
+                ddp.adopt_layout(module, layout)
+            if content["settled"]:
+                self._tracked.settle()
+        elif plan.iteration >= 1 and not self._tracked.layout_is_settled() and not plan.layouts:
+            # All were cut in the very broadcast that settles the buckets.
+            for module in self._tracked.ddps:
+                layout = ddp.expected_layout(module)
+                if layout is not None:
+                    ddp.adopt_layout(module, layout)
+
+    def _exchange_state(self, go: Go) -> None:
+        job, plan = self._job, go.plan
+        targets = plan.targets_of(job.rank)
+        state = self._tracked.state
+        if targets:
+            extra = {"position": asdict(job._point_at), "point": job._point.tree()}
+            send_state(state, extra, [self._link(target) for target in targets])
+        if job.rank not in plan.sources:
+            return
+        link = self._link(plan.sources[job.rank])
+        if job._status == "holding" and not self._tracked.updates.mixed:
+            self._roll_forward(link, plan.iteration)
+            return
+        extra = receive_state(state, link, staged=False)
+        self._supervisor.check()
+        self._install(extra)
+
+    def _roll_forward(self, link: GroupLink, iteration: int) -> None:
+        """A survivor that lacks the update gets the state, but keeps what its own script has done to small things."""
+        job = self._job
+        if job._owed is None or job._owed.iteration + 1 != iteration:
+            raise SwiftError(f"rank {job.rank} stands at iteration {job._here.iteration} and cannot skip to {iteration}")
+        mine = type(job._point)(self._tracked.state)
+        mine.take()
+        receive_state(self._tracked.state, link, staged=True)
+        mine.restore(buffers=False)
+        with self._supervisor.changed:
+            job._here.iteration = iteration
+            job._owed = None
+
+    def _install(self, extra: Any) -> None:
+        """A newcomer takes its place in the loop."""
+        from swift_agent.session import Position
+
+        job = self._job
+        target = Position(**extra["position"])
+        job._point.install(extra["point"], rng=job._rng == "user")
+        with self._supervisor.changed:
+            self._tracked.updates.mixed = False
+            if job._status == "empty":
+                job._here = Position(
+                    iteration=target.iteration, epoch=target.epoch, passes=target.epoch_passes,
+                    sections=target.epoch_sections, epoch_passes=target.epoch_passes, epoch_sections=target.epoch_sections,
+                )  # fmt: skip
+                job._target = target
+            job._point_at = target
+            job._status = "holding"
+
+    def _compare(self) -> None:
+        """Parameters and optimizer state must be equal on all replicas before training goes on."""
+        mine = self._tracked.checksum()
+        everyone = self._groups.all_gather_ints([mine])
+        differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
+        if differing and self._job._owed is None:
+            found = {rank: f"{everyone[rank][0] & (1 << 64) - 1:016x}" for rank in self._tracked.replicas}
+            raise ReplicaMismatch(f"replicas differ after the recovery, checksums by rank: {found}")
+
+    def _pay_debt(self, iteration: int) -> None:
+        """An update that was promised by a replica which is lost as well is made after all."""
+        owed = self._job._owed
+        if owed is None:
+            return
+        if owed.iteration != iteration:
+            raise SwiftError(f"rank {self._job.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}")
+        owed.run()
+        self._job._owed = None
+
+    def _link(self, peer: int) -> GroupLink:
+        group = dist.group.WORLD
+        assert group is not None
+        device = torch.device("cpu") if dist.get_backend() != "nccl" else self._job.device
+        return GroupLink(group, peer, device)
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.phases_s: dict[str, float] = {}
+        self._last_s = time.monotonic()
+
+    def mark(self, phase: str) -> None:
+        now_s = time.monotonic()
+        self.phases_s[phase] = now_s - self._last_s
+        self._last_s = now_s

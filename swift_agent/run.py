@@ -1,0 +1,84 @@
+"""`swift-run`: torchrun's command line; the job goes on when a node is lost.
+
+    swift-run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint etcd1:2379,etcd2:2379 train.py --lr 0.1
+
+With the rendezvous backend swift-etcd, the default, the agent of `swift_agent.agent` runs the job; with any other one
+torch's own launcher does, unchanged. This module must hold no policy of its own: it parses, chooses and reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import click
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from swift_agent.config import AgentConfig, ConfigError
+from swift_agent.errors import JobStopped
+from swift_agent.options import SWIFT_BACKEND, LaunchCommand, parse_args
+
+
+def run(ns: argparse.Namespace) -> None:
+    """Run the job that *ns* (of `swift_agent.options.parse_args`) describes, and return when it has succeeded.
+
+    Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
+    when the workers failed, and `swift_agent.errors.JobStopped` when the job could not go on for want of a node.
+    """
+    if ns.rdzv_backend != SWIFT_BACKEND:
+        _torchrun(ns)
+        return
+    config = AgentConfig.from_args(ns)
+    from swift_agent.agent import launch_agent  # late: a wrong command line is refused before grpc is loaded
+
+    # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
+    launch_agent(config)
+
+
+def _torchrun(ns: argparse.Namespace) -> None:
+    import torch.distributed.run
+
+    # By default torch's agents share one TCPStore over all restarts, with no prefix per round. Restarted workers may
+    # then read the addresses of dead peers before they are overwritten, and the restart dies in "Connection refused"
+    # more often than not. A store of its own for each round cures that; a user's setting is respected.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    torch.distributed.run.run(ns)  # type: ignore[no-untyped-call]
+
+
+@record
+def main(args: list[str] | None = None) -> None:
+    """Run `swift-run` with *args* (default: `sys.argv[1:]`); the counterpart of `torch.distributed.run.main`.
+
+    Returns None when the job succeeded. Raises as `run` does; a mistake that the parser finds is printed and raises
+    `SystemExit(2)`.
+    """
+    run(parse_args(args))
+
+
+def _launch(**options: Any) -> None:
+    # Exit codes are torchrun's: 1 with the traceback and the summary of a ChildFailedError, 2 for a wrong command line.
+    try:
+        record(run)(argparse.Namespace(**options))
+    except ConfigError as error:
+        raise _Refused(str(error)) from None
+    except JobStopped as error:
+        raise click.ClickException(str(error)) from None
+
+
+class _Refused(click.ClickException):
+    exit_code = 2
+
+
+cli = LaunchCommand(
+    "swift-run",
+    callback=_launch,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run a training script on this node, as torchrun does, in a job that survives the loss of other nodes.",
+    epilog="What follows TRAINING_SCRIPT is passed to it untouched. Options may be shortened as under torchrun.",
+)
+
+
+if __name__ == "__main__":
+    cli()

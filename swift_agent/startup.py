@@ -1,0 +1,177 @@
+"""`swift_agent.init()`: from a process of `swift-run` (or torchrun, or nothing) to a `Job`.
+
+Under an agent the worker says hello first, so that even a death inside this function is recovered in place, and waits to be
+told what it is: one of all that begin together, or a replacement that sets itself up alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from swift_agent import process_group
+from swift_agent.channel import ENV_SOCKET, connect
+from swift_agent.errors import UsageError
+from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
+from swift_agent.session import Job, is_communication_error
+from swift_agent.supervisor import Supervisor
+from swift_agent.worker_env import ENV_GENERATION
+
+CONNECT_TIMEOUT = timedelta(minutes=10)
+
+_job: Job | None = None
+
+
+def init(
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    rng: Literal["iteration", "user"] = "iteration",
+    seed: int | None = None,
+) -> Job:
+    """Join the job; instead of `torch.distributed.init_process_group(backend)`.
+
+    *backend*: "gloo", "nccl" or torch's "cpu:gloo,cuda:nccl"; by default nccl where CUDA is available, else gloo. *timeout*: of
+    collectives, as in torch. *rng*: with "iteration", all generators (Python, NumPy, torch CPU and CUDA) are seeded at each
+    iteration from (*seed*, rank, iteration), so that a replacement draws what its predecessor would have drawn; with "user"
+    they are left alone, and a replacement takes over the state of the rank it copies. *seed* defaults to
+    `torch.initial_seed()` when training begins, that is to the script's `torch.manual_seed`.
+
+    Afterwards the default process group exists. Raises `UsageError` if called twice or after `init_process_group`.
+    """
+    global _job
+    if _job is not None:
+        raise UsageError("swift_agent.init() was called before in this process; it gives one Job, pass that on.")
+    if dist.is_initialized():
+        raise UsageError("a process group exists already: call swift_agent.init() instead of init_process_group().")
+    if rng not in ("iteration", "user"):
+        raise UsageError(f"swift_agent.init(rng={rng!r}): 'iteration' or 'user'.")
+    device = _device()
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    socket_path = os.environ.get(ENV_SOCKET)
+    if socket_path is None:
+        _job = _without_agent(backend, timeout, device, rng, seed)
+    else:
+        _job = _with_agent(socket_path, backend, timeout, device, rng, seed)
+    return _job
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _without_agent(
+    backend: str, timeout: timedelta | None, device: torch.device, rng: Literal["iteration", "user"], seed: int | None
+) -> Job:
+    """Under torchrun as any script; started as `python train.py`, a job of one rank."""
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return Job(dist.get_rank(), local_rank, dist.get_world_size(), device, rng, seed, None, None)
+
+
+def _with_agent(
+    socket_path: str, backend: str, timeout: timedelta | None, device: torch.device,
+    rng: Literal["iteration", "user"], seed: int | None,
+) -> Job:  # fmt: skip
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Not LOCAL_RANK: with --virtual-local-rank that is 0 for all.
+    local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])
+    supervisor = Supervisor(connect(socket_path), rank)
+    groups = process_group.install()
+    job = Job(rank, local_rank, world_size, device, rng, seed, supervisor, groups)
+    hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}
+    supervisor.start(hello, job.report, groups.abort)
+    _create_groups(job, supervisor, groups, backend, timeout)
+    _install_hooks(job, supervisor)
+    return job
+
+
+def _create_groups(
+    job: Job, supervisor: Supervisor, groups: ProcessGroups, backend: str, timeout: timedelta | None
+) -> None:
+    """Create the default group: with all others if all begin, alone if this worker replaces another."""
+    created = False
+    while True:
+        go = supervisor.peek_go()
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go.store[0], str(go.store[1])
+        solo = go.plan.kind == "copy"
+        if solo:
+            # Its set-up needs nobody, and nobody its set-up. It enters the generation when its loop begins.
+            with supervisor.changed:
+                job._status = "empty"
+            if created:
+                job._enter_ghost()
+            else:
+                groups.init_default_group(backend, go.store, go.generation, job.rank, go.world_size, timeout=timeout,
+                                          solo=True)
+            groups.solo = True
+            return
+        go = supervisor.wait_go()
+        if go.plan.kind == "copy":
+            raise AssertionError("a plan to begin together was followed by one to copy, with nobody holding state")
+        try:
+            if created:
+                groups.rebuild(go.store, go.generation, CONNECT_TIMEOUT)
+            else:
+                created = True
+                groups.init_default_group(backend, go.store, go.generation, job.rank, go.world_size, timeout=timeout,
+                                          connect_timeout=CONNECT_TIMEOUT)
+            with supervisor.changed:
+                if not supervisor.interrupted:
+                    job._status = "setup"
+                    return
+        except (GroupsAborted, RebuildFailed) as error:
+            if not supervisor.confirm(error):
+                raise
+
+
+def _install_hooks(job: Job, supervisor: Supervisor) -> None:
+    """The end of the script, however it comes, must be told apart: done, failed, or cut by a peer's failure."""
+    original_hook, original_exit, original_destroy = sys.excepthook, sys.exit, dist.destroy_process_group
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            if supervisor.interrupted or (is_communication_error(error) and supervisor.confirm(error)):
+                supervisor.send({"op": "unfit", "why": f"a collective outside an iteration was cut ({type(error).__name__}); "
+                                 "decorate the code with @job.resilient"})
+                supervisor.wait_for_end()
+            job._failed = True
+            _record(error)
+        original_hook(kind, error, trace)
+
+    def exit_(status: Any = None, /) -> None:
+        job._failed = job._failed or status not in (None, 0)
+        original_exit(status)
+
+    def destroy(group: Any = None) -> None:
+        # The groups are needed until all ranks are at their end.
+        if group is None or group is dist.group.WORLD:
+            job.close()
+        original_destroy(group)
+
+    sys.excepthook, sys.exit = on_exception, exit_  # type: ignore[assignment]
+    dist.destroy_process_group = destroy
+    atexit.register(job.close)
+
+
+def _record(error: BaseException) -> None:
+    """Leave the traceback where the agent looks for the root cause, in torch's format."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(error)

@@ -1,0 +1,183 @@
+"""The worker's line to its agent: hears stop and go, answers for the main thread, which may be blocked in a collective.
+
+    agent: go(1) ............ stop(1) ............ go(2) ... release
+    worker:      trains in 1          reports on 1        enters 2
+
+A thread reads the channel. On `stop` it raises the flag first, so that no optimizer step can begin any more, then aborts
+the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means that the
+agent is dead; its worker must not live on.
+
+This module must never touch training state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swift_agent.channel import Channel, ChannelClosed, Message
+from swift_agent.errors import PeerFailure
+from swift_recovery.plan import Plan
+
+log = logging.getLogger(__name__)
+
+# A collective may fail before the agents know why. Longer than any detection takes; then the error is the user's own.
+CONFIRM_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Go:
+    """Enter a generation: its plan, and where its store listens."""
+
+    generation: int
+    plan: Plan
+    store: tuple[str, int]
+    world_size: int
+
+
+class Supervisor:
+    """Shared by the reading thread and the main thread; every attribute is guarded by *changed*."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self.changed = threading.Condition()
+        self._go: Go | None = None
+        self._stopped = 0
+        self._entered = 0
+        self._stepping = False
+        self._released = False
+        self._report: Callable[[], dict[str, Any]] = dict
+        self._abort: Callable[[str, int], None] = lambda why, generation: None
+        self._thread = threading.Thread(target=self._read, name="swift-supervisor", daemon=True)
+
+    def start(
+        self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None]
+    ) -> None:
+        """Say hello and begin to listen. *report* and *abort* are called in the reading thread."""
+        self._report, self._abort = report, abort
+        self._channel.send({"op": "hello", **hello})
+        self._thread.start()
+
+    # ---- main thread ----
+
+    @property
+    def interrupted(self) -> bool:
+        """The generation that the main thread works in was stopped. Never before it has entered its first."""
+        return 0 < self._entered <= self._stopped
+
+    @property
+    def generation(self) -> int:
+        return self._entered
+
+    def check(self) -> None:
+        """Raise PeerFailure if interrupted."""
+        if self.interrupted:
+            raise PeerFailure(f"generation {self._entered} was stopped because a peer failed")
+
+    def enter_step(self) -> None:
+        """Pass the fence in front of an optimizer step. While a step runs no report is made."""
+        with self.changed:
+            self.check()
+            self._stepping = True
+
+    def leave_step(self) -> None:
+        with self.changed:
+            self._stepping = False
+            self.changed.notify_all()
+
+    def wait_go(self) -> Go:
+        """Block until there is a generation to enter that has not been stopped already, and enter it."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered))
+            assert self._go is not None
+            self._entered = self._go.generation
+            return self._go
+
+    def peek_go(self) -> Go:
+        """Like `wait_go`, without entering: the decision is needed before the main thread is ready to join."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered))
+            assert self._go is not None
+            return self._go
+
+    def confirm(self, error: BaseException) -> bool:
+        """A collective failed: ask whether a peer did. True once the stop has come, False if it does not come."""
+        if not self.interrupted:
+            self.send({"op": "suspect", "why": str(error)[-300:]})
+        with self.changed:
+            return self.changed.wait_for(lambda: self.interrupted, CONFIRM_TIMEOUT_S)
+
+    def wait_release(self) -> bool:
+        """At the end of the run: True when the job is over, False when it has to be recovered once more."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._released or self.interrupted)
+            return self._released
+
+    def send(self, message: Message) -> None:
+        """Tell the agent; if it is gone, so is this process."""
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            _die("its agent is gone")
+
+    def note(self, text: str) -> None:
+        """A line for people, shown by the agent."""
+        self.send({"op": "note", "rank": self._rank, "text": text})
+
+    def wait_for_end(self) -> None:
+        """The agent has been asked to end this process; nothing else may happen here."""
+        while True:
+            time.sleep(1.0)
+
+    def close(self) -> None:
+        with self.changed:
+            self._released = True
+        self._channel.close()
+
+    # ---- reading thread ----
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except ChannelClosed:
+                if self._released:
+                    return
+                _die("its agent is gone")
+            match message.get("op"):
+                case "stop":
+                    self._on_stop(int(message["generation"]), str(message["why"]))
+                case "go":
+                    plan = Plan.from_json(message["plan"])
+                    host, port = message["store"]
+                    with self.changed:
+                        self._go = Go(int(message["generation"]), plan, (str(host), int(port)), int(message["world_size"]))
+                        self.changed.notify_all()
+                case "release":
+                    with self.changed:
+                        self._released = True
+                        self.changed.notify_all()
+
+    def _on_stop(self, generation: int, why: str) -> None:
+        with self.changed:
+            self._stopped = max(self._stopped, generation)
+            self.changed.notify_all()
+        self._abort(why, generation)
+        with self.changed:
+            # A step that has passed the fence has all its gradients: it is let finish, and counts.
+            self.changed.wait_for(lambda: not self._stepping)
+            report = self._report()
+        self.send({"op": "report", "generation": generation, "report": report})
+
+
+def _die(why: str) -> None:
+    print(f"swift-agent worker {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)

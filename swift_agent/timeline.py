@@ -1,0 +1,60 @@
+"""The story of one recovery: when each phase began, as the acting coordinator's agent saw it. Pure bookkeeping.
+
+Times come in as arguments (seconds of one monotonic clock).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swift_rendezvous.view import View
+
+# In the order in which they happen. The first three are seen by the coordinator, the others are measured by workers.
+PHASES = ("agree", "plan", "start", "set-up", "regroup", "transfer", "verify", "iteration")
+
+
+@dataclass
+class Timeline:
+    """Watches views go by; `summary` is one recovery, complete once all slots have resumed."""
+
+    failed_s: float | None = None
+    why: str = ""
+    marks: dict[str, float] = field(default_factory=dict)
+    _reported: int = 0
+
+    def observe(self, view: View, now_s: float) -> dict[str, float] | None:
+        """Take note of *view*; returns the seconds per phase when a recovery has just been completed."""
+        generation = view.generation
+        if generation is None:
+            return None
+        if view.failures and self.failed_s is None and not view.released:
+            self.failed_s = now_s
+        if generation.mode != "replace" or generation.number <= self._reported:
+            return None
+        if self.failed_s is None:
+            self.failed_s = now_s
+        self.marks.setdefault(f"generation {generation.number}", now_s)
+        if view.plan is not None:
+            self.marks.setdefault(f"plan {generation.number}", now_s)
+        if len(view.resumed) < len(generation.slots):
+            return None
+        phases = self._phases(view, generation.number, now_s)
+        self.why = generation.why
+        self.failed_s, self.marks, self._reported = None, {}, generation.number
+        return phases
+
+    def _phases(self, view: View, number: int, now_s: float) -> dict[str, float]:
+        assert self.failed_s is not None
+        agreed = self.marks[f"generation {number}"]
+        planned = self.marks.get(f"plan {number}", now_s)
+        phases = {"agree": agreed - self.failed_s, "plan": planned - agreed}
+        for record in view.resumed.values():
+            for name, seconds in record.phases_s.items():
+                phases[name] = max(phases.get(name, 0.0), seconds)
+        ordered = {name: phases[name] for name in PHASES if name in phases}
+        return {**ordered, "total": now_s - self.failed_s}
+
+
+def describe(phases_s: dict[str, float]) -> str:
+    """`agree 3 ms, plan 2 ms, ... total 95 ms`."""
+    return ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in phases_s.items())

@@ -1,0 +1,323 @@
+"""Every private API of torch that swift-agent uses, one small function each; nothing else may touch one.
+
+tests/unit/agent/test_torch_private.py has a test per function that fails when a new torch changes it. Tested with torch
+2.13; the names have been there since 2.10. It must never hold a decision: what is done when is up to the callers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+Backend = Any  # c10d::Backend and its subclasses; torch exports no common Python name for them
+Layout = list[list[int]]  # bucket -> indices into the reducer's parameters, in reduction order
+
+FAKE_NUMBER = 6  # BackendType.CUSTOM: what torch registers its fake backend under
+# --------------------------------------------------------------------------------------------- c10d: creating groups
+
+
+def wrap_group_creation(wrapper: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> None:
+    """From now on `wrapper(original, arguments)` makes every group of init_process_group, new_group and DeviceMesh.
+
+    `arguments` has every parameter of torch's `_new_process_group_helper` by name; the result is (group, store), or
+    (GroupMember.NON_GROUP_MEMBER, None).
+    """
+    original = c10d._new_process_group_helper
+    signature = inspect.signature(original)
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return wrapper(original, dict(bound.arguments))
+
+    c10d._new_process_group_helper = create
+
+
+def wrap_split_group(replacement: Callable[..., Any]) -> None:
+    """`dist.split_group` becomes `replacement` (same parameters), for DeviceMesh too."""
+    from torch.distributed import device_mesh
+
+    for module in (c10d, dist, device_mesh):
+        if hasattr(module, "split_group"):
+            setattr(module, "split_group", replacement)  # noqa: B010 - mypy refuses to assign to a function
+
+
+def uses_torchcomms() -> bool:
+    """Whether torch makes groups on torchcomms communicators, which cannot be exchanged."""
+    enabled = getattr(c10d, "_use_torchcomms_enabled", None)
+    return bool(enabled and enabled())
+
+
+def backends_by_device(backend: str) -> dict[str, str]:
+    """"gloo", "cpu:gloo,cuda:nccl", "undefined", ... -> {device type: backend}, as torch understands it."""
+    config = c10d.BackendConfig(c10d.Backend(backend))
+    return {device: str(name) for device, name in config.get_device_backend_map().items()}
+
+
+def create_on_fake(original: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Make the group with torch's own code on torch's fake backend: no network, collectives return at once.
+
+    torch records the backend that was asked for. Returns (group, store); the group is None for a non-member.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers "fake"
+
+    asked = str(arguments["backend"])
+    devices = backends_by_device(asked)
+    fake = ",".join(f"{device}:fake" for device in devices)
+    # No device_id: with one, torch connects eagerly and splits communicators, which nobody could make again.
+    group, store = original(**{**arguments, "backend": fake, "backend_options": None, "device_id": None})
+    if group is None or group is c10d.GroupMember.NON_GROUP_MEMBER:
+        return None, None
+    c10d._world.pg_map[group] = (c10d.Backend(asked), store)
+    c10d._world.pg_backend_config[group] = ",".join(f"{device}:{name}" for device, name in devices.items())
+    set_default_backend(group, FAKE_NUMBER)
+    return group, store
+
+
+def group_count() -> int:
+    """Torch's counter from which the names of the next groups are made; equal on all ranks."""
+    return int(c10d._world.group_count)
+
+
+def forget_group(group: Any, name: str, count: int) -> None:
+    """Undo the registration of a group whose creation failed, so that the next attempt gets the same name.
+
+    `count` is `group_count()` from before that group was named.
+    """
+    world = c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        table.pop(group, None)
+    world.pg_to_tag.pop(group, None)
+    for tagged in world.tags_to_pg.values():
+        if group in tagged:
+            tagged.remove(group)
+    c10d._unregister_process_group(name)
+    world.group_count = count
+
+
+def is_registered(group: Any) -> bool:
+    """False once the user has destroyed the group."""
+    return group in c10d._world.pg_map
+
+
+def set_group_store(group: Any, store: Any) -> None:
+    """The store that `new_group` (for the default group) and torch's helpers take from now on."""
+    c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], store)
+
+
+def global_ranks(group: Any) -> list[int]:
+    """The group's members as ranks of the default group, in group order."""
+    return list(dist.get_process_group_ranks(group))
+
+
+# ------------------------------------------------------------------------------------------- c10d: exchanging backends
+
+
+def backend_number(name: str) -> int:
+    """torch's BackendType of "gloo" (1), "nccl" (2), ..."""
+    return int(c10d.Backend.backend_type_map[name])
+
+
+def register_backend(group: Any, devices: Sequence[str], number: int, backend: Backend) -> None:
+    """Route the group's operations on these device types to `backend`.
+
+    A number (BackendType, 0..255) keeps the first backend registered under it for ever: registering it again routes
+    back to that one.
+    """
+    for device in devices:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number), backend)
+
+
+def set_default_backend(group: Any, number: int) -> None:
+    """Which number torch asks for what has no tensor: hooks, sequence numbers, the device of a barrier."""
+    group._set_default_backend(dist.ProcessGroup.BackendType(number))
+
+
+def set_names(group: Any, name: str, description: str) -> None:
+    """Needed after every registration: the group's name lives in its backends."""
+    group._set_group_name(name)
+    group._set_group_desc(description)
+
+
+def get_backend(group: Any, device: str) -> Backend:
+    return group._get_backend(torch.device(device))
+
+
+def make_fake(rank: int, size: int) -> Backend:
+    """torch's FakeProcessGroup: every operation returns at once with local values."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    return FakeProcessGroup._create_internal(rank, size)
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Backend:
+    """As `_new_process_group_helper` does. Blocks, without the GIL, until all `size` members are connected."""
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # type: ignore[attr-defined]
+    backend.options.global_ranks_in_group = list(ranks)
+    backend.options.group_name = name
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def make_nccl(
+    store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
+) -> Backend:
+    """As `_new_process_group_helper` does, without splitting. The communicator is made by the first collective."""
+    nccl = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+    if options is None:
+        options = nccl.Options()
+        options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.split_from = None
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    backend = nccl(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+# ------------------------------------------------------------------------------------------- DistributedDataParallel
+
+
+class _Finished(dist.Work):  # type: ignore[misc]
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+class _LayoutSource(dist.ProcessGroup):
+    """Stands in for rank 0 while a reducer rebuilds its buckets.
+
+    `Reducer::sync_bucket_indices` broadcasts two int tensors: the parameter indices of all buckets with the number of
+    buckets at the end, then the size of each bucket. With `layout` None they keep what the reducer has computed itself.
+    """
+
+    def __init__(self, layout: Layout | None) -> None:
+        super().__init__(0, 1)
+        self._messages: list[list[int]] = []
+        if layout is not None:
+            indices = [index for bucket in layout for index in bucket]
+            self._messages = [[*indices, len(layout)], [len(bucket) for bucket in layout]]
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        if self._messages:
+            message = torch.tensor(self._messages.pop(0), dtype=torch.int32)
+            if message.shape != tensors[0].shape:
+                raise RuntimeError(f"bucket layout of {len(message)} entries for a reducer with {len(tensors[0])}")
+            tensors[0].copy_(message)
+        return _Finished()
+
+
+def num_reducer_parameters(ddp: DDP) -> int:
+    return len(ddp._build_params_for_reducer()[0])
+
+
+def read_layout(ddp: DDP) -> Layout:
+    """The reducer's buckets in reduction order. Allocates (zeroed) memory of the size of all gradients for a moment."""
+    index = {id(parameter): i for i, parameter in enumerate(ddp._build_params_for_reducer()[0])}
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return [[index[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+
+
+def rebuild_layout(ddp: DDP, layout: Layout | None) -> bool:
+    """Let the reducer rebuild its buckets now, without any communication, as `layout` says.
+
+    None: from the order in which it has seen gradients arrive, as the next forward would. Returns False, with nothing
+    changed, if the reducer has no reason to rebuild (done already, or never because of find_unused_parameters). Raises
+    RuntimeError when the last backward has not ended or not all gradients were seen.
+    """
+    reducer = ddp.reducer
+    if layout is not None:
+        reducer._push_all_rebuilt_params()  # without recorded parameters it would not rebuild
+    source = _LayoutSource(layout)
+    reducer._update_process_group(source)
+    try:
+        rebuilt = bool(reducer._rebuild_buckets())
+    finally:
+        reducer._update_process_group(ddp.process_group)
+    if rebuilt:
+        ddp._has_rebuilt_buckets = True
+    return rebuilt
+
+
+def reset_reducer(ddp: DDP) -> None:
+    """Make the reducer forget an unfinished backward. Its buckets stay, but it will rebuild them once more."""
+    ddp.reducer._reset_state()
+    ddp._has_rebuilt_buckets = False
+
+
+def has_unfinished_backward(ddp: DDP) -> bool:
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
+def renew_reducer(ddp: DDP) -> None:
+    """Give the module a new reducer, as its constructor does: initial buckets, same communication hooks.
+
+    Raises RuntimeError for a module whose reducer holds more than can be carried over.
+    """
+    if ddp.mixed_precision is not None:
+        raise RuntimeError("DDP(mixed_precision=...) cannot be given a new reducer")
+    builtin = None
+    name = ddp._get_ddp_logging_data().get("comm_hook", "")
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):  # type: ignore[attr-defined]
+        if name == str(kind):
+            builtin = kind
+    parameters, expect_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp.reducer._remove_autograd_hooks()
+    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    if builtin is not None:
+        ddp._register_builtin_comm_hook(builtin)
+    hooks = list(ddp._comm_hooks)
+    ddp._comm_hooks.clear()
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        assert ddp.logger is not None
+        ddp.logger._set_static_graph()
+    ddp._has_rebuilt_buckets = False
+
+
+def has_buffer_hook(ddp: DDP) -> bool:
+    return hasattr(ddp, "buffer_hook")
+
+
+def hook_buffers_after_forward(ddp: DDP, hook: Callable[[DDP, Mapping[str, torch.Tensor]], None]) -> None:
+    """`hook(ddp, buffers)` replaces DDP's broadcast at the start of forward, and runs at its end."""
+    ddp._register_buffer_comm_hook(ddp, hook)
+
+
+def broadcast_buffers(ddp: DDP) -> None:
+    """What DDP does by default at the start of forward: all buffers become rank 0's. One blocking broadcast per bucket."""
+    ddp._default_broadcast_coalesced(authoritative_rank=0)
+
+
+def park_buffer_hook(ddp: DDP) -> Any:
+    """Take the buffer hook off and return it: DDP's own broadcast is back. Undone by `unpark_buffer_hook`."""
+    return ddp.__dict__.pop("buffer_hook")
+
+
+def unpark_buffer_hook(ddp: DDP, hook: Any) -> None:
+    ddp.buffer_hook = hook
+
+
+def set_buffer_sync(ddp: DDP, wanted: bool) -> None:
+    """Whether the coming forward synchronises buffers (DDP itself decides it from the forward before)."""
+    ddp.require_forward_param_sync = wanted
+
+
+def is_in_join(ddp: DDP) -> bool:
+    """Inside `with ddp.join():`."""
+    return bool(ddp._join_config.enable)

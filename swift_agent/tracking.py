@@ -1,0 +1,154 @@
+"""The objects that a script has named with `job.track()`, and what the session has to do with them around an iteration.
+
+Everything about how a state is described and copied is in `swift_recovery`; everything about DDP's inside is in
+`swift_agent.ddp`. This module must never communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from swift_agent import ddp, torch_private
+from swift_agent.errors import UsageError
+from swift_agent.supervisor import Supervisor
+from swift_agent.updates import UpdateTracker
+from swift_recovery.checksum import checksum
+from swift_recovery.errors import StateError
+from swift_recovery.state import TrainingState
+
+Pending = Mapping[str, Mapping[str, Any]]
+
+
+def named(kind: str, value: Any) -> dict[str, Any]:
+    """`one` -> {kind: one}, `[a, b]` -> {kind.0: a, kind.1: b}, a dict of names stays; None is nothing."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+        return {f"{kind}.{name}": item for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"{kind}.{index}": item for index, item in enumerate(value)}
+    return {kind: value}
+
+
+def check(pending: Pending) -> None:
+    """Raise `UsageError` naming everything that could not be recovered."""
+    mistakes = []
+    for name, model in pending["models"].items():
+        if not isinstance(model, nn.Module):
+            mistakes.append(f"{name} is a {type(model).__name__}, not a torch.nn.Module")
+            continue
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            mistakes.append(f"{name} has sharded parameters (FSDP2, tensor parallel): these are not recovered in place yet")
+    for name, optimizer in pending["optimizers"].items():
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            mistakes.append(f"{name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    for name, other in pending["others"].items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            mistakes.append(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
+    if not mistakes and pending["models"]:
+        try:
+            # Describing it once finds what cannot be sent, while nothing is lost yet.
+            TrainingState(pending["models"], pending["optimizers"], pending["others"]).collect()
+        except StateError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise UsageError("job.track(): " + "; ".join(mistakes))
+
+
+class Tracked:
+    """All that is tracked, from the first iteration on. *replicas*: global ranks that hold the same parameters."""
+
+    def __init__(
+        self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None
+    ) -> None:
+        check(pending)
+        models = pending["models"]
+        self.state = TrainingState(models, pending["optimizers"], pending["others"])
+        self.updates = UpdateTracker(pending["optimizers"], supervisor)
+        self.ddps: list[DistributedDataParallel] = [
+            module for model in models.values() for module in model.modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+        self.replicas: list[int] = _replica_set(self.ddps, replicas, world_size)
+        self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
+        self._settled = not self.ddps
+        if supervisor is not None:
+            for module in self.ddps:
+                ddp.watch(module)
+
+    def layout_is_settled(self) -> bool:
+        """Whether every DDP model reduces in its final buckets; any thread."""
+        return self._settled
+
+    def after_iteration(self, num_iterations: int) -> None:
+        """DDP settles its buckets at the start of the second iteration."""
+        self._settled = not self.ddps or num_iterations >= 2
+
+    def settle(self) -> None:
+        self._settled = True
+
+    def check_gradients_used(self) -> None:
+        """An iteration has ended without a step: gradients that it left behind would be on no other rank."""
+        if self._scaled:
+            return  # a GradScaler skips a step with infinite gradients
+        for parameter in self.state.parameters():
+            if parameter.grad is not None and bool(parameter.grad.detach().any()):
+                raise UsageError(
+                    "an iteration ended with gradients, but without a step of a tracked optimizer. Put the whole "
+                    "accumulation of one update, all its micro-batches and the step, into one @job.iteration function."
+                )
+
+    def copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.detach().clone()) for model in self.state.models.values() for buffer in model.buffers()]
+
+    @staticmethod
+    def put_buffers(buffers: list[tuple[Tensor, Tensor]]) -> None:
+        with torch.no_grad():
+            for live, saved in buffers:
+                live.copy_(saved)
+
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Forward and backward of tracked DDP models stay local."""
+        with contextlib.ExitStack() as stack:
+            for module in self.ddps:
+                ddp.reset_after_abort(module)
+                stack.enter_context(module.no_sync())
+            yield
+
+    def checksum(self) -> int:
+        return checksum(self.state.replicated_tensors())
+
+
+def _replica_set(ddps: list[DistributedDataParallel], given: Sequence[int] | None, world_size: int) -> list[int]:
+    if given is not None:
+        return sorted(given)
+    ranks = set(range(world_size))
+    for module in ddps:
+        ranks &= set(torch_private.global_ranks(module.process_group))
+    return sorted(ranks)
+
+
+def imported_packages() -> list[str]:
+    """Installed top-level packages that this process has imported: what a replacement will import, too.
+
+    Modules beside the script are left out: they may look at the environment of the worker when imported.
+    """
+    roots = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    names = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.startswith(("torch", "numpy", "swift_", "_")) or "._" in name:
+            continue
+        if file.startswith(roots) and name.count(".") <= 1:
+            names.add(name)
+    return sorted(names)

@@ -1,0 +1,194 @@
+"""Knows, at any instant, whether the update of this iteration has been made; through hooks of the optimizers.
+
+With one optimizer an iteration is untouched before its step and complete after it; the fence in front of the step and the
+report of the supervisor make that exact. With several, an iteration may be cut between two steps: unless their steps
+follow each other without a backward in between (then no peer failure can be noticed between them), the parameters and
+state that an earlier step overwrites are kept until the last one is done, so that the iteration can be taken back.
+
+This module must never communicate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.supervisor import Supervisor
+
+_POLL_S = 20e-6
+
+
+class UpdateTracker:
+    """Hooks into *optimizers*; `updated` may be read from any thread."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], supervisor: Supervisor | None) -> None:
+        self._optimizers = dict(optimizers)
+        self._supervisor = supervisor
+        self._in_iteration = False
+        self._ghost = False
+        self._stepped: list[str] = []
+        self._kept: dict[str, _Kept] = {}
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        # Whether a backward follows an optimizer's step before the last step; unknown counts as yes.
+        self._apart: dict[str, bool] = {}
+        self._seen: dict[str, list[tuple[int, int]]] = {}
+        self.updated = False
+        self.mixed = False
+        """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
+        for name, optimizer in self._optimizers.items():
+            optimizer.register_step_pre_hook(lambda opt, args, kwargs, name=name: self._before(name))
+            optimizer.register_step_post_hook(lambda opt, args, kwargs, name=name: self._after(name))
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._stepped)
+
+    def begin(self, *, ghost: bool = False) -> None:
+        """An iteration begins. *ghost*: its steps must have no effect."""
+        self._in_iteration, self._ghost = True, ghost
+        self._stepped = []
+        self._kept.clear()
+        self.updated = False
+
+    def finish(self) -> None:
+        """The iteration has ended as it should."""
+        for name in self._stepped:
+            self._apart.setdefault(name, False)
+        self._in_iteration, self._ghost = False, False
+        self._kept.clear()
+        self.updated = False
+
+    def cut(self) -> None:
+        """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
+        this rank holds the state after the iteration, `mixed` whether it holds none."""
+        self._unhide()
+        if not self._ghost and self._stepped and not self.updated:
+            for name in self._stepped:
+                if name in self._kept:
+                    self._kept[name].put_back(self._optimizers[name])
+                else:
+                    self.mixed = True
+        self._kept.clear()
+        self._in_iteration, self._ghost = False, False
+
+    # ---- hooks ----
+
+    def _before(self, name: str) -> None:
+        if self._ghost:
+            self._hide(name)
+            return
+        if not self._in_iteration:
+            if self._supervisor is not None:
+                raise UsageError(
+                    f"optimizer '{name}' made a step outside a function decorated with @job.iteration: "
+                    "such an update could not be recovered. Move the step into the iteration."
+                )
+            return
+        if name in self._stepped:
+            raise UsageError(
+                f"optimizer '{name}' makes a second step in one iteration. An iteration is one update: "
+                "call the @job.iteration function once per step."
+            )
+        if self._supervisor is not None:
+            self._wait_for_gradients(name)
+            self._notice_backward(name)
+            self._supervisor.enter_step()
+            if self._must_keep(name):
+                self._kept[name] = _Kept(self._optimizers[name])
+
+    def _after(self, name: str) -> None:
+        if self._ghost:
+            self._unhide()
+            return
+        self._stepped.append(name)
+        if len(self._stepped) == len(self._optimizers):
+            self.updated = True
+        if self._supervisor is not None:
+            if len(self._optimizers) > 1:
+                self._note_gradients()
+            self._supervisor.leave_step()
+
+    def _must_keep(self, name: str) -> bool:
+        if len(self._optimizers) == 1 or len(self._stepped) + 1 == len(self._optimizers):
+            return False
+        return self._apart.get(name, True)
+
+    def _note_gradients(self) -> None:
+        """Remember what the gradients of the optimizers to come look like after a step."""
+        waiting = [name for name in self._optimizers if name not in self._stepped]
+        self._seen = {name: self._gradients(name) for name in waiting}
+
+    def _notice_backward(self, name: str) -> None:
+        """Gradients that moved since the last step mean that a backward, which may be cut, lies between the steps."""
+        if self._stepped and self._gradients(name) != self._seen.get(name):
+            self._apart.update(dict.fromkeys(self._stepped, True))
+
+    def _gradients(self, name: str) -> list[tuple[int, int]]:
+        grads = [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
+    # ---- reductions ----
+
+    def _wait_for_gradients(self, name: str) -> None:
+        """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when every
+        reduction before it is known to be complete; the host waits for the device here, and gives up if stopped."""
+        device = self._optimizers[name].param_groups[0]["params"][0].device
+        if device.type != "cuda":
+            return
+        assert self._supervisor is not None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        while not event.query():
+            if self._supervisor.interrupted:
+                raise PeerFailure("stopped while gradients were being reduced")
+            time.sleep(_POLL_S)
+
+    # ---- ghost ----
+
+    def _hide(self, name: str) -> None:
+        # A parameter without a gradient is skipped by every optimizer.
+        for group in self._optimizers[name].param_groups:
+            for parameter in group["params"]:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _unhide(self) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+
+
+class _Kept:
+    """Parameters and state of one optimizer before its step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._values = [(p, p.detach().clone()) for p in parameters]
+        self._state: list[tuple[Tensor, dict[str, Any] | None]] = []
+        for parameter in parameters:
+            entry = optimizer.state.get(parameter)
+            copy = None if not entry else {
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()
+            }
+            self._state.append((parameter, copy))
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            for parameter, value in self._values:
+                parameter.copy_(value)
+            for parameter, entry in self._state:
+                if entry is None:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                live = optimizer.state[parameter]
+                for key, value in entry.items():
+                    if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
+                        live[key].copy_(value)
+                    else:
+                        live[key] = value

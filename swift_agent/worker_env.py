@@ -1,0 +1,81 @@
+"""The environment of a worker: the variables that torchrun sets, with the same meaning, and two of ours. Pure.
+
+Follows `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch; a test compares the result with what a real
+torchrun gives its workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Template
+
+from swift_agent.channel import ENV_SOCKET
+
+ENV_GENERATION = "SWIFT_GENERATION"
+"""The generation in which the process was started; a message of an older process of the same rank is not mistaken for it."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a set of workers stands in the job."""
+
+    slot: int
+    num_slots: int
+    num_workers: int
+    role: str
+    run_id: str
+    master_addr: str
+    master_port: int
+    restart_count: int
+    max_restarts: int
+    generation: int
+    socket_path: str
+    virtual_local_rank: bool = False
+
+    def rank(self, local_rank: int) -> int:
+        return self.slot * self.num_workers + local_rank
+
+
+def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """All variables of one worker, on top of those that the agent has *inherited*."""
+    rank, world_size = place.rank(local_rank), place.num_slots * place.num_workers
+    env = {
+        **inherited,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(place.slot),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": place.role,
+        "LOCAL_WORLD_SIZE": str(place.num_workers),
+        "WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": str(place.num_slots),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ENV_SOCKET: place.socket_path,
+        ENV_GENERATION: str(place.generation),
+    }
+    if place.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _visible_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    return env
+
+
+def _visible_device(visible: str | None, local_rank: int) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(f"local rank {local_rank} has no device: CUDA_VISIBLE_DEVICES={visible}")
+    return devices[local_rank].strip()
+
+
+def log_prefix(template: str, role: str, rank: int, local_rank: int) -> str:
+    """A console line prefix, as `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE` describes it."""
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)

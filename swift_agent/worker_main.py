@@ -1,0 +1,77 @@
+"""Runs a user's script inside a process that was forked from the standby server, as `python -u` would have run it.
+
+This module must never import more than the interpreter has loaded anyway: its time is part of every recovery.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+
+
+def run(kind: str, target: str, args: list[str]) -> None:
+    """Run script or module *target* as `__main__` with *args*, then exit the process as the interpreter would."""
+    code = 0
+    try:
+        _seed_like_a_new_process()
+        sys.argv = [target, *args]
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as error:
+        # Through the hook, so that what the script or the session installed there is honoured.
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    finally:
+        code = _finish(code)
+        os._exit(code)
+
+
+def _seed_like_a_new_process() -> None:
+    import random
+
+    import numpy
+    import torch
+
+    random.seed()
+    numpy.random.seed()
+    # A new process starts from torch's fixed default seed; the fork inherits exactly that state.
+    torch.random.default_generator.manual_seed(torch.random.default_generator.initial_seed())
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _finish(code: int) -> int:
+    """What the interpreter does at exit: wait for threads, run `atexit`, flush. os._exit follows, since the fork's
+    own shutdown would run the standby server's handlers."""
+    import atexit
+    import threading
+
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # what Py_Finalize calls first
+        atexit._run_exitfuncs()
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120
+    return code

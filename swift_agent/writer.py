@@ -1,0 +1,82 @@
+"""Writes the agent's records in order, in a thread of its own, and repeats them until they are stored or pointless.
+
+The agent's loop must never wait for the store: while it is away, training goes on and worker deaths are still seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swift_rendezvous.kv import Compare, KeyValueStore, Op, RendezvousError
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Write:
+    """One guarded transaction. A guard that does not hold means that the world has moved on: the write is dropped.
+
+    *wanted* is asked before each try.
+    """
+
+    what: str
+    guards: Sequence[Compare]
+    ops: Sequence[Op]
+    wanted: Callable[[], bool]
+
+
+class Writer:
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._queue: deque[Write] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="swift-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, write: Write) -> None:
+        with self._changed:
+            self._queue.append(write)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is written; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        away = False
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._stopped or bool(self._queue))
+                if self._stopped:
+                    return
+                write = self._queue.popleft()
+                self._busy = True
+            while not self._stopped and write.wanted():
+                try:
+                    if not self._store.transaction(write.guards, write.ops).succeeded:
+                        log.debug("%s: outdated, not written", write.what)
+                    away = False
+                    break
+                except RendezvousError as error:
+                    if not away:
+                        log.warning("%s: %s; trying again", write.what, error)
+                    away = True
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._stopped, RETRY_S)

@@ -1,0 +1,82 @@
+"""For all tests: nothing of ours may outlive the test that started it; free ports.
+
+A fixture of a wider scope keeps its processes: they were there before the test. A process whose parent was killed is
+nobody's child any more and is recognised by a token that it inherits in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+TOKEN_NAME = "SWIFT_TEST_SESSION"
+TOKEN = f"{TOKEN_NAME}={uuid.uuid4()}"
+GRACE_S = 3.0
+
+os.environ[TOKEN_NAME] = TOKEN.partition("=")[2]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _ours() -> dict[int, psutil.Process]:
+    """Living processes that this test session started, by pid, orphans included."""
+    pids = {child.pid for child in psutil.Process().children(recursive=True)}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if TOKEN.encode() in (entry / "environ").read_bytes():
+                    pids.add(int(entry.name))
+            except OSError:
+                continue  # it ended, or it is another user's
+    found = {}
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            # multiprocessing keeps one helper per interpreter until the end, by design.
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+                found[pid] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_processes() -> Iterator[None]:
+    """Fail the test whose processes are alive shortly after its end, and kill them."""
+    before = _ours()
+    yield
+    left = [process for process in _ours().values() if process not in before.values()]
+    if not left:
+        return
+    _, alive = psutil.wait_procs(left, timeout=GRACE_S)
+    described = []
+    for process in alive:
+        try:
+            described.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    assert not described, "processes left behind:\n" + "\n".join(described)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A function that returns a loopback TCP port that is free now, never the same twice in a test."""
+    given: set[int] = set()
+
+    def pick() -> int:
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port: int = probe.getsockname()[1]
+            if port not in given:
+                given.add(port)
+                return port
+
+    return pick
