@@ -28,13 +28,14 @@ from collections.abc import Callable, Mapping
 
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from swift_agent import lifecycle as lc
 from swift_agent import timeline
 from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.config import AgentConfig
+from swift_agent.console import show_decisions
 from swift_agent.errors import JobStopped
 from swift_agent.outcome import raise_outcome
 from swift_agent.planning import plan_generation
@@ -77,6 +78,7 @@ def launch_agent(config: AgentConfig) -> None:
     it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
     signalled. In every case no process, socket, directory or key of this agent is left.
     """
+    show_decisions(config.node_id)
     if config.etcd is not None:
         with EtcdStore(config.etcd) as store:
             Agent(config, store).run()
@@ -93,11 +95,11 @@ class Agent:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._directory = tempfile.mkdtemp(prefix="swift-agent-")
+        self._directory = _private_directory()
         self._listener = Listener(self._directory)
         self._workers = Workers(config, self._host)
         self._channels: dict[int, tuple[Channel, int]] = {}  # local rank -> channel, generation of the process
-        self._stores: dict[int, dist.TCPStore] = {}
+        self._stores: dict[int, TCPStore] = {}
         self._timeline = timeline.Timeline()
         self._end: ResultRecord | None = None
         self._signal: SignalException | None = None
@@ -184,6 +186,8 @@ class Agent:
         self._listener.close()
         os.close(self._wake_fd)
         shutil.rmtree(self._directory, ignore_errors=True)
+        if not self._config.keep_logs and self._config.launch.logs_specs is not None:
+            shutil.rmtree(self._config.launch.logs_specs.root_log_dir, ignore_errors=True)
 
     def _turn(self) -> None:
         """Wait for something to happen and handle it."""
@@ -195,7 +199,8 @@ class Agent:
         now_s = time.monotonic()
         if now_s - self._last_reap_s >= TICK_S:
             self._last_reap_s = now_s
-            reap_strangers(self._own_pids())
+            if self._workers.may_reap_strangers():
+                reap_strangers(self._own_pids())
             self._event(lc.Tick())
 
     def _own_pids(self) -> set[int]:
@@ -313,9 +318,9 @@ class Agent:
                 self._watch_process(process)
             return
         for message in messages:
-            process = self._workers.on_server_message(message)
-            if process is not None:
-                self._watch_process(process)
+            started = self._workers.on_server_message(message)
+            if started is not None:
+                self._watch_process(started)
 
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
@@ -451,7 +456,7 @@ class Agent:
 
     def _host_store(self, generation: int) -> None:
         # A fresh port for every generation: no key of an older one can be read again.
-        store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._stores = {number: old for number, old in self._stores.items() if number >= generation - 1}
         self._stores[generation] = store
         record = StoreRecord(self._host, store.port)
@@ -566,6 +571,15 @@ def fingerprint(config: AgentConfig) -> str:
     """Equal for agents that were started with the same command."""
     command = [config.nnodes, config.nproc, config.entry_kind, config.training_script, list(config.training_script_args)]
     return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
+
+
+def _private_directory() -> str:
+    """A directory for the agent's socket, whose path the kernel limits to 107 bytes."""
+    directory = tempfile.mkdtemp(prefix="swift-agent-")
+    if len(directory) <= 90:
+        return directory
+    os.rmdir(directory)
+    return tempfile.mkdtemp(prefix="swift-agent-", dir="/tmp")
 
 
 def _local_host(config: AgentConfig) -> str:

@@ -48,7 +48,7 @@ class AgentConfig:
 
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
-    `run_script_path` for a `function` (`--run-path`). *etcd* is None when the agent has to start a private server.
+    `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory. *etcd* is None when the agent has to start a private server.
     """
 
     launch: LaunchConfig
@@ -72,6 +72,7 @@ class AgentConfig:
     replacement_timeout_s: float
     lease_ttl_s: int
     stop_deadline_s: float
+    keep_logs: bool = True
 
     @property
     def world_size(self) -> int:
@@ -134,6 +135,7 @@ class AgentConfig:
             replacement_timeout_s=ns.replacement_timeout,
             lease_ttl_s=ns.lease_ttl,
             stop_deadline_s=ns.stop_deadline,
+            keep_logs=ns.log_dir is not None,
         )
 
 

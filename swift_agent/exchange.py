@@ -18,7 +18,8 @@ import torch
 from swift_agent import torch_private
 
 _FIRST_NUMBER = 64  # BackendType is a uint8; torch uses the small values
-_LAST_NUMBER = 254
+_LAST_NUMBER = 253
+_FORWARD_NUMBER = 254  # of a forwarding backend to gloo
 NUM_SWAPS = _LAST_NUMBER - _FIRST_NUMBER + 1
 _GLOO_THREADS = 2  # worker threads of a ProcessGroupGloo
 _DRAIN_PAUSE_S = 0.001
@@ -26,6 +27,10 @@ _DRAIN_PAUSE_S = 0.001
 
 class Exchange(Protocol):
     """The changeable backend of one group for some of its device types."""
+
+    default_number: int
+    """The BackendType that torch may be told is the group's default. C++ casts the backend under "gloo" to
+    ProcessGroupGloo (DDP's logger), so only a real one may be there; "custom" is never cast."""
 
     def put(self, backend: Any) -> None:
         """Route operations to `backend`. The caller must give up its own references."""
@@ -53,7 +58,10 @@ class NativeExchange:
         self._fake = torch_private.make_fake(group.rank(), group.size())
         self._forward = library.Forward(group.rank(), group.size(), kind)
         self._forward.exchange(self._fake)
-        torch_private.register_backend(group, devices, torch_private.backend_number(kind), self._forward)
+        is_nccl = kind == "nccl"
+        self.default_number = torch_private.backend_number("nccl") if is_nccl else torch_private.FAKE_NUMBER
+        number = self.default_number if is_nccl else _FORWARD_NUMBER
+        torch_private.register_backend(group, devices, number, self._forward)
         torch_private.set_names(group, name, description)
 
     def put(self, backend: Any) -> None:
@@ -85,12 +93,12 @@ class PythonExchange:
         self._name, self._description = name, description
         self._fake = torch_private.get_backend(group, devices[0])
         self._current: Any = None
-        self._number = torch_private.FAKE_NUMBER
+        self._number = self.default_number = torch_private.FAKE_NUMBER
         self.num_swaps_used = 0
 
     def put(self, backend: Any) -> None:
         if self._current is None:
-            self._number = torch_private.backend_number(self._kind)
+            self._number = self.default_number = torch_private.backend_number(self._kind)
         else:
             if self.num_swaps_used == NUM_SWAPS:
                 raise RuntimeError("no backend number left: this worker must be replaced, or build the native backend")

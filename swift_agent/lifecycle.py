@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from swift_agent.timeline import merge_phases
 from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, WorkerExit
 from swift_rendezvous.membership import losses
 from swift_rendezvous.view import View
@@ -461,8 +462,7 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
     if all(w.resumed == number for w in local):
         phases: dict[str, float] = {}
         for worker in local:
-            for phase, seconds in worker.phases_s.items():
-                phases[phase] = max(phases.get(phase, 0.0), seconds)
+            merge_phases(phases, worker.phases_s)
         iteration = max(w.resumed_iteration for w in local)
         state = _issue(state, commands, ("resumed",), WriteResumed(number, slot, iteration, phases))
     if all(w.finished is not None or w.done for w in local):

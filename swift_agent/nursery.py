@@ -187,7 +187,10 @@ def main() -> None:
     die_with_parent(agent_pid)
     # Ctrl-C at a terminal reaches the whole foreground group; who stops is decided by the agent.
     os.setsid()
-    Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()
+    try:
+        Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()
+    except ChannelClosed:
+        pass  # the agent has ended
 
 
 if __name__ == "__main__":

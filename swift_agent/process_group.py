@@ -53,9 +53,10 @@ class _Group:
     exchanges: list[exchange.Exchange]
     sockets: list[gloo_sockets.Socket] = field(default_factory=list)
 
-    @property
-    def default_kind(self) -> str:
-        return "nccl" if any(plan.kind == "nccl" for plan in self.plans) else "gloo"
+    def set_default(self) -> None:
+        kinds = [plan.kind for plan in self.plans]
+        main = self.exchanges[kinds.index("nccl") if "nccl" in kinds else 0]
+        torch_private.set_default_backend(self.pg, main.default_number)
 
 
 class ProcessGroups:
@@ -101,6 +102,11 @@ class ProcessGroups:
         used = [one.num_swaps_used for group in self._groups for one in group.exchanges
                 if isinstance(one, exchange.PythonExchange)]  # fmt: skip
         return exchange.NUM_SWAPS - max(used, default=0)
+
+    @property
+    def store(self) -> Any:
+        """The client of the current generation's c10d store; cut by `abort`."""
+        return self._store
 
     def check(self) -> None:
         """Raise GroupsAborted if the groups are stopped.
@@ -157,7 +163,7 @@ class ProcessGroups:
         a collective may be used for training. False: they do not end; this process should be replaced.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        for thread, outcome in self._drains:
+        for thread, outcome in list(self._drains):
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive() or outcome != [True]:
                 return False
@@ -171,9 +177,9 @@ class ProcessGroups:
             outcome.append(work())
 
         thread = threading.Thread(target=run, name="swift-drain", daemon=True)
+        thread.start()
         self._drains = [(old, result) for old, result in self._drains if old.is_alive() or result != [True]]
         self._drains.append((thread, outcome))
-        thread.start()
 
     # ------------------------------------------------------------------------------------------------ connect
 
@@ -247,7 +253,7 @@ class ProcessGroups:
             one.put(new.backend)
             group.sockets += new.sockets
             new.backend = None  # the exchange alone must own it, else it would die with the GIL held
-        torch_private.set_default_backend(group.pg, torch_private.backend_number(group.default_kind))
+        group.set_default()
 
     def _group_store(self, name: str) -> Any:
         return dist.PrefixStore(f"swift/{self._generation}/{name}", self._store)
@@ -318,15 +324,13 @@ class ProcessGroups:
                 )
             else:
                 group.exchanges.append(exchange.PythonExchange(pg, name, description, kind, devices))
-        if self._library is not None:
-            torch_private.set_default_backend(pg, torch_private.backend_number(group.default_kind))
+        group.set_default()
         return group
 
     def _connect(self, group: _Group, store: Any) -> None:
         """Give a new group, made while training is connected, its backends."""
         with self._lock:
-            if self._connected:
-                self.check()
+            self.check()
             attempt = rebuilding.Attempt(
                 group.plans, store=store, address=None, timeout=group.plans[0].timeout,
                 store_sockets=self._store_sockets, dispose=self._dispose,

@@ -12,14 +12,12 @@ Without an agent (plain `torchrun`, plain `python`) the same script runs, unprot
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -27,13 +25,12 @@ import torch
 import torch.distributed as dist
 
 from swift_agent import data, tracking
-from swift_agent.channel import ENV_SOCKET, connect
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.process_group import ProcessGroups, install
+from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
-from swift_agent.supervisor import Go, Supervisor
+from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
-from swift_agent.worker_env import ENV_GENERATION
+from swift_agent.worker_env import ENV_STARTED
 from swift_recovery.progress import RankReport, Status
 from swift_recovery.snapshot import Snapshot, seed_all
 
@@ -73,8 +70,7 @@ class _Owed:
 class Job:
     """One worker's part in the job. Made by `init()`; there is one per process.
 
-    Attributes: *rank*, *local_rank*, *world_size* as in torch; *device*, the one this worker should use; *iteration*, the
-    number of finished iterations.
+    Attributes: *rank*, *local_rank*, *world_size* as in torch; *device*, the one this worker should use.
     """
 
     def __init__(
@@ -94,6 +90,7 @@ class Job:
         self._begun = False
         self._inside: Literal["", "iteration", "section"] = ""
         self._ghosts = contextlib.ExitStack()
+        self._ghosting = False
         self._owed: _Owed | None = None
         self._ghost_sections = 0
         self._closed = False
@@ -102,6 +99,9 @@ class Job:
         self._phases_s: dict[str, float] = {}
         self._recovered_in = 0
         self._modules_sent = False
+        self._created_s = time.monotonic()
+        if ENV_STARTED in os.environ:
+            self._phases_s["start"] = time.time() - float(os.environ[ENV_STARTED])
 
     # ---- set-up ----
 
@@ -160,6 +160,7 @@ class Job:
             return
         self._rejoin = Rejoin(self, self._supervisor, self._require_groups(), self._tracked)
         if self._status == "empty":
+            self._phases_s["set-up"] = time.monotonic() - self._created_s
             self._recover()
         else:
             with self._supervisor.changed:
@@ -216,15 +217,18 @@ class Job:
     def iterations(self, num_iterations: int) -> Iterator[int]:
         """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader."""
         self._begin()
+        here = self._here
         if self._target is not None:
             self._arrive(self._target)
         self._loops += 1
         try:
-            while self._here.iteration < num_iterations:
-                before = self._here.iteration
+            while True:
                 self._at_point()
+                before = here.iteration
+                if before >= num_iterations:
+                    return
                 yield before
-                if self._here.iteration == before:
+                if here.iteration == before and self._owed is None:
                     raise UsageError("the body of job.iterations() called no @job.iteration function: it would never end.")
         finally:
             self._loops -= 1
@@ -303,12 +307,11 @@ class Job:
                 self._seed_for(_SEED_ITERATION, here.iteration)
                 return self._run_plainly(call)
             try:
-                if supervisor.interrupted:
-                    self._recover()
                 self._start.take(rng=self._rng == "user")
                 self._seed_for(_SEED_ITERATION, here.iteration)
                 tracked.updates.begin()
                 self._inside = "iteration"
+                supervisor.check()
                 result = call()
                 self._complete_iteration()
             except Exception as error:
@@ -432,7 +435,6 @@ class Job:
                     raise
                 del error
                 self._inside = ""
-                self._wait_quiet()
                 continue
             if self._recovered_in:
                 self._tell_resumed(time.monotonic() - began_s)
@@ -463,20 +465,22 @@ class Job:
 
     def _recover(self) -> None:
         """Join the others in the newest generation; returns with live groups and the plan's state. May take several tries."""
-        began_s = time.monotonic()
-        self._leave_ghost_later()
+        self._wait_quiet()
+        self._leave_ghost()
         self._rejoin.run()
-        self._phases_s = {**self._phases_s, **self._rejoin.phases_s}
+        self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self._require_supervisor().generation
-        self._phases_s["recover"] = time.monotonic() - began_s
 
     def _at_point(self) -> None:
         """User code is between two steps: keep the point, and join the others if a peer has failed."""
         if self._supervisor is not None:
             self._point.take(rng=self._rng == "user")
-            self._point_at = Position(**asdict(self._here))
+            self._point_at = replace(self._here)
             if self._supervisor.interrupted:
                 self._recover()
+                # What was received belongs to this point, too.
+                self._point.take(rng=self._rng == "user")
+                self._point_at = replace(self._here)
 
     def _arrive(self, target: Position) -> None:
         """A replacement has reached the point at which it joined: from here on it is like the others."""
@@ -490,14 +494,13 @@ class Job:
             self._ghosts.enter_context(groups.ghost())
             self._ghosting = True
 
-    _ghosting = False
-
-    def _leave_ghost_later(self) -> None:
+    def _leave_ghost(self) -> None:
         if self._ghosting:
             self._ghosts.close()
             self._ghosting = False
 
     def _wait_quiet(self) -> None:
+        self._require_supervisor().wait_aborted()
         if not self._require_groups().wait_quiet(timedelta(seconds=20)):
             self._give_up("operations of the stopped process groups do not end")
 

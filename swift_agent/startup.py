@@ -147,6 +147,7 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if threading.current_thread() is threading.main_thread():
             if supervisor.interrupted or (is_communication_error(error) and supervisor.confirm(error)):
+                original_hook(kind, error, trace)
                 supervisor.send({"op": "unfit", "why": f"a collective outside an iteration was cut ({type(error).__name__}); "
                                  "decorate the code with @job.resilient"})
                 supervisor.wait_for_end()

@@ -51,6 +51,7 @@ class Supervisor:
         self.changed = threading.Condition()
         self._go: Go | None = None
         self._stopped = 0
+        self._aborted = 0
         self._entered = 0
         self._stepping = False
         self._released = False
@@ -115,6 +116,11 @@ class Supervisor:
         with self.changed:
             return self.changed.wait_for(lambda: self.interrupted, CONFIRM_TIMEOUT_S)
 
+    def wait_aborted(self) -> None:
+        """The stop has been heard: wait until the process groups are cut, too. A few microseconds."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._aborted >= self._stopped)
+
     def wait_release(self) -> bool:
         """At the end of the run: True when the job is over, False when it has to be recovered once more."""
         with self.changed:
@@ -172,6 +178,8 @@ class Supervisor:
             self.changed.notify_all()
         self._abort(why, generation)
         with self.changed:
+            self._aborted = max(self._aborted, generation)
+            self.changed.notify_all()
             # A step that has passed the fence has all its gradients: it is let finish, and counts.
             self.changed.wait_for(lambda: not self._stepping)
             report = self._report()

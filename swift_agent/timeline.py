@@ -5,6 +5,7 @@ Times come in as arguments (seconds of one monotonic clock).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swift_rendezvous.view import View
@@ -49,10 +50,16 @@ class Timeline:
         planned = self.marks.get(f"plan {number}", now_s)
         phases = {"agree": agreed - self.failed_s, "plan": planned - agreed}
         for record in view.resumed.values():
-            for name, seconds in record.phases_s.items():
-                phases[name] = max(phases.get(name, 0.0), seconds)
+            merge_phases(phases, record.phases_s)
         ordered = {name: phases[name] for name in PHASES if name in phases}
         return {**ordered, "total": now_s - self.failed_s}
+
+
+def merge_phases(phases_s: dict[str, float], more_s: Mapping[str, float]) -> None:
+    """Fold the phases of another worker into *phases_s*: the slowest counts, except where all wait for the last to come."""
+    for name, seconds in more_s.items():
+        known = phases_s.get(name, seconds)
+        phases_s[name] = min(known, seconds) if name == "regroup" else max(known, seconds)
 
 
 def describe(phases_s: dict[str, float]) -> str:

@@ -321,3 +321,15 @@ def set_buffer_sync(ddp: DDP, wanted: bool) -> None:
 def is_in_join(ddp: DDP) -> bool:
     """Inside `with ddp.join():`."""
     return bool(ddp._join_config.enable)
+
+
+# ------------------------------------------------------------------------------------------------------------ launcher
+
+
+def bind_command_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:
+    """The command of a worker with torch's `--numa-binding` applied, as its own launcher does."""
+    from torch.numa import binding
+
+    return list(binding._maybe_wrap_command_args_with_numa_binding(
+        tuple(command), gpu_index=local_rank, numa_options=options
+    ))  # fmt: skip

@@ -15,6 +15,9 @@ from swift_agent.channel import ENV_SOCKET
 ENV_GENERATION = "SWIFT_GENERATION"
 """The generation in which the process was started; a message of an older process of the same rank is not mistaken for it."""
 
+ENV_STARTED = "SWIFT_STARTED"
+"""When a replacement was ordered, seconds since the epoch: the begin of its part of the recovery's timeline."""
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -21,12 +21,13 @@ from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
+from swift_agent import torch_private
 from swift_agent.channel import Channel, Message
 from swift_agent.config import AgentConfig
 from swift_agent.process import reap, signal_group
-from swift_agent.worker_env import Placement, log_prefix, worker_env
+from swift_agent.worker_env import ENV_STARTED, Placement, log_prefix, worker_env
 from swift_rendezvous.keys import WorkerExit
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Workers:
         self.server: StandbyServer | None = None
         self._ticket = 0
         self._orders: dict[int, tuple[Placement, int, dict[str, str]]] = {}
+        self._open_tickets: set[int] = set()
 
     # ---- start ----
 
@@ -120,7 +122,7 @@ class Workers:
         args = [str(arg) for arg in macros.substitute(list(config.training_script_args), str(local_rank))]
         target = config.training_script
         assignment = {
-            "env": env,
+            "env": {**env, ENV_STARTED: repr(time.time())},
             "stdout": dest.stdouts.get(local_rank, ""),
             "stderr": dest.stderrs.get(local_rank, ""),
             "cwd": os.getcwd(),
@@ -131,6 +133,7 @@ class Workers:
         server = self.start_server()
         self._ticket += 1
         self._orders[self._ticket] = (place, local_rank, env)
+        self._open_tickets.add(self._ticket)
         server.channel.send({"op": "start", "ticket": self._ticket, "assignment": assignment})
 
     def _process(
@@ -170,14 +173,18 @@ class Workers:
         if message.get("op") != "started":
             return None
         # The same ticket comes again if the first standby was found dead.
+        self._open_tickets.discard(message["ticket"])
         place, local_rank, env = self._orders[message["ticket"]]
-        old = self.processes.pop(local_rank, None)
-        if old is not None:
-            self.forget(old)
-        try:
-            return self._process(place, local_rank, int(message["pid"]), env, None)
-        except ProcessLookupError:
-            return None  # it died before it was given anything to do
+        pid = int(message["pid"])
+        if local_rank in self.processes:
+            # The order was overtaken, or the first standby for it died: its rank has a process or a verdict already.
+            signal_group(pid, signal.SIGKILL)
+            return None
+        return self._process(place, local_rank, pid, env, None)
+
+    def may_reap_strangers(self) -> bool:
+        """False while a worker may exist whose process id is not known yet: its end must not be taken for an orphan's."""
+        return not self._open_tickets
 
     def on_server_death(self) -> list[WorkerProcess]:
         """The standby server is gone: start cold what it still owed."""
@@ -188,6 +195,7 @@ class Workers:
             self.server = None
         owed = [order for order in self._orders.values() if order[1] not in self.processes]
         self._orders.clear()
+        self._open_tickets.clear()
         return [self._start_cold(*order) for order in owed]
 
     # ---- end ----
@@ -314,12 +322,7 @@ def _wait_end(pidfd: int, timeout_s: float) -> None:
 def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:
     if options is None:
         return command
-    from torch.numa import binding  # exists wherever the option does
-
-    wrapped = binding.maybe_wrap_command_args_with_numa_binding(
-        command_args=tuple(command), gpu_index=local_rank, numa_options=options
-    )
-    return list(wrapped)
+    return torch_private.bind_command_to_numa_node(command, local_rank, options)
 
 
 def _root_cause(error_file: str) -> tuple[str, int]:

@@ -109,8 +109,8 @@ class Snapshot:
         self._generators = capture_generators(self._devices) if rng else None
         self._taken = True
 
-    def restore(self) -> None:
-        """Put everything back; the snapshot stays as it is and can be restored again.
+    def restore(self, *, buffers: bool = True) -> None:
+        """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these.
 
         Buffers and tensors of hyper-parameters are written in place. A gradient that did not exist becomes None; one
         that existed becomes zero, because its sum is spoilt and an iteration that does not clear it first left it zero.
@@ -120,7 +120,7 @@ class Snapshot:
         self._check_taken()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for _, owner, saved in self._buffers:
+        for _, owner, saved in self._buffers if buffers else ():
             for key in [key for key in owner if key not in saved]:
                 del owner[key]
             for key, buffer in saved.items():

@@ -6,6 +6,7 @@ Must never log or raise a password or a token, and must never start a thread bef
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -30,6 +31,7 @@ log = logging.getLogger("swift_rendezvous.etcd")
 
 TRY_S = 1.0  # one try on one endpoint, in the first round over all of them
 PAUSE_S = 0.03  # between two rounds
+_OUTAGE_S = 30.0
 
 _OPTIONS = [
     # etcd drops a connection that is pinged more often than every 5 s. Without the ping timeout a frozen server is
@@ -110,6 +112,7 @@ class Transport:
         self._stubs: dict[tuple[int, str], Any] = {}
         # Members start evenly loaded; only a failure makes a client move.
         self._current = random.randrange(len(config.endpoints))
+        self._left_s = -math.inf
         self._token: str | None = None
         self._login_is_off = config.user is None
 
@@ -183,7 +186,11 @@ class Transport:
             if self._current != index or self.num_endpoints == 1:
                 return
             self._current = (index + 1) % self.num_endpoints
-        log.info("etcd %s: %s; going on with %s", self.endpoint(index), reason, self.endpoint(self._current))
+            first = time.monotonic() - self._left_s > _OUTAGE_S
+            self._left_s = time.monotonic()
+        # One line per outage: while all members are away each of them is left again and again.
+        level = logging.INFO if first else logging.DEBUG
+        log.log(level, "etcd %s: %s; going on with %s", self.endpoint(index), reason, self.endpoint(self._current))
 
     def stub(self, index: int, method: Method, stream: bool = False) -> Any:
         """The callable for a method at an endpoint; its channel is made on first use."""

@@ -27,7 +27,6 @@ from swift_rendezvous.keys import (
 from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValueStore, Op, Put, RendezvousError
 from swift_rendezvous.membership import (
     Command,
-    Decision,
     ForgetNode,
     PublishGeneration,
     PublishPlan,
@@ -68,7 +67,6 @@ class Coordinator:
         self._changed = threading.Condition()
         self._stopped = False
         self._waiting_since_s: float | None = None
-        self._announced = ""
         self._thread = threading.Thread(target=self._run, name="swift-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -122,21 +120,17 @@ class Coordinator:
             return None
         now_s = time.monotonic()
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
-        self._note(decision, now_s)
-        for command in decision.commands:
-            if not self._execute(view, command):
-                break  # somebody was faster; the next view shows who
-        return decision.deadline_s
-
-    def _note(self, decision: Decision, now_s: float) -> None:
         if decision.deadline_s is None:
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
             self._waiting_since_s = now_s
-        line = decision.waiting or (decision.why if decision.commands else "")
-        if line and line != self._announced:
-            self._announced = line
-            self._announce(line)
+            self._announce(decision.waiting)
+        for command in decision.commands:
+            if not self._execute(view, command):
+                break  # somebody was faster; the next view shows who
+            if isinstance(command, (PublishGeneration, PublishRelease, PublishResult)):
+                self._announce(decision.why)
+        return decision.deadline_s
 
     def _holder_is_lost(self, view: View) -> bool:
         """The stored coordinator is on a node that the records prove lost: no need to wait for its lease."""

@@ -28,7 +28,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 NATIVE_DIR = REPOSITORY / ".cache" / "native"
 LIMIT_S = 60.0
-STACKS_AFTER_S = 20.0  # a worker that runs for so long writes its stacks into its log
+STACKS_AFTER_S = 8.0  # a worker that runs for so long writes its stacks into its log
 
 
 class Worker:
