@@ -37,6 +37,7 @@ from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.config import AgentConfig
 from swift_agent.console import show_decisions
 from swift_agent.errors import JobStopped
+from swift_agent.generation_store import StoreServer
 from swift_agent.outcome import raise_outcome
 from swift_agent.planning import plan_generation
 from swift_agent.process import become_subreaper, reap_strangers
@@ -99,7 +100,7 @@ class Agent:
         self._listener = Listener(self._directory)
         self._workers = Workers(config, self._host)
         self._channels: dict[int, tuple[Channel, int]] = {}  # local rank -> channel, generation of the process
-        self._stores: dict[int, TCPStore] = {}
+        self._stores: dict[int, tuple[TCPStore, StoreServer]] = {}
         self._timeline = timeline.Timeline()
         self._end: ResultRecord | None = None
         self._signal: SignalException | None = None
@@ -181,6 +182,8 @@ class Agent:
         for channel, _ in self._channels.values():
             channel.close()
         self._workers.stop_all(0.0)
+        for _, session_store in self._stores.values():
+            session_store.close()
         self._stores.clear()
         self._selector.close()
         self._listener.close()
@@ -451,15 +454,19 @@ class Agent:
     def _go_message(self, number: int) -> dict[str, Any]:
         view = self._state.view
         assert view.plan is not None and view.store is not None and view.generation is not None
-        return {"op": "go", "generation": number, "plan": view.plan.content, "store": [view.store.host, view.store.port],
-                "world_size": view.generation.world_size}
+        store = view.store
+        return {"op": "go", "generation": number, "plan": view.plan.content, "world_size": view.generation.world_size,
+                "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": store.token}}
 
     def _host_store(self, generation: int) -> None:
         # A fresh port for every generation: no key of an older one can be read again.
         store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        self._stores = {number: old for number, old in self._stores.items() if number >= generation - 1}
-        self._stores[generation] = store
-        record = StoreRecord(self._host, store.port)
+        token = secrets.token_hex(16)
+        session_store = StoreServer(self._host, token=token.encode())
+        for number in [number for number in self._stores if number < generation - 1]:
+            self._stores.pop(number)[1].close()
+        self._stores[generation] = (store, session_store)
+        record = StoreRecord(self._host, store.port, session_store.port, token)
         self._write("store", [], [Put(self._keys.store(generation), encode(record))])
 
     def _rejoin(self, why: str) -> None:

@@ -8,6 +8,7 @@ of its own; torch then keeps the old ones (threads and descriptors included) unt
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from types import ModuleType
@@ -136,18 +137,26 @@ class PythonExchange:
 def _visit_workers(gloo: Any, deadline_s: float) -> bool:
     """Wait until every worker thread of a cut gloo backend has finished what it was doing.
 
-    The backend cannot be destroyed, so operations that fail at once are queued until each of its threads has taken
-    one: a thread that does is through with all that came before.
+    The backend cannot be destroyed, so operations that fail at once are queued. A thread that takes one is through
+    with all that came before; it is held in the operation's callback until the other threads have taken one too.
     """
     seen: set[int] = set()
-    while len(seen) < _GLOO_THREADS:
-        if time.monotonic() >= deadline_s:
-            return False
-        try:
-            work = gloo.allreduce([torch.zeros(1)])
-            work.get_future().add_done_callback(lambda _: seen.add(threading.get_native_id()))
-            work.wait()
-        except RuntimeError:
-            pass  # what a cut backend must answer
-        time.sleep(_DRAIN_PAUSE_S)
-    return True
+    all_seen = threading.Event()
+
+    def visited(_: Any) -> None:
+        if threading.get_ident() != caller:  # else the operation had failed before the callback was there
+            seen.add(threading.get_ident())
+            if len(seen) == _GLOO_THREADS:
+                all_seen.set()
+            all_seen.wait(max(0.0, deadline_s - time.monotonic()))
+
+    caller = threading.get_ident()
+    tensors = []
+    while not all_seen.is_set() and time.monotonic() < deadline_s:
+        tensors.append(torch.zeros(1))
+        with contextlib.suppress(RuntimeError):  # what a cut backend may answer already here
+            gloo.allreduce([tensors[-1]]).get_future().add_done_callback(visited)
+        all_seen.wait(_DRAIN_PAUSE_S)
+    done = all_seen.is_set()
+    all_seen.set()
+    return done

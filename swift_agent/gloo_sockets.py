@@ -82,12 +82,6 @@ def connections(before: set[int], num_peers: int) -> list[Socket]:
     return fitting[0]
 
 
-def sockets_connected_to(port: int, before: set[int]) -> list[Socket]:
-    """Sockets opened since `before` whose other end has this TCP port: a store client just made."""
-    new = [Socket(fd, inode) for fd, kind, inode in _descriptors() if kind == "socket" and inode not in before]
-    return [one for one in new if _peer_port(one) == port]
-
-
 def shut_down(targets: Iterable[Socket]) -> int:
     """Shut both directions of the sockets that still exist; returns how many. Never raises, may be repeated.
 
@@ -167,14 +161,3 @@ def _option(fd: int, level: int, name: int) -> int | None:
     value, size = ctypes.c_int(), ctypes.c_uint(4)
     failed = _libc.getsockopt(fd, level, name, ctypes.byref(value), ctypes.byref(size))
     return None if failed else value.value
-
-
-def _peer_port(target: Socket) -> int | None:
-    with _held(target) as fd:
-        if fd is None or _option(fd, socket.SOL_SOCKET, socket.SO_DOMAIN) not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        address, size = ctypes.create_string_buffer(128), ctypes.c_uint(128)
-        if _libc.getpeername(fd, address, ctypes.byref(size)):
-            return None
-        # sockaddr_in and sockaddr_in6 both have the port, in network order, in bytes 2 and 3.
-        return int.from_bytes(address.raw[2:4], "big")

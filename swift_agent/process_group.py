@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from swift_agent import exchange, gloo_sockets, native, rebuilding, torch_private, transfer
+from swift_agent.generation_store import StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,7 @@ class ProcessGroups:
         self._groups: list[_Group] = []
         self._lock = threading.RLock()
         self._attempt: rebuilding.Attempt | None = None
-        self._store: Any = None
-        self._store_sockets: list[gloo_sockets.Socket] = []
+        self._store: StoreClient | None = None
         self._generation = 0
         self._dead_generation = -1
         self._connected = False
@@ -89,6 +89,16 @@ class ProcessGroups:
     def aborted(self) -> str | None:
         """Why the groups are stopped, or None."""
         return self._why
+
+    @property
+    def group_count(self) -> int:
+        """torch's counter for the names of groups. Groups made in code that is run again need it to be put back, and
+        all ranks, the replacement too, must have the same before the next `new_group`."""
+        return torch_private.group_count()
+
+    @group_count.setter
+    def group_count(self, count: int) -> None:
+        torch_private.set_group_count(count)
 
     @property
     def is_native(self) -> bool:
@@ -133,6 +143,8 @@ class ProcessGroups:
             self._dead_generation = max(self._dead_generation, self._generation if generation is None else generation)
             if self._attempt is not None:
                 self._attempt.cancel(why)
+                if self._store is not None:
+                    self._store.cut()  # a group that is being created waits on it
             if self._connected:
                 self._stop(why)
 
@@ -148,7 +160,8 @@ class ProcessGroups:
                     one.stop(why)
         # Refuse first, cut then: an operation started in between would wait for nobody.
         gloo_sockets.shut_down([socket for group in self._groups for socket in group.sockets])
-        gloo_sockets.shut_down(self._store_sockets)
+        if self._store is not None:
+            self._store.cut()
         # All communicators at the same time: NCCL may not finish aborting one while another still runs.
         for one in slow:
             self._in_background(lambda one=one: _abort_and_stop(one, why))  # type: ignore[misc]
@@ -186,6 +199,7 @@ class ProcessGroups:
     def init_default_group(
         self, backend: str | None, store_address: tuple[str, int], generation: int, rank: int, world_size: int, *,
         timeout: timedelta | None = None, connect_timeout: timedelta = timedelta(minutes=5), solo: bool = False,
+        store_token: bytes = b"",
     ) -> None:  # fmt: skip
         """`dist.init_process_group` for this generation, or alone (`solo`, without any network).
 
@@ -195,10 +209,12 @@ class ProcessGroups:
         self.solo = True
         dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size, timeout=timeout)
         if not solo:
-            self.rebuild(store_address, generation, connect_timeout)
+            self.rebuild(store_address, generation, connect_timeout, store_token)
 
-    def rebuild(self, store_address: tuple[str, int], generation: int, timeout: timedelta) -> None:
-        """Connect every group again, over a new client of the store at (host, port).
+    def rebuild(
+        self, store_address: tuple[str, int], generation: int, timeout: timedelta, store_token: bytes = b""
+    ) -> None:
+        """Connect every group again, over a new client of the `generation_store` server at (host, port).
 
         All members of a group must call it with the same generation, which must grow, within `timeout`. Groups still
         connected are stopped first. On success the groups work, on new connections under the same objects. Raises
@@ -219,12 +235,15 @@ class ProcessGroups:
             self._groups = [group for group in self._groups if torch_private.is_registered(group.pg)]
             groups = list(self._groups)
             plans = [_with_prefix(plan, f"swift/{generation}") for group in groups for plan in group.plans]
-            attempt = rebuilding.Attempt(plans, store=None, address=store_address, timeout=timeout, dispose=self._dispose)
+            attempt = rebuilding.Attempt(
+                plans, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
+                timeout=timeout, dispose=self._dispose,
+            )  # fmt: skip
             self._attempt = attempt
         built = self._run(attempt)
         with self._lock:
             self._finish(attempt, built)
-            self._store, self._store_sockets = attempt.store, attempt.store_sockets
+            self._store = attempt.store
             for group in groups:
                 self._put(group, [built.pop(0) for _ in group.plans])
                 torch_private.set_group_store(group.pg, self._group_store(group.name))
@@ -274,36 +293,43 @@ class ProcessGroups:
 
     def _create(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Stands in for torch's `_new_process_group_helper`."""
+        name = str(arguments["group_name"])
+        # torch has drawn the name already; one that is a number comes from the counter.
+        count = torch_private.group_count() - int(name.isdecimal())
+        try:
+            return self._create_named(name, original, arguments)
+        except BaseException:
+            torch_private.set_group_count(count)
+            raise
+
+    def _create_named(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         kinds = torch_private.backends_by_device(str(arguments["backend"]))
         if set(kinds.values()) == {"fake"}:
             return original(**arguments)
-        if not set(kinds.values()) <= set(_KINDS):
+        unknown = sorted(set(kinds.values()) - set(_KINDS))
+        if unknown:
             raise ValueError(
-                f"process groups on {sorted(set(kinds.values()) - set(_KINDS))} cannot be connected again after a failure; "
-                f"use {' or '.join(_KINDS)}"
+                f"process groups on {', '.join(unknown)} cannot be connected again after a failure; use gloo or nccl"
             )
         if "nccl" in kinds.values():
-            for name, value in _NCCL_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
+            for variable, value in _NCCL_ENVIRONMENT.items():
+                os.environ.setdefault(variable, value)
         if not self.solo:
             self.check()
-        # The name has been drawn already, from the counter if it is a number.
-        name = str(arguments["group_name"])
-        count = torch_private.group_count() - int(name.isdecimal())
         pg, store = torch_private.create_on_fake(original, arguments)
         if pg is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
         if any(group.pg is pg for group in self._groups):
             return pg, store  # same tag and ranks: torch gave the group that exists
         group = self._record(pg, name, kinds, arguments)
-        if self.solo:
-            with self._lock:
-                self._groups.append(group)
-            return pg, store
         try:
-            self._connect(group, store)
+            if self.solo:
+                with self._lock:
+                    self._groups.append(group)
+            else:
+                self._connect(group, store)
         except BaseException:
-            torch_private.forget_group(pg, name, count)
+            torch_private.forget_group(pg, name)
             raise
         return pg, store
 
@@ -332,8 +358,7 @@ class ProcessGroups:
         with self._lock:
             self.check()
             attempt = rebuilding.Attempt(
-                group.plans, store=store, address=None, timeout=group.plans[0].timeout,
-                store_sockets=self._store_sockets, dispose=self._dispose,
+                group.plans, store=store, timeout=group.plans[0].timeout, dispose=self._dispose
             )  # fmt: skip
             self._attempt = attempt
         built = self._run(attempt)

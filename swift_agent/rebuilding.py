@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from swift_agent import gloo_sockets, torch_private
+from swift_agent.generation_store import StoreClient
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Attempt:
     """One try to connect some backends; see the module."""
 
     def __init__(
-        self, plans: Sequence[Plan], *, store: Any, address: tuple[str, int] | None, timeout: timedelta,
-        store_sockets: Sequence[gloo_sockets.Socket] = (), dispose: Callable[[list[Built]], None],
+        self, plans: Sequence[Plan], *, store: Any, open_store: Callable[[], StoreClient] | None = None,
+        timeout: timedelta, dispose: Callable[[list[Built]], object],
     ) -> None:  # fmt: skip
-        """Either `store` is given, or `address` (host, port) of a TCPStore server to which a client is opened."""
+        """The store is `store`, for which the caller is responsible, or what `open_store` connects to."""
         self.store = store
-        self.store_sockets = list(store_sockets)
-        self._address, self._timeout, self._plans = address, timeout, plans
+        self._client: StoreClient | None = None
+        self._open_store, self._timeout, self._plans = open_store, timeout, plans
         self._dispose = dispose
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -91,9 +92,9 @@ class Attempt:
             if self._cancelled is not None:
                 return
             self._cancelled = why
-            targets = list(self.store_sockets)
-            for one in self._built:
-                targets += one.sockets
+            if self._client is not None:
+                self._client.cut()
+            targets = [socket for one in self._built for socket in one.sockets]
             if self._before is not None and not self._finished:
                 targets += [one for loop in gloo_sockets.new_loops(self._before) for one in loop]
         gloo_sockets.shut_down(targets)
@@ -101,8 +102,11 @@ class Attempt:
 
     def _build(self) -> None:
         try:
-            if self.store is None:
-                self._open_store()
+            if self._open_store is not None:
+                self._step("connect to the store")
+                client = self._open_store()
+                with self._lock:
+                    self.store = self._client = client
             for plan in self._plans:
                 self._build_one(plan)
         except Exception as error:
@@ -115,15 +119,6 @@ class Attempt:
             self._wake.set()
         if unwanted:
             self._dispose(unwanted)
-
-    def _open_store(self) -> None:
-        assert self._address is not None
-        host, port = self._address
-        self._step(f"connect to the store at {host}:{port}")
-        before = gloo_sockets.sockets()
-        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-        with self._lock:
-            self.store_sockets = gloo_sockets.sockets_connected_to(port, before)
 
     def _build_one(self, plan: Plan) -> None:
         self._step(f"connect group {plan.name!r} ({plan.size} ranks: {_abbreviate(plan.ranks)})")

@@ -67,7 +67,7 @@ class Rejoin:
         clock = _Clock()
         for module in tracked.ddps:
             ddp.reset_after_abort(module)
-        self._groups.rebuild(go.store, go.generation, CONNECT_TIMEOUT)
+        self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
         clock.mark("regroup")
         self._exchange_layouts(go)
         self._exchange_state(go)

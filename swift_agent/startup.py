@@ -108,7 +108,7 @@ def _create_groups(
     created = False
     while True:
         go = supervisor.peek_go()
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go.store[0], str(go.store[1])
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go.store_host, str(go.store_port)
         solo = go.plan.kind == "copy"
         if solo:
             # Its set-up needs nobody, and nobody its set-up. It enters the generation when its loop begins.
@@ -117,8 +117,8 @@ def _create_groups(
             if created:
                 job._enter_ghost()
             else:
-                groups.init_default_group(backend, go.store, go.generation, job.rank, go.world_size, timeout=timeout,
-                                          solo=True)
+                groups.init_default_group(backend, go.session_store, go.generation, job.rank, go.world_size,
+                                          timeout=timeout, solo=True)
             groups.solo = True
             return
         go = supervisor.wait_go()
@@ -126,11 +126,11 @@ def _create_groups(
             raise AssertionError("a plan to begin together was followed by one to copy, with nobody holding state")
         try:
             if created:
-                groups.rebuild(go.store, go.generation, CONNECT_TIMEOUT)
+                groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
             else:
                 created = True
-                groups.init_default_group(backend, go.store, go.generation, job.rank, go.world_size, timeout=timeout,
-                                          connect_timeout=CONNECT_TIMEOUT)
+                groups.init_default_group(backend, go.session_store, go.generation, job.rank, go.world_size,
+                                          timeout=timeout, connect_timeout=CONNECT_TIMEOUT, store_token=go.token)
             with supervisor.changed:
                 if not supervisor.interrupted:
                     job._status = "setup"

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swift_agent.channel import Channel, ChannelClosed, Message
@@ -34,12 +34,19 @@ CONFIRM_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Go:
-    """Enter a generation: its plan, and where its store listens."""
+    """Enter a generation: its plan, and where its stores listen (see `StoreRecord`)."""
 
     generation: int
     plan: Plan
-    store: tuple[str, int]
     world_size: int
+    store_host: str
+    store_port: int
+    session_port: int
+    token: bytes = field(repr=False)
+
+    @property
+    def session_store(self) -> tuple[str, int]:
+        return self.store_host, self.session_port
 
 
 class Supervisor:
@@ -162,10 +169,9 @@ class Supervisor:
                 case "stop":
                     self._on_stop(int(message["generation"]), str(message["why"]))
                 case "go":
-                    plan = Plan.from_json(message["plan"])
-                    host, port = message["store"]
+                    go = _read_go(message)
                     with self.changed:
-                        self._go = Go(int(message["generation"]), plan, (str(host), int(port)), int(message["world_size"]))
+                        self._go = go
                         self.changed.notify_all()
                 case "release":
                     with self.changed:
@@ -184,6 +190,19 @@ class Supervisor:
             self.changed.wait_for(lambda: not self._stepping)
             report = self._report()
         self.send({"op": "report", "generation": generation, "report": report})
+
+
+def _read_go(message: Message) -> Go:
+    store = message["store"]
+    return Go(
+        generation=int(message["generation"]),
+        plan=Plan.from_json(message["plan"]),
+        world_size=int(message["world_size"]),
+        store_host=str(store["host"]),
+        store_port=int(store["port"]),
+        session_port=int(store["session_port"]),
+        token=str(store["token"]).encode(),
+    )
 
 
 def _die(why: str) -> None:

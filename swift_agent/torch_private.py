@@ -82,15 +82,16 @@ def create_on_fake(original: Callable[..., Any], arguments: dict[str, Any]) -> t
 
 
 def group_count() -> int:
-    """Torch's counter from which the names of the next groups are made; equal on all ranks."""
+    """Torch's counter from which the names of the next groups are made; must be equal on all ranks."""
     return int(c10d._world.group_count)
 
 
-def forget_group(group: Any, name: str, count: int) -> None:
-    """Undo the registration of a group whose creation failed, so that the next attempt gets the same name.
+def set_group_count(count: int) -> None:
+    c10d._world.group_count = count
 
-    `count` is `group_count()` from before that group was named.
-    """
+
+def forget_group(group: Any, name: str) -> None:
+    """Undo the registration of a group whose creation failed."""
     world = c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
         table.pop(group, None)
@@ -99,7 +100,6 @@ def forget_group(group: Any, name: str, count: int) -> None:
         if group in tagged:
             tagged.remove(group)
     c10d._unregister_process_group(name)
-    world.group_count = count
 
 
 def is_registered(group: Any) -> bool:

@@ -134,10 +134,13 @@ class ProgressRecord:
 
 @dataclass(frozen=True)
 class StoreRecord:
-    """Where the c10d store of one generation listens."""
+    """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call `init_process_group`;
+    *session_port* serves workers that call `swift_agent.init()` and know the *token*."""
 
     host: str
     port: int
+    session_port: int = 0
+    token: str = field(repr=False, default="")
 
 
 @dataclass(frozen=True)

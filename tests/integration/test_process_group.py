@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_job import (  # noqa: F401 - fixtures
+    TOKEN,
     Job,
     hear,
     make_job,
@@ -41,13 +42,14 @@ def connect(generation: int, solo: bool = False) -> Any:
     assert groups.is_native == (os.environ["SWIFT_NATIVE"] == "1")
     watch(groups, generation)
     address = ("", 0) if solo else store_of(generation)
-    groups.init_default_group("gloo", address, generation, rank(), world_size(), timeout=LONG, solo=solo)
+    groups.init_default_group("gloo", address, generation, rank(), world_size(), timeout=LONG, solo=solo,
+                              store_token=TOKEN)  # fmt: skip
     return groups
 
 
 def rebuild(groups: Any, generation: int, timeout: timedelta = LONG) -> None:
     watch(groups, generation)
-    groups.rebuild(store_of(generation), generation, timeout)
+    groups.rebuild(store_of(generation), generation, timeout, TOKEN)
 
 
 def total() -> float:
@@ -283,7 +285,7 @@ def new_group_without_partner() -> list[str]:
     started_s = time.monotonic()
     if rank() == 0:
         with pytest.raises(process_group.RebuildFailed, match=r"group '0' \(2 ranks"):
-            groups.rebuild(store_of(3), 3, timedelta(seconds=0.3))
+            groups.rebuild(store_of(3), 3, timedelta(seconds=0.3), TOKEN)
         assert time.monotonic() - started_s < 2
         tell("gave up")
     hear("gave up")
@@ -327,7 +329,7 @@ def rebuild_often(rounds: int) -> dict[str, Any]:
         groups.abort("next round")
         assert groups.wait_quiet(timedelta(seconds=10))
         started_s = time.perf_counter()
-        groups.rebuild(address, round + 2, LONG)
+        groups.rebuild(address, round + 2, LONG, TOKEN)
         took_ms.append((time.perf_counter() - started_s) * 1e3)
         swaps.append(groups.swaps_left)
         usage.append([len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), threading.active_count()])
@@ -342,14 +344,10 @@ def test_fifty_rebuilds_do_not_grow_natively(make_job: MakeJob) -> None:  # noqa
     for worker in job.start_all("rebuild_often", rounds=50):
         report = worker.result()
         assert set(report["swaps"]) == {None}
-        # Threads and files after the first rounds and after the last: the same, but for one that is just ending.
-        for early, late in zip(*report["usage"][5:10], strict=True), zip(*report["usage"][-5:], strict=True):
-            assert all(max(values) - min(values) <= 1 for values in (early, late))
-        assert min(zip(*report["usage"][5:10], strict=True)) is not None
-        for kind in range(3):
-            early = [one[kind] for one in report["usage"][5:15]]
+        for kind in range(3):  # threads, open files, Python threads
+            early = [one[kind] for one in report["usage"][:10]]
             late = [one[kind] for one in report["usage"][-10:]]
-            assert min(late) <= max(early) and max(late) <= max(early) + 1
+            assert min(late) <= min(early) and max(late) <= max(early)
         print(f"rebuild: median {statistics.median(report['took_ms']):.1f} ms, max {max(report['took_ms']):.1f}")
 
 

@@ -1,7 +1,7 @@
 """Real worker processes on loopback for tests of process groups: forked from one warm process, killed by pid.
 
 A test calls `job.start("function", rank=...)` for a function of its own module; the function runs in a new process and
-its return value (JSON) comes back from `worker.result()`. Workers and test speak over `job.control`, a TCPStore.
+its return value (JSON) comes back from `worker.result()`. Workers and test speak over `job.control`, a store.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from typing import Any
 
 import pytest
 
+from swift_agent.generation_store import StoreClient, StoreServer
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 NATIVE_DIR = REPOSITORY / ".cache" / "native"
+HOST = "127.0.0.1"
+TOKEN = b"token of this job"
 LIMIT_S = 60.0
-STACKS_AFTER_S = 8.0  # a worker that runs for so long writes its stacks into its log
+STACKS_AFTER_S = 20.0  # a worker that runs for so long writes its stacks into its log
 
 
 class Worker:
@@ -90,25 +94,22 @@ class Job:
     """The workers and stores of one test."""
 
     def __init__(self, nursery: Nursery, folder: Path, module: str, native: bool, world_size: int) -> None:
-        import torch.distributed as dist
-
         self._nursery, self._folder, self._module = nursery, folder, module
-        self._make_store = lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.control = self._make_store()
-        self.stores: dict[int, Any] = {}
+        self._servers = [StoreServer(HOST)]
+        self.control = StoreClient(HOST, self._servers[0].port)
         self.world_size = world_size
         self.workers: list[Worker] = []
         self._environment = {
             "SWIFT_NATIVE": "1" if native else "0",
             "SWIFT_NATIVE_DIR": str(NATIVE_DIR),
-            "TEST_CONTROL": str(self.control.port),
+            "TEST_CONTROL": str(self._servers[0].port),
             "WORLD_SIZE": str(world_size),
         }
 
     def open_generation(self, generation: int) -> None:
         """Start the c10d store of a generation and tell the workers."""
-        self.stores[generation] = self._make_store()
-        self.control.set(f"store/{generation}", str(self.stores[generation].port))
+        self._servers.append(StoreServer(HOST, token=TOKEN))
+        self.control.set(f"store/{generation}", str(self._servers[-1].port))
 
     def start(self, function: str, rank: int, **arguments: Any) -> Worker:
         output = self._folder / f"{len(self.workers)}-{function}-{rank}"
@@ -138,6 +139,8 @@ class Job:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        for server in self._servers:
+            server.close()
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +181,6 @@ def make_job(
 
 # ------------------------------------------------------------------------------------------------ inside a worker
 
-HOST = "127.0.0.1"
-
 
 def rank() -> int:
     return int(os.environ["RANK"])
@@ -189,12 +190,9 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def control() -> Any:
+def control() -> StoreClient:
     """A new client: one that blocks is of no use to another thread."""
-    import torch.distributed as dist
-
-    port = int(os.environ["TEST_CONTROL"])
-    return dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
+    return StoreClient(HOST, int(os.environ["TEST_CONTROL"]), timeout=timedelta(seconds=LIMIT_S))
 
 
 def tell(key: str, value: str = "1") -> None:

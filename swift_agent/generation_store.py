@@ -1,0 +1,282 @@
+"""The c10d store of one generation: a small server for an agent, a `dist.Store` client for its workers.
+
+Instead of torch's TCPStore, which resolves the name of the other end of every connection, on the client and in the
+only thread of the server: where DNS is slow or loses a packet, one connection stops all ranks for seconds (5 s with
+glibc's defaults). Besides, this one asks for a token, and `cut()` frees whoever waits on it. It must never evaluate
+what it is sent: keys and values are bytes.
+
+Frames: length (uint32), then parts, each with its own length (uint32); big-endian. The first part is the operation or
+the status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_MAX_FRAME_BYTES = 1 << 28
+_HELLO_TIMEOUT_S = 10.0
+# How much longer than the server the client waits for the answer that its time is up.
+_MARGIN_S = 5.0
+_OK, _TIMEOUT, _REFUSED = b"ok", b"timeout", b"refused"
+_DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    body = b"".join(struct.pack(">I", len(part)) + part for part in parts)
+    return struct.pack(">I", len(body)) + body
+
+
+def _unpack(body: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(body):
+        (size,) = struct.unpack_from(">I", body, at)
+        at += 4
+        if at + size > len(body):
+            raise ValueError("part longer than its frame")
+        parts.append(body[at : at + size])
+        at += size
+    return parts
+
+
+class StoreServer:
+    """Serves one generation from a thread of its own until `close()`; keys live in memory only."""
+
+    def __init__(self, host: str = "0.0.0.0", port: int = 0, token: bytes = b"") -> None:
+        """Raises OSError when the port is taken. `port` 0: any free one, see `self.port`."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=4096)
+        self.port: int = listener.getsockname()[1]
+        self._token = token
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: dict[bytes, set[asyncio.Event]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="swift-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close all connections: clients that wait get an error. May be repeated."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self, listener: socket.socket) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        connections: set[asyncio.Task[None]] = set()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            connections.add(task)
+            try:
+                await self._converse(reader, writer)
+            except (OSError, ValueError, struct.error, asyncio.IncompleteReadError, asyncio.CancelledError):
+                pass  # a client that is gone, or that is none
+            finally:
+                connections.discard(task)
+                writer.close()
+
+        server = await asyncio.start_server(connected, sock=listener)
+        await self._stop.wait()
+        server.close()
+        for task in connections:
+            task.cancel()
+        if connections:
+            await asyncio.wait(list(connections))
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = await asyncio.wait_for(_read(reader, limit=4096), _HELLO_TIMEOUT_S)
+        if len(hello) != 1 or not hmac.compare_digest(hello[0], self._token):
+            writer.write(_pack([_REFUSED]))
+            await writer.drain()
+            return
+        writer.write(_pack([_OK]))
+        while True:
+            operation, *parts = await _read(reader)
+            writer.write(_pack(await self._answer(operation, parts)))
+            await writer.drain()
+
+    async def _answer(self, operation: bytes, parts: list[bytes]) -> list[bytes]:
+        values = self._values
+        if operation == b"set":
+            for key, value in zip(parts[::2], parts[1::2], strict=True):
+                self._put(key, value)
+            return [_OK]
+        if operation == b"get":  # timeout, keys: when all are there
+            if not await self._all_there(parts[1:], int(parts[0]) / 1e3):
+                return [_TIMEOUT, *(key for key in parts[1:] if key not in values)]
+            return [_OK, *(values[key] for key in parts[1:])]
+        if operation == b"check":
+            return [_OK, b"1" if all(key in values for key in parts) else b""]
+        if operation == b"add":
+            self._put(parts[0], str(int(values.get(parts[0], b"0")) + int(parts[1])).encode())
+            return [_OK, values[parts[0]]]
+        if operation == b"compare_set":
+            key, expected, desired = parts
+            if values.get(key, b"") != expected:
+                return [_OK, values.get(key, expected)]
+            self._put(key, desired)
+            return [_OK, desired]
+        if operation == b"append":
+            self._put(parts[0], values.get(parts[0], b"") + parts[1])
+            return [_OK]
+        if operation == b"delete":
+            return [_OK, b"" if values.pop(parts[0], None) is None else b"1"]
+        if operation == b"count":
+            return [_OK, str(len(values)).encode()]
+        raise ValueError(f"unknown operation {operation!r}")
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        for event in self._waiting.pop(key, ()):
+            event.set()
+
+    async def _all_there(self, keys: Sequence[bytes], timeout_s: float) -> bool:
+        deadline_s = self._loop.time() + timeout_s
+        for key in keys:
+            while key not in self._values:
+                event = asyncio.Event()
+                self._waiting.setdefault(key, set()).add(event)
+                try:
+                    await asyncio.wait_for(event.wait(), deadline_s - self._loop.time())
+                except TimeoutError:
+                    return False
+                finally:
+                    self._waiting.get(key, set()).discard(event)
+        return True
+
+
+async def _read(reader: asyncio.StreamReader, limit: int = _MAX_FRAME_BYTES) -> list[bytes]:
+    (size,) = struct.unpack(">I", await reader.readexactly(4))
+    if not 0 < size <= limit:
+        raise ValueError(f"frame of {size} bytes")
+    return _unpack(await reader.readexactly(size))
+
+
+class StoreClient(dist.Store):  # type: ignore[misc]
+    """A connection to a `StoreServer`. One operation at a time: a thread of its own that waits needs a `clone()`.
+
+    Operations raise dist.DistStoreError: the time is up, the connection is lost, or `cut()` was called.
+    """
+
+    def __init__(self, host: str, port: int, token: bytes = b"", timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        """Raises dist.DistStoreError when the server cannot be reached within `timeout` or refuses the token."""
+        super().__init__()
+        self._host, self._port, self._token = host, port, token
+        self._time = timeout
+        self._lock = threading.Lock()
+        try:
+            self._socket = socket.create_connection((host, port), timeout.total_seconds())
+        except OSError as error:
+            raise dist.DistStoreError(f"store at {host}:{port} cannot be reached: {error}") from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._exchange([token], timeout.total_seconds())
+
+    def cut(self) -> None:
+        """End the connection from any thread: whoever waits on it gets an error at once. May be repeated."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def clone(self) -> StoreClient:
+        return StoreClient(self._host, self._port, self._token, self._time)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._time
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._time = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask([b"set", key.encode(), _bytes(value)])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        pairs = zip(keys, values, strict=True)
+        self._ask([b"set", *(part for key, value in pairs for part in (key.encode(), _bytes(value)))])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._wait_for(keys, self._time)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait_for(keys, self._time if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask([b"check", *(key.encode() for key in keys)]) == [b"1"]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask([b"add", key.encode(), str(amount).encode()])[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask([b"compare_set", key.encode(), _bytes(expected), _bytes(desired)])[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask([b"append", key.encode(), _bytes(value)])
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask([b"delete", key.encode()]) == [b"1"]
+
+    def num_keys(self) -> int:
+        return int(self._ask([b"count"])[0])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        time_s = timeout.total_seconds()
+        return self._ask([b"get", str(int(time_s * 1e3)).encode(), *(key.encode() for key in keys)], time_s)
+
+    def _ask(self, parts: list[bytes], waiting_s: float = 0.0) -> list[bytes]:
+        with self._lock:
+            return self._exchange(parts, waiting_s)
+
+    def _exchange(self, parts: list[bytes], waiting_s: float) -> list[bytes]:
+        where = f"store at {self._host}:{self._port}"
+        try:
+            self._socket.settimeout(waiting_s + _MARGIN_S)
+            self._socket.sendall(_pack(parts))
+            (size,) = struct.unpack(">I", self._receive(4))
+            status, *answer = _unpack(self._receive(size))
+        except OSError as error:
+            # A late answer would be taken for that of the next question.
+            self.cut()
+            raise dist.DistStoreError(f"{where}: {error}") from error
+        if status == _TIMEOUT:
+            missing = ", ".join(key.decode(errors="replace") for key in answer[:5])
+            raise dist.DistStoreError(f"{where}: nobody has set {missing} within {waiting_s:g} s")
+        if status != _OK:
+            raise dist.DistStoreError(f"{where} refuses this client's token")
+        return answer
+
+    def _receive(self, size: int) -> bytes:
+        buffer = bytearray()
+        while len(buffer) < size:
+            piece = self._socket.recv(size - len(buffer))
+            if not piece:
+                raise ConnectionResetError("connection closed")
+            buffer += piece
+        return bytes(buffer)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self._socket.close()
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,272 @@
+"""The training script of the fault tests: a small job in which exactly one fault (or several) fires at a named moment.
+
+Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank", "scope"}]}. A
+fault fires once in the whole job: the process that fires it creates its marker file first, and dies after that.
+Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import swift_agent as swift
+
+ORDERS = json.loads(os.environ["FAULT_ORDERS"])
+DIR = Path(ORDERS["dir"])
+RANK = int(os.environ["RANK"])
+ITERATIONS = ORDERS.get("iterations", 12)
+now = {"iteration": -1}
+
+
+def mark(name: str) -> bool:
+    """True for the one process that creates the marker."""
+    try:
+        os.close(os.open(DIR / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def die(scope: str) -> None:
+    """SIGKILL this process; with scope "node" also its agent and all that the agent has started."""
+    if scope == "node":
+        agent = os.getppid()
+        others = children(agent) - {os.getpid()}
+        # The agent first: it must not see its workers die.
+        os.kill(agent, signal.SIGKILL)
+        for pid in others:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def children(parent: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if ppid == parent:
+                found |= {int(entry.name), *children(int(entry.name))}
+    return found
+
+
+def fault(at: str, iteration: int | None = None) -> None:
+    """Fire what is ordered for this place, this rank and this iteration."""
+    iteration = now["iteration"] if iteration is None else iteration
+    for index, order in enumerate(ORDERS.get("faults", ())):
+        if order["at"] != at or order["rank"] != RANK or order.get("iteration", iteration) != iteration:
+            continue
+        after = order.get("after")
+        if after is not None and not (DIR / f"fired.{after}").exists():
+            continue
+        if mark(f"fired.{index}"):
+            if "delay_s" in order:
+                threading.Thread(target=lambda order=order: (time.sleep(order["delay_s"]), die(order["scope"]))).start()
+            else:
+                die(order["scope"])
+
+
+class Points(Dataset):
+    def __len__(self) -> int:
+        return 32 * int(os.environ["WORLD_SIZE"])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index % 8 == 3:
+            fault("data", now["iteration"] + 1)
+        generator = torch.Generator().manual_seed(index)
+        # Drawn from the global generator, as augmentation does.
+        return torch.randn(16, generator=generator) + 0.01 * torch.randn(16), index % 4
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout, and one layer with a second bucket's worth of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.wide = nn.Linear(64, 64)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        if self.training:
+            fault("forward")
+        x = self.drop(F.relu(self.wide(x)))
+        out = self.last(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: fault("backward"))
+        return out
+
+
+def arm_private_places() -> None:
+    """Places inside our own code and torch's, reached by wrapping: only in this script, never in the product."""
+    from swift_agent import process_group, rejoin, session
+    from torch.optim import adamw
+
+    def before(owner: object, name: str, at: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: object, **kwargs: object) -> object:
+            fault(at)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    before(process_group.ProcessGroups, "init_default_group", "init")
+    before(process_group.ProcessGroups, "rebuild", "rebuild")
+    before(rejoin.Rejoin, "_exchange_state", "transfer")
+    before(rejoin.Rejoin, "_compare", "verify")
+    before(session.Job, "_begin", "begin")
+    before(session.Job, "close", "close")
+    single = adamw._single_tensor_adamw if hasattr(adamw, "_single_tensor_adamw") else None
+    functional = adamw.adamw
+
+    def half(params: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        # "Inside" the step: the first half of the parameters is updated, then the fault may fire.
+        wanted = any(o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
+                     for o in ORDERS.get("faults", ()))
+        if not wanted:
+            return functional(params, *args, **kwargs)
+        middle = len(params) // 2
+        first = [value[:middle] if isinstance(value, list) and len(value) == len(params) else value for value in args]
+        functional(params[:middle], *first, **kwargs)
+        fault("step")
+        rest = [value[middle:] if isinstance(value, list) and len(value) == len(params) else value for value in args]
+        return functional(params[middle:], *rest, **kwargs)
+
+    del single
+    adamw.adamw = half
+    if hasattr(torch.optim._adamw if hasattr(torch.optim, "_adamw") else adamw, "adamw"):
+        from torch.optim import adam
+
+        adam_functional = adam.adam
+
+        def half_adam(params: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+            wanted = any(o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
+                         for o in ORDERS.get("faults", ()))
+            if not wanted:
+                return adam_functional(params, *args, **kwargs)
+            middle = len(params) // 2
+            cut = [v[:middle] if isinstance(v, list) and len(v) == len(params) else v for v in args]
+            adam_functional(params[:middle], *cut, **kwargs)
+            fault("step")
+            rest = [v[middle:] if isinstance(v, list) and len(v) == len(params) else v for v in args]
+            return adam_functional(params[middle:], *rest, **kwargs)
+
+        adam.adam = half_adam
+
+
+def build(job: swift.Job) -> None:
+    torch.manual_seed(7)
+    net = Net()
+    # Small buckets, so that a backward has several all-reduces.
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    data = Points()
+    sampler = DistributedSampler(data, num_replicas=job.world_size, rank=job.rank, seed=3)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    kind = ORDERS.get("model", "plain")
+    if kind == "two":
+        parts = [net.first, net.norm, net.wide]
+        optimizers = [
+            torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2),
+            torch.optim.SGD(net.last.parameters(), lr=1e-2, momentum=0.9),
+        ]
+    else:
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8) for optimizer in optimizers]
+    job.track(model=model, optimizer=optimizers, scheduler=schedulers, loader=loader)
+
+    @job.iteration
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        now["iteration"] = job.iteration_number
+        if kind == "accumulate":
+            with model.no_sync():
+                F.cross_entropy(model(x[:4]), y[:4]).backward()
+            loss = F.cross_entropy(model(x[4:]), y[4:])
+        else:
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        fault("before_step")
+        for optimizer in optimizers:
+            optimizer.step()
+        fault("after_step")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        if kind == "metric":
+            # A collective after the update: survivors may be cut between the two.
+            dist.all_reduce(loss.detach())
+            fault("after_metric")
+        return loss.detach()
+
+    @job.resilient
+    def evaluate() -> float:
+        fault("evaluate")
+        net.eval()
+        with torch.no_grad():
+            right = torch.tensor([float((model(x).argmax(1) == y).sum()) for x, y in loader][:2]).sum()
+        net.train()
+        dist.all_reduce(right)
+        fault("evaluated")
+        return float(right)
+
+    times = open(DIR / f"times.{RANK}", "a", buffering=1)
+    epoch_length = len(loader)
+    for _ in job.epochs(ITERATIONS // epoch_length):
+        for x, y in job.batches(loader):
+            loss = train(x, y)
+            assert torch.isfinite(loss)
+            print(job.iteration_number, time.time(), file=times)
+            fault("between", job.iteration_number - 1)
+            time.sleep(ORDERS.get("pause_s", 0.0))
+        evaluate()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    for optimizer in optimizers:
+        for values in optimizer.state_dict()["state"].values():
+            for key in sorted(values):
+                digest.update(torch.as_tensor(values[key]).numpy().tobytes())
+    status = Path("/proc/self/status").read_text()
+    result = {
+        "rank": RANK,
+        "pid": os.getpid(),
+        "iterations": job.iteration_number,
+        "hash": digest.hexdigest(),
+        "num_threads": int(status.split("Threads:")[1].split()[0]),
+        "num_files": len(os.listdir("/proc/self/fd")),
+        "rss_kb": int(status.split("VmRSS:")[1].split()[0]),
+        "lr": [optimizer.param_groups[0]["lr"] for optimizer in optimizers],
+    }
+    (DIR / f"result.{RANK}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    with open(DIR / f"pids.{RANK}", "a") as stream:
+        print(os.getpid(), file=stream)
+    torch.set_num_threads(1)
+    arm_private_places()
+    build(swift.init())
+    sys.exit(0)

@@ -1,0 +1,113 @@
+"""Drives real agents for the fault tests: starts them, waits for their end, and says what became of every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "fault_train.py"
+SOURCE_ROOTS = [str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store")]
+
+
+@dataclass
+class Outcome:
+    """*results*: rank -> what it left; *pids*: rank -> process ids, oldest first; *output*: node -> text of its agent."""
+
+    exit_codes: dict[str, int]
+    results: dict[int, dict[str, Any]]
+    pids: dict[int, list[int]]
+    output: dict[str, str]
+    fired: set[int]
+    seconds: float
+    directory: Path = field(default_factory=Path)
+
+    @property
+    def hashes(self) -> set[str]:
+        return {result["hash"] for result in self.results.values()}
+
+    def text(self) -> str:
+        return "\n".join(f"--- {node}\n{text}" for node, text in self.output.items())
+
+
+@dataclass
+class Agents:
+    """Agents of one job, each a process of its own on this machine."""
+
+    directory: Path
+    endpoint: str | None
+    num_nodes: int = 2
+    num_workers: int = 2
+    max_restarts: int = 3
+    job_id: str = "faults"
+    options: tuple[str, ...] = ()
+    orders: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    script: Path = SCRIPT
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, node_id: str) -> subprocess.Popen[bytes]:
+        where = ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.job_id] if self.endpoint else ["--standalone"]
+        command = [
+            sys.executable, "-m", "swift_agent.run", "--nnodes", str(self.num_nodes),
+            "--nproc-per-node", str(self.num_workers), "--max-restarts", str(self.max_restarts),
+            "--node-id", node_id, *where, *self.options, str(self.script),
+        ]  # fmt: skip
+        orders = {"dir": str(self.directory), **self.orders}
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1",
+            "FAULT_ORDERS": json.dumps(orders), "PYTHONWARNINGS": "ignore", **self.environment,
+        }  # fmt: skip
+        log = open(self.directory / f"agent.{node_id}.log", "wb")
+        self.running[node_id] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.directory)
+        log.close()
+        return self.running[node_id]
+
+    def wait(self, timeout_s: float = 90.0) -> Outcome:
+        """Wait for all agents; what is still there at the deadline is killed, with all its children, and fails the test."""
+        began_s = time.monotonic()
+        hung = []
+        for node_id, process in self.running.items():
+            try:
+                process.wait(max(0.1, timeout_s - (time.monotonic() - began_s)))
+            except subprocess.TimeoutExpired:
+                hung.append(node_id)
+        outcome = self.outcome(time.monotonic() - began_s)
+        self.kill_all()
+        assert not hung, f"agents {hung} did not end within {timeout_s} s\n{outcome.text()}"
+        return outcome
+
+    def outcome(self, seconds: float) -> Outcome:
+        directory = self.directory
+        return Outcome(
+            exit_codes={node: process.poll() for node, process in self.running.items()},  # type: ignore[misc]
+            results={int(p.name.split(".")[1]): json.loads(p.read_text()) for p in directory.glob("result.*.json")},
+            pids={int(p.suffix[1:]): [int(line) for line in p.read_text().split()] for p in directory.glob("pids.*")},
+            output={node: (directory / f"agent.{node}.log").read_text(errors="replace") for node in self.running},
+            fired={int(p.suffix[1:]) for p in directory.glob("fired.*")},
+            seconds=seconds,
+            directory=directory,
+        )
+
+    def kill_all(self) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                try:
+                    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+                except psutil.NoSuchProcess:
+                    continue
+                for member in family:
+                    try:
+                        member.send_signal(signal.SIGKILL)
+                    except psutil.NoSuchProcess:
+                        pass
+                process.wait()
