@@ -4,8 +4,8 @@
     torchrun  --standalone --nproc-per-node 2 examples/digits.py     as usual: a lost worker restarts all
     swift-run --standalone --nproc-per-node 2 examples/digits.py     a lost worker is replaced, the others go on
 
-Lines that differ from a plain DDP script are marked with "swift". The result is the same bit for bit in every run with as
-many workers, whichever of them are lost on the way.
+Lines that differ from a plain DDP script are marked with "swift". The result is the same bit for bit in every run with
+as many workers, whichever of them are lost on the way.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Progress:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small CNN on handwritten digits.")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
     parser.add_argument("--out", type=Path, help="where rank 0 saves the final weights")
-    parser.add_argument("--progress", type=Path, metavar="DIR", help="directory that gets one line per step, for watchers")
+    parser.add_argument("--progress", type=Path, metavar="DIR", help="directory for one line per step, for watchers")
     args = parser.parse_args()
 
     torch.manual_seed(0)

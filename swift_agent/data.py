@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class _Skipping:
-    """A sampler without its first *count* entries."""
+    """A sampler without its first *count* entries, once: a loader with persistent workers asks the same one in every pass."""
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler, self._count = sampler, count
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._count, None)
+        count, self._count = self._count, 0
+        return itertools.islice(iter(self._sampler), count, None)
 
     def __len__(self) -> int:
         return max(0, len(self._sampler) - self._count)  # type: ignore[arg-type]
@@ -31,7 +32,9 @@ def iterate(loader: Iterable[Any], skip: int) -> Iterator[Any]:
     """Iterate *loader*, leaving out its first *skip* batches."""
     if skip == 0:
         return iter(loader)
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    # Persistent workers that run already keep the sampler they were started with, so it cannot be exchanged.
+    running = getattr(loader, "_iterator", None) is not None
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not running:
         return _skip_indices(loader, skip)
     iterator = iter(loader)
     for _ in itertools.islice(iterator, skip):
@@ -52,7 +55,8 @@ def _skip_indices(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a `DistributedSampler` (or whatever has `set_epoch`) which epoch begins, so that it shuffles anew."""
-    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         method = getattr(sampler, "set_epoch", None)
         if callable(method):
             method(epoch)

@@ -1,9 +1,204 @@
-"""placeholder until the real module lands"""
-from swift_agent import torch_private as tp
-def watch(m): pass
-def bucket_layout(m): return tp.read_layout(m)
-def reset_after_abort(m): tp.reset_reducer(m)
-def adopt_layout(m, layout):
-    if tp.read_layout(m) != layout:
-        tp.renew_reducer(m); tp.rebuild_layout(m, layout); tp.reset_reducer(m)
-def expected_layout(m): return None
+"""DistributedDataParallel across a failure: the same bucket layout on survivors and replacement, and its buffers.
+
+Ranks whose reducers have different buckets send messages of different sizes, which terminates gloo processes; and sums
+are added in another order, so that results differ in the last bit. DDP uses one layout for the first backward and
+another, from the order in which gradients then arrived, ever after. After a failure each rank is therefore put at the
+same point again: before the first backward, or after it with the same layout. It must never communicate, except
+`sync_buffers_after_forward`: what has to be agreed is passed on by the session.
+
+Call these between `ProcessGroups.wait_quiet` and the next forward: until then cut operations may write into buckets.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from swift_agent import torch_private
+from swift_agent.torch_private import Layout
+
+# Reading a layout from the reducer takes memory of the size of the gradients; it changes at most once per reducer.
+_known_layouts: weakref.WeakKeyDictionary[DDP, tuple[Any, bool, Layout]] = weakref.WeakKeyDictionary()
+_parked_hooks: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
+
+
+class UnsupportedModule(ValueError):
+    """This DDP module is set up in a way that cannot be carried over a failure; the message says what to change."""
+
+
+def check_supported(ddp: DDP) -> None:
+    """Raise UnsupportedModule for what would fail, or give wrong results, only after a failure."""
+    if ddp.mixed_precision is not None:
+        raise UnsupportedModule("DDP(mixed_precision=...) is not supported: use torch.autocast")
+    if ddp._use_python_reducer:
+        raise UnsupportedModule("DDP with the python_reducer of torch.compile is not supported")
+    if any(ddp._build_params_for_reducer()[1]):
+        raise UnsupportedModule("DDP over sparse embeddings (sparse=True) is not supported")
+
+
+def bucket_layout(ddp: DDP) -> Layout:
+    """The current buckets in the order of their reduction, as indices into the parameters that require gradients."""
+    known = _known_layouts.get(ddp)
+    if known is None or known[0] is not ddp.reducer or known[1] != ddp._has_rebuilt_buckets:
+        known = (ddp.reducer, ddp._has_rebuilt_buckets, torch_private.read_layout(ddp))
+        _known_layouts[ddp] = known
+    return [list(bucket) for bucket in known[2]]
+
+
+def buckets_rebuilt(ddp: DDP) -> bool:
+    """Whether the layout is the final one."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def rebuilds_buckets(ddp: DDP) -> bool:
+    """False with find_unused_parameters: the layout then never changes and follows from the model alone."""
+    return bool(ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def expected_layout(ddp: DDP) -> Layout | None:
+    """The final layout, as far as this rank knows it; None before a first backward has told the order of gradients.
+
+    A survivor whose first backward is complete but which failed before, or in, the broadcast that agrees on the layout
+    computes it from its own record, with the code that rank 0 would have run; its reducer has the layout afterwards.
+    To be called before `reset_after_abort`, which drops the record.
+    """
+    if not buckets_rebuilt(ddp):
+        if not rebuilds_buckets(ddp):
+            return None
+        try:
+            if not torch_private.rebuild_layout(ddp, None):
+                return None
+        except RuntimeError:
+            return None  # the first backward is incomplete
+    return bucket_layout(ddp)
+
+
+def reset_after_abort(ddp: DDP) -> None:
+    """Make a survivor's module ready for another forward, whatever the abort has left, at the point where it was:
+    with its final layout, or before its first backward."""
+    if buckets_rebuilt(ddp):
+        adopt_layout(ddp, bucket_layout(ddp))
+    else:
+        return_to_first_backward(ddp)
+
+
+def return_to_first_backward(ddp: DDP) -> None:
+    """Put the module at the point before its first backward: initial layout, to be rebuilt afterwards."""
+    if buckets_rebuilt(ddp) or ddp.static_graph:
+        torch_private.renew_reducer(ddp)
+    else:
+        torch_private.reset_reducer(ddp)
+
+
+def adopt_layout(ddp: DDP, layout: Layout) -> None:
+    """Put the module, of a survivor or of a replacement, at the point after its first backward, with this final layout.
+
+    It rebuilds its buckets no more. Gradients in `p.grad` keep their values. Raises UnsupportedModule if the layout is
+    not one of this module.
+    """
+    if sorted(index for bucket in layout for index in bucket) != list(range(torch_private.num_reducer_parameters(ddp))):
+        raise UnsupportedModule(
+            f"bucket layout of {sum(map(len, layout))} parameters for a model with "
+            f"{torch_private.num_reducer_parameters(ddp)}: the replacement has built another model"
+        )
+    if not rebuilds_buckets(ddp):
+        if layout != bucket_layout(ddp):
+            raise UnsupportedModule("the replacement has built another model: its DDP buckets differ")
+        torch_private.reset_reducer(ddp)
+        return
+    if buckets_rebuilt(ddp) and not ddp.static_graph and layout == bucket_layout(ddp):
+        if not torch_private.has_unfinished_backward(ddp):
+            return
+        torch_private.reset_reducer(ddp)
+    elif buckets_rebuilt(ddp) or ddp.static_graph:
+        # A static graph counts gradients in its first iteration, which a replacement has not had: all ranks count
+        # again. And a reducer that has rebuilt its buckets once remembers which parameters were in them.
+        torch_private.renew_reducer(ddp)
+    else:
+        torch_private.reset_reducer(ddp)
+    if not torch_private.rebuild_layout(ddp, layout):
+        raise RuntimeError("torch did not rebuild the buckets")
+    _known_layouts[ddp] = (ddp.reducer, True, [list(bucket) for bucket in layout])
+
+
+class BucketKeeper:
+    """Knows in which iteration a module had its first backward, and so which layout belongs to which iteration."""
+
+    def __init__(self, ddp: DDP) -> None:
+        """Raises UnsupportedModule. The module must not have been trained yet, else `restore` must follow."""
+        check_supported(ddp)
+        self.ddp = ddp
+        self.iteration = 0
+        """To be set by the session at the start of each iteration."""
+        self._num_to_come = 0
+        self._recorded_in: int | None = None
+        self._hook: Any = None
+        self._wait_for_first_backward()
+
+    def _wait_for_first_backward(self) -> None:
+        self._recorded_in = None
+        # With a static graph gradients arrive in recorded order only from the second iteration on.
+        self._num_to_come = 2 if self.ddp.static_graph else 1
+        if self._hook is None and rebuilds_buckets(self.ddp):
+            self._hook = self.ddp.register_forward_pre_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, arguments: Any) -> None:
+        if not (torch.is_grad_enabled() and self.ddp.require_backward_grad_sync):
+            return
+        self._num_to_come -= 1
+        if self._num_to_come == 0:
+            self._recorded_in = self.iteration
+            self._hook.remove()
+            self._hook = None
+
+    def layout_for(self, iteration: int) -> Layout | None:
+        """On a survivor, before `restore`: the layout with which `iteration` begins; None: before the first backward."""
+        if self._recorded_in is None or iteration <= self._recorded_in:
+            return None
+        return expected_layout(self.ddp)
+
+    def restore(self, layout: Layout | None) -> None:
+        """On every rank: what `layout_for` said on the rank that is followed."""
+        if layout is None:
+            return_to_first_backward(self.ddp)
+            self._wait_for_first_backward()
+            return
+        adopt_layout(self.ddp, layout)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._recorded_in = -1
+
+
+def sync_buffers_after_forward(ddp: DDP) -> bool:
+    """From now on buffers (BatchNorm statistics) become rank 0's after each forward, not before the next one.
+
+    The values that any forward sees and the number of broadcasts stay the same, but rank 0 is no longer the only one
+    to know the result of the last forward. Without effect, returning False: no buffers, broadcast_buffers=False, or a
+    buffer hook of the user. All ranks must do the same. Inside `ddp.join()` DDP's own way is kept.
+    """
+    if torch_private.has_buffer_hook(ddp) or not ddp.broadcast_buffers or not any(True for _ in ddp.module.buffers()):
+        return False
+    torch_private.hook_buffers_after_forward(ddp, _broadcast_buffers)
+    ddp.register_forward_pre_hook(_before_forward)
+    return True
+
+
+def _broadcast_buffers(ddp: DDP, buffers: Mapping[str, torch.Tensor]) -> None:
+    torch_private.broadcast_buffers(ddp)
+
+
+def _before_forward(module: torch.nn.Module, arguments: Any) -> None:
+    assert isinstance(module, DDP)
+    # DDP would synchronise before forward t+1 if forward t was one that synchronises gradients; so after forward t.
+    torch_private.set_buffer_sync(module, torch.is_grad_enabled() and module.require_backward_grad_sync)
+    # In join() torch pairs the collectives of ranks that have no more input with those of DDP's own order.
+    if torch_private.is_in_join(module):
+        if torch_private.has_buffer_hook(module):
+            _parked_hooks[module] = torch_private.park_buffer_hook(module)
+    elif module in _parked_hooks:
+        torch_private.unpark_buffer_hook(module, _parked_hooks.pop(module))

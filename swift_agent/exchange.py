@@ -4,17 +4,16 @@
 aborted group refuses operations at once. `PythonExchange`: each new backend is registered under a BackendType number
 of its own; torch then keeps the old ones (threads and descriptors included) until the process ends, and there are only
 `NUM_SWAPS` numbers. Neither decides anything; `swift_agent.process_group` says when to exchange.
+
+The second is a makeshift for want of a compiler: when traffic is cut, gloo sometimes forgets the thread that waits for
+it (see native/forward.cpp), and only the native one frees that thread. Without it the worker hangs, and its agent must
+replace it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 from types import ModuleType
 from typing import Any, Protocol
-
-import torch
 
 from swift_agent import torch_private
 
@@ -22,8 +21,6 @@ _FIRST_NUMBER = 64  # BackendType is a uint8; torch uses the small values
 _LAST_NUMBER = 253
 _FORWARD_NUMBER = 254  # of a forwarding backend to gloo
 NUM_SWAPS = _LAST_NUMBER - _FIRST_NUMBER + 1
-_GLOO_THREADS = 2  # worker threads of a ProcessGroupGloo
-_DRAIN_PAUSE_S = 0.001
 
 
 class Exchange(Protocol):
@@ -48,8 +45,8 @@ class Exchange(Protocol):
     def end_ghost(self, why: str) -> None:
         """Back to the stopped backend."""
 
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until the stopped backends write into no tensor any more; False at the (monotonic) deadline."""
+    def release(self) -> None:
+        """Destroy stopped backends where that is possible. Blocks as long as one of their operations does."""
 
 
 class NativeExchange:
@@ -60,13 +57,14 @@ class NativeExchange:
         self._forward = library.Forward(group.rank(), group.size(), kind)
         self._forward.exchange(self._fake)
         is_nccl = kind == "nccl"
+        self._guarded = not is_nccl  # NCCL's own abort ends its works
         self.default_number = torch_private.backend_number("nccl") if is_nccl else torch_private.FAKE_NUMBER
         number = self.default_number if is_nccl else _FORWARD_NUMBER
         torch_private.register_backend(group, devices, number, self._forward)
         torch_private.set_names(group, name, description)
 
     def put(self, backend: Any) -> None:
-        self._forward.exchange(backend)
+        self._forward.exchange(backend, guarded=self._guarded)
 
     def stop(self, why: str) -> None:
         self._forward.exchange(None, why)
@@ -80,14 +78,12 @@ class NativeExchange:
     def end_ghost(self, why: str) -> None:
         self._forward.exchange(None, why)
 
-    def drain(self, deadline_s: float) -> bool:
-        # Destroying a gloo backend joins its threads, so nothing of it runs afterwards. Without the GIL.
+    def release(self) -> None:
         self._forward.release()
-        return time.monotonic() < deadline_s
 
 
 class PythonExchange:
-    """See the module. Everything but `stop`, `abort` and `drain` belongs to the thread that uses the group."""
+    """See the module. Everything but `stop`, `abort` and `release` belongs to the thread that uses the group."""
 
     def __init__(self, group: Any, name: str, description: str, kind: str, devices: list[str]) -> None:
         self._group, self._kind, self._devices = group, kind, devices
@@ -124,39 +120,9 @@ class PythonExchange:
         self._number = self._stopped_number
         self._route(self._current or self._fake)
 
-    def drain(self, deadline_s: float) -> bool:
-        if self._kind != "gloo" or self._current is None or self._group.size() == 1:
-            return True
-        return _visit_workers(self._current, deadline_s)
+    def release(self) -> None:
+        pass
 
     def _route(self, backend: Any) -> None:
         torch_private.register_backend(self._group, self._devices, self._number, backend)
         torch_private.set_names(self._group, self._name, self._description)
-
-
-def _visit_workers(gloo: Any, deadline_s: float) -> bool:
-    """Wait until every worker thread of a cut gloo backend has finished what it was doing.
-
-    The backend cannot be destroyed, so operations that fail at once are queued. A thread that takes one is through
-    with all that came before; it is held in the operation's callback until the other threads have taken one too.
-    """
-    seen: set[int] = set()
-    all_seen = threading.Event()
-
-    def visited(_: Any) -> None:
-        if threading.get_ident() != caller:  # else the operation had failed before the callback was there
-            seen.add(threading.get_ident())
-            if len(seen) == _GLOO_THREADS:
-                all_seen.set()
-            all_seen.wait(max(0.0, deadline_s - time.monotonic()))
-
-    caller = threading.get_ident()
-    tensors = []
-    while not all_seen.is_set() and time.monotonic() < deadline_s:
-        tensors.append(torch.zeros(1))
-        with contextlib.suppress(RuntimeError):  # what a cut backend may answer already here
-            gloo.allreduce([tensors[-1]]).get_future().add_done_callback(visited)
-        all_seen.wait(_DRAIN_PAUSE_S)
-    done = all_seen.is_set()
-    all_seen.set()
-    return done

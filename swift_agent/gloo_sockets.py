@@ -1,4 +1,4 @@
-"""Find and cut the TCP sockets of a gloo process group: the only way to interrupt gloo (Linux).
+"""Find and cut the TCP sockets of a gloo process group, and watch its threads: the way to interrupt gloo (Linux).
 
 gloo has no abort, and a thread blocked in it returns only when its sockets fail. Each gloo group runs one event loop
 (an epoll descriptor) in which its listener and its connections are registered, and `/proc/self/fdinfo` lists them with
@@ -23,6 +23,8 @@ from typing import NamedTuple
 # user has called socket.setdefaulttimeout().
 _libc = ctypes.CDLL(None, use_errno=True)
 _REGISTERED = re.compile(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)", re.MULTILINE)
+
+_GLOO_THREADS = ("pt_gloo_runloop", "gloo_tcp_loop")
 
 KEEPALIVE_IDLE_S = 1
 KEEPALIVE_INTERVAL_S = 1
@@ -82,18 +84,29 @@ def connections(before: set[int], num_peers: int) -> list[Socket]:
     return fitting[0]
 
 
-def shut_down(targets: Iterable[Socket]) -> int:
-    """Shut both directions of the sockets that still exist; returns how many. Never raises, may be repeated.
+def shut_down(targets: Iterable[Socket], how: int = socket.SHUT_RDWR) -> int:
+    """Shut the sockets that still exist; returns how many. Never raises, may be repeated.
 
-    Whoever is blocked on them gets an error at once; so do their peers.
+    Whoever is blocked on them gets an error; with SHUT_RDWR so do their peers. With traffic under way use SHUT_RD: a
+    thread that finds its socket closed for writing is forgotten by gloo and waits until the group's timeout.
     """
     num_shut = 0
     for target in targets:
         with _held(target) as fd:
             # The listener check is repeated here because its violation kills the process.
             if fd is not None and _option(fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
-                num_shut += _libc.shutdown(fd, socket.SHUT_RDWR) == 0
+                num_shut += _libc.shutdown(fd, how) == 0
     return num_shut
+
+
+def threads() -> set[int]:
+    """Ids of gloo's threads in this process; compare two calls to see those of a new group."""
+    return {int(name) for name in os.listdir("/proc/self/task") if _status(int(name)) is not None}
+
+
+def all_asleep(thread_ids: Iterable[int]) -> bool:
+    """Whether all these gloo threads are blocked or gone: one that moves data would run or be about to."""
+    return all(_status(one) in (None, "S") for one in thread_ids)
 
 
 def keep_alive(targets: Iterable[Socket]) -> None:
@@ -132,6 +145,16 @@ def _registered_in(epoll_fd: int) -> list[Socket]:
     except OSError:
         return []
     return [Socket(int(fd), int(inode, 16)) for fd, inode in _REGISTERED.findall(text)]
+
+
+def _status(thread_id: int) -> str | None:
+    """The kernel's one-letter state of a gloo thread; None: it is gone, or none of gloo's."""
+    try:
+        with open(f"/proc/self/task/{thread_id}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+    except OSError:
+        return None
+    return rest.split()[0] if name in _GLOO_THREADS else None
 
 
 @contextlib.contextmanager

@@ -277,6 +277,8 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
 def _fold(state: AgentState, event: Event) -> AgentState:
     match event:
         case ViewChanged(view):
+            if view.revision < state.view.revision:
+                return state  # seen by this node's former incarnation, and delivered late
             issued = state.issued if view.number == state.view.number else frozenset()
             return replace(state, view=view, issued=issued)
         case WorkerStarted(local_rank, generation, pid):
@@ -318,6 +320,11 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
         return Step(state)
     commands: list[Command] = []
     state = _forget_lost_spares(state, commands)
+    mine = view.nodes.get(state.node_id)
+    if mine is None or mine.incarnation != state.incarnation:
+        # Nobody can choose a node without a record, not even for its own slot.
+        why = f"the record of {state.node_id} was removed: the other nodes took it for lost"
+        return _once(state, ("rejoin",), Rejoin(why), commands)
     slot = generation.slot_of(state.incarnation)
     if slot is None:
         if state.workers:
@@ -418,7 +425,8 @@ def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list
     for left in sorted({w.current for w in stop}):
         ranks = tuple(sorted(w.local_rank for w in stop if w.current == left))
         commands.append(SendStop(ranks, left, generation.why if number > left else "a failure was reported"))
-        state = _mark(state, ranks, stop_sent=left, stop_sent_s=now_s)
+        # An end that was reached in the generation that is over counts no more: the worker says so again in the next.
+        state = _mark(state, ranks, stop_sent=left, stop_sent_s=now_s, finished=None)
     hanging = [w.local_rank for w in state.workers.values()
                if w.alive and not w.killed and w.current and w.stop_sent == w.current and w.stopped != w.current
                and now_s - w.stop_sent_s >= state.stop_deadline_s]
@@ -455,8 +463,8 @@ def _report_progress(state: AgentState, generation: GenerationRecord, slot: int,
 
 def _report_end(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     workers = [state.workers.get(local_rank) for local_rank in range(generation.num_workers)]
-    if any(w is None for w in workers) or losses(state.view):
-        return state
+    if any(w is None or w.generation < generation.epoch for w in workers) or losses(state.view):
+        return state  # the end of a process that is being restarted is not the end of its rank
     local = [w for w in workers if w is not None]
     number = generation.number
     if all(w.resumed == number for w in local):

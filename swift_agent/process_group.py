@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,8 @@ from swift_agent.generation_store import StoreClient
 logger = logging.getLogger(__name__)
 
 _KINDS = ("gloo", "nccl")
-_DRAIN_DEADLINE_S = 60.0
+_ASLEEP_TIMES = 5
+_ASLEEP_PAUSE_S = 0.001
 # Left to itself torch's NCCL watchdog ends a process whose collective fails, and that process is a survivor.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -53,6 +55,7 @@ class _Group:
     plans: list[rebuilding.Plan]  # one per backend
     exchanges: list[exchange.Exchange]
     sockets: list[gloo_sockets.Socket] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)  # gloo's
 
     def set_default(self) -> None:
         kinds = [plan.kind for plan in self.plans]
@@ -76,7 +79,8 @@ class ProcessGroups:
         self._dead_generation = -1
         self._connected = False
         self._why: str | None = None  # set while stopped
-        self._drains: list[tuple[threading.Thread, list[bool]]] = []
+        self._cut_threads: set[int] = set()  # gloo's, of groups that were stopped
+        self._aborts: list[threading.Thread] = []  # of NCCL communicators
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -159,40 +163,37 @@ class ProcessGroups:
                 else:
                     one.stop(why)
         # Refuse first, cut then: an operation started in between would wait for nobody.
-        gloo_sockets.shut_down([socket for group in self._groups for socket in group.sockets])
+        gloo_sockets.shut_down([one for group in self._groups for one in group.sockets], socket.SHUT_RD)
         if self._store is not None:
             self._store.cut()
         # All communicators at the same time: NCCL may not finish aborting one while another still runs.
-        for one in slow:
-            self._in_background(lambda one=one: _abort_and_stop(one, why))  # type: ignore[misc]
-        everything = [one for group in self._groups for one in group.exchanges]
-        deadline_s = time.monotonic() + _DRAIN_DEADLINE_S
-        self._in_background(lambda: all([one.drain(deadline_s) for one in everything if one not in slow]))
+        self._aborts = [_in_background(lambda one=one: _abort_and_stop(one, why)) for one in slow]  # type: ignore[misc]
+        for group in self._groups:
+            self._cut_threads |= group.threads
+        everything = [one for group in self._groups for one in group.exchanges if one not in slow]
+        _in_background(lambda: [one.release() for one in everything])
 
     def wait_quiet(self, timeout: timedelta) -> bool:
-        """Wait until nothing of the stopped backends runs any more; usually it has ended long ago.
+        """Wait until nothing of the stopped backends touches a tensor any more; a few milliseconds after `abort`.
 
         Before it returns True, operations that were cut may still write into their tensors: nothing that took part in
         a collective may be used for training. False: they do not end; this process should be replaced.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        for thread, outcome in list(self._drains):
+        for thread in self._aborts:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive() or outcome != [True]:
+            if thread.is_alive():
                 return False
-        self._drains.clear()
+        # Their sockets are shut, so threads that sleep have nothing to do any more, or wait for what never comes. Look
+        # more than once: one may just have been waiting for a lock.
+        times_asleep = 0
+        while times_asleep < _ASLEEP_TIMES:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_ASLEEP_PAUSE_S)
+            times_asleep = times_asleep + 1 if gloo_sockets.all_asleep(self._cut_threads) else 0
+        self._cut_threads = set()
         return True
-
-    def _in_background(self, work: Callable[[], bool]) -> None:
-        outcome: list[bool] = []
-
-        def run() -> None:
-            outcome.append(work())
-
-        thread = threading.Thread(target=run, name="swift-drain", daemon=True)
-        thread.start()
-        self._drains = [(old, result) for old, result in self._drains if old.is_alive() or result != [True]]
-        self._drains.append((thread, outcome))
 
     # ------------------------------------------------------------------------------------------------ connect
 
@@ -263,21 +264,22 @@ class ProcessGroups:
         """Under the lock: from here on `abort` finds the result in the groups instead of the attempt."""
         self._attempt = None
         if attempt.cancelled is not None:
-            self._in_background(lambda: self._dispose(built))
+            _in_background(lambda: self._dispose(built))
             raise GroupsAborted(attempt.cancelled)
 
     def _put(self, group: _Group, built: Sequence[rebuilding.Built]) -> None:
-        group.sockets = []
+        group.sockets, group.threads = [], set()
         for one, new in zip(group.exchanges, built, strict=True):
             one.put(new.backend)
             group.sockets += new.sockets
+            group.threads |= new.threads
             new.backend = None  # the exchange alone must own it, else it would die with the GIL held
         group.set_default()
 
     def _group_store(self, name: str) -> Any:
         return dist.PrefixStore(f"swift/{self._generation}/{name}", self._store)
 
-    def _dispose(self, unwanted: list[rebuilding.Built]) -> bool:
+    def _dispose(self, unwanted: list[rebuilding.Built]) -> None:
         """Destroy backends that nobody will use: tens of milliseconds, without the GIL where that is possible."""
         while unwanted:
             one = unwanted.pop()
@@ -287,7 +289,6 @@ class ProcessGroups:
                 grave.exchange(None)
                 one.backend = None
                 grave.release()
-        return True
 
     # ------------------------------------------------------------------------------------------------ create
 
@@ -425,10 +426,16 @@ class ProcessGroups:
         return None
 
 
-def _abort_and_stop(one: exchange.Exchange, why: str) -> bool:
+def _abort_and_stop(one: exchange.Exchange, why: str) -> None:
     one.abort()
     one.stop(why)
-    return one.drain(time.monotonic() + _DRAIN_DEADLINE_S)
+    _in_background(one.release)
+
+
+def _in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="swift-release", daemon=True)
+    thread.start()
+    return thread
 
 
 def _with_prefix(plan: rebuilding.Plan, prefix: str) -> rebuilding.Plan:

@@ -38,6 +38,7 @@ class Plan:
 class Built:
     backend: Any
     sockets: list[gloo_sockets.Socket] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
 
 
 class Cancelled(RuntimeError):
@@ -128,10 +129,11 @@ class Attempt:
                 store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks, plan.options
             ))  # fmt: skip
         else:
-            before = gloo_sockets.sockets()
+            before, threads = gloo_sockets.sockets(), gloo_sockets.threads()
             self._before = before
             backend = torch_private.make_gloo(store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks)
-            built = Built(backend, gloo_sockets.connections(before, plan.size - 1))
+            sockets = gloo_sockets.connections(before, plan.size - 1)
+            built = Built(backend, sockets, gloo_sockets.threads() - threads)
             gloo_sockets.keep_alive(built.sockets)
         with self._lock:
             self._before = None

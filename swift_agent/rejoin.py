@@ -17,16 +17,17 @@ import logging
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from swift_agent import ddp
+from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
+from swift_recovery.plan import Plan
 from swift_recovery.replica import GroupLink, receive_state, send_state
 
 if TYPE_CHECKING:
@@ -65,11 +66,11 @@ class Rejoin:
         if plan.kind != "copy":
             raise SwiftError(f"generation {go.generation} asks a running worker to begin anew ({plan.why})")
         clock = _Clock()
-        for module in tracked.ddps:
-            ddp.reset_after_abort(module)
+        leads = job.rank not in plan.layouts
+        layouts = self._tracked.layouts_for(plan.iteration) if leads else None
         self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
         clock.mark("regroup")
-        self._exchange_layouts(go)
+        self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
         self._exchange_state(go)
         clock.mark("transfer")
         self._compare()
@@ -78,27 +79,16 @@ class Rejoin:
         job._ghost_sections = max(job._ghost_sections, plan.sections)
         self.phases_s = clock.phases_s
 
-    def _exchange_layouts(self, go: Go) -> None:
+    def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
-        if not self._tracked.ddps:
-            return
-        rank, plan = self._job.rank, go.plan
+        if not self._tracked.keepers:
+            return []
         store = dist.PrefixStore("layouts", self._groups.store)
-        if rank in plan.layouts.values():
-            layouts = [ddp.bucket_layout(module) for module in self._tracked.ddps]
-            store.set(str(rank), json.dumps({"layouts": layouts, "settled": self._tracked.layout_is_settled()}))
-        if rank in plan.layouts:
-            content = json.loads(store.get(str(plan.layouts[rank])))
-            for module, layout in zip(self._tracked.ddps, content["layouts"], strict=True):
-                ddp.adopt_layout(module, layout)
-            if content["settled"]:
-                self._tracked.settle()
-        elif plan.iteration >= 1 and not self._tracked.layout_is_settled() and not plan.layouts:
-            # All were cut in the very broadcast that settles the buckets.
-            for module in self._tracked.ddps:
-                layout = ddp.expected_layout(module)
-                if layout is not None:
-                    ddp.adopt_layout(module, layout)
+        if mine is not None:
+            store.set(str(self._job.rank), json.dumps(mine))
+            return mine
+        content: list[Layout | None] = json.loads(store.get(str(plan.layouts[self._job.rank])))
+        return content
 
     def _exchange_state(self, go: Go) -> None:
         job, plan = self._job, go.plan
@@ -114,8 +104,7 @@ class Rejoin:
             self._roll_forward(link, plan.iteration)
             return
         extra = receive_state(state, link, staged=False)
-        self._supervisor.check()
-        self._install(extra)
+        job.take_place(extra["position"], extra["point"], rng=job._rng == "user")
 
     def _roll_forward(self, link: GroupLink, iteration: int) -> None:
         """A survivor that lacks the update gets the state, but keeps what its own script has done to small things."""
@@ -130,30 +119,12 @@ class Rejoin:
             job._here.iteration = iteration
             job._owed = None
 
-    def _install(self, extra: Any) -> None:
-        """A newcomer takes its place in the loop."""
-        from swift_agent.session import Position
-
-        job = self._job
-        target = Position(**extra["position"])
-        job._point.install(extra["point"], rng=job._rng == "user")
-        with self._supervisor.changed:
-            self._tracked.updates.mixed = False
-            if job._status == "empty":
-                job._here = Position(
-                    iteration=target.iteration, epoch=target.epoch, passes=target.epoch_passes,
-                    sections=target.epoch_sections, epoch_passes=target.epoch_passes, epoch_sections=target.epoch_sections,
-                )  # fmt: skip
-                job._target = target
-            job._point_at = target
-            job._status = "holding"
-
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""
         mine = self._tracked.checksum()
         everyone = self._groups.all_gather_ints([mine])
         differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
-        if differing and self._job._owed is None:
+        if differing:
             found = {rank: f"{everyone[rank][0] & (1 << 64) - 1:016x}" for rank in self._tracked.replicas}
             raise ReplicaMismatch(f"replicas differ after the recovery, checksums by rank: {found}")
 
@@ -165,7 +136,6 @@ class Rejoin:
         if owed.iteration != iteration:
             raise SwiftError(f"rank {self._job.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}")
         owed.run()
-        self._job._owed = None
 
     def _link(self, peer: int) -> GroupLink:
         group = dist.group.WORLD

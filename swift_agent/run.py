@@ -18,13 +18,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.errors import JobStopped
 from swift_agent.options import SWIFT_BACKEND, LaunchCommand, parse_args
+from swift_rendezvous.kv import RendezvousError
 
 
 def run(ns: argparse.Namespace) -> None:
     """Run the job that *ns* (of `swift_agent.options.parse_args`) describes, and return when it has succeeded.
 
     Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
-    when the workers failed, and `swift_agent.errors.JobStopped` when the job could not go on for want of a node.
+    when the workers failed, `swift_agent.errors.JobStopped` when the job could not go on for want of a node,
+    and `swift_rendezvous.kv.RendezvousError` when etcd refuses or another job has this id.
     """
     if ns.rdzv_backend != SWIFT_BACKEND:
         _torchrun(ns)
@@ -63,7 +65,7 @@ def _launch(**options: Any) -> None:
         record(run)(argparse.Namespace(**options))
     except ConfigError as error:
         raise _Refused(str(error)) from None
-    except JobStopped as error:
+    except (JobStopped, RendezvousError) as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -98,6 +98,7 @@ class Job:
         self._loops = 0
         self._phases_s: dict[str, float] = {}
         self._recovered_in = 0
+        self._recovered_s = 0.0
         self._modules_sent = False
         self._created_s = time.monotonic()
         if ENV_STARTED in os.environ:
@@ -289,6 +290,8 @@ class Job:
             self._target = None
         while True:
             if supervisor.interrupted:
+                if not self._begun:
+                    supervisor.wait_for_end()  # nothing can be recovered: the agent starts all workers again
                 self._recover()
             supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
             if supervisor.wait_release():
@@ -302,14 +305,13 @@ class Job:
         here, tracked = self._here, self._require_tracked()
         supervisor = self._supervisor
         while True:
-            began_s = time.monotonic()
             if supervisor is None:
                 self._seed_for(_SEED_ITERATION, here.iteration)
                 return self._run_plainly(call)
             try:
                 self._start.take(rng=self._rng == "user")
                 self._seed_for(_SEED_ITERATION, here.iteration)
-                tracked.updates.begin()
+                tracked.begin(here.iteration)
                 self._inside = "iteration"
                 supervisor.check()
                 result = call()
@@ -322,13 +324,13 @@ class Job:
                     continue
                 return self._pass_over(call)
             if self._recovered_in:
-                self._tell_resumed(time.monotonic() - began_s)
+                self._tell_resumed()
             self._send_modules()
             return result
 
     def _run_plainly(self, call: Callable[[], R]) -> R:
         tracked = self._require_tracked()
-        tracked.updates.begin()
+        tracked.begin(self._here.iteration)
         self._inside = "iteration"
         try:
             result = call()
@@ -349,8 +351,6 @@ class Job:
             tracked.updates.finish()
             self._inside = ""
             self._here.iteration += 1
-        if self._here.iteration <= 2:
-            tracked.after_iteration(self._here.iteration)
 
     def _cut_iteration(self) -> bool:
         """The iteration was interrupted. False: it has to be run again, on recovered groups. True: its update exists
@@ -393,9 +393,9 @@ class Job:
 
     def _as_ghost(self, call: Callable[[], R], number: int) -> R:
         tracked = self._require_tracked()
-        tracked.updates.begin(ghost=True)
+        tracked.begin(number, ghost=True)
         self._seed_for(_SEED_ITERATION, number)
-        with tracked.without_reduction():
+        with tracked.without_reduction(self._here.iteration):
             try:
                 return call()
             finally:
@@ -406,15 +406,24 @@ class Job:
         tracked = self._require_tracked()
         self._start.restore()
         self._seed_for(_SEED_ITERATION, self._here.iteration)
-        tracked.updates.begin()
+        tracked.begin(self._here.iteration)
         self._inside = "iteration"
-        call()
-        self._complete_iteration()
+        try:
+            call()
+            self._complete_iteration()
+        except BaseException:
+            tracked.updates.cut()
+            with self._require_supervisor().changed:
+                self._inside = ""
+                if tracked.updates.updated:
+                    self._here.iteration += 1
+                    self._owed = None
+            raise
+        self._owed = None
 
     def _section(self, call: Callable[[], R]) -> R:
         here, supervisor = self._here, self._supervisor
         while True:
-            began_s = time.monotonic()
             self._seed_for(_SEED_SECTION, here.sections)
             if supervisor is None:
                 here.sections += 1
@@ -437,7 +446,7 @@ class Job:
                 self._inside = ""
                 continue
             if self._recovered_in:
-                self._tell_resumed(time.monotonic() - began_s)
+                self._tell_resumed()
             return result
 
     def _section_as_ghost(self, call: Callable[[], R]) -> R:
@@ -470,6 +479,7 @@ class Job:
         self._rejoin.run()
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self._require_supervisor().generation
+        self._recovered_s = time.monotonic()
 
     def _at_point(self) -> None:
         """User code is between two steps: keep the point, and join the others if a peer has failed."""
@@ -509,6 +519,18 @@ class Job:
         self._require_supervisor().note(f"{why}: this worker has itself replaced")
         os.kill(os.getpid(), 9)
 
+    def take_place(self, position: Mapping[str, int], point: Mapping[str, Any], *, rng: bool) -> None:
+        """The state of another rank has arrived: continue from its point. A newcomer also takes its place in the loop."""
+        target = Position(**position)
+        self._point.install(point, rng=rng)
+        with self._require_supervisor().changed:
+            self._require_tracked().updates.mixed = False
+            if self._status == "empty":
+                self._here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
+                self._target = target
+            self._point_at = target
+            self._status = "holding"
+
     def report(self) -> dict[str, Any]:
         """What this rank holds; called by the supervisor's thread with its lock held, after the fence is up."""
         tracked, status, iteration = self._tracked, self._status, self._here.iteration
@@ -518,8 +540,7 @@ class Job:
             elif self._inside == "iteration" and tracked.updates.updated:
                 iteration += 1
         replicas = tuple(tracked.replicas) if tracked is not None else ()
-        rebuilt = tracked is not None and tracked.layout_is_settled()
-        return RankReport(self.rank, status, iteration, self._here.sections, replicas, rebuilt).to_json()
+        return RankReport(self.rank, status, iteration, self._here.sections, replicas).to_json()
 
     # ---- little helpers ----
 
@@ -528,9 +549,10 @@ class Job:
             assert self._seed is not None
             seed_all(self._seed, self.rank, tag, index)
 
-    def _tell_resumed(self, iteration_s: float) -> None:
+    def _tell_resumed(self) -> None:
+        """The first iteration (or section) after a recovery is done: that is when the job runs again."""
         supervisor = self._require_supervisor()
-        phases = {**self._phases_s, "iteration": iteration_s}
+        phases = {**self._phases_s, "iteration": time.monotonic() - self._recovered_s}
         supervisor.send({"op": "resumed", "generation": self._recovered_in, "iteration": self._here.iteration,
                          "phases_s": phases})
         self._recovered_in, self._phases_s = 0, {}

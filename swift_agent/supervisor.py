@@ -83,7 +83,8 @@ class Supervisor:
 
     @property
     def generation(self) -> int:
-        return self._entered
+        """The one this worker is in; before it has entered any, the one it was told to enter."""
+        return self._entered or (self._go.generation if self._go else 0)
 
     def check(self) -> None:
         """Raise PeerFailure if interrupted."""

@@ -74,27 +74,36 @@ class Tracked:
         models = pending["models"]
         self.state = TrainingState(models, pending["optimizers"], pending["others"])
         self.updates = UpdateTracker(pending["optimizers"], supervisor)
-        self.ddps: list[DistributedDataParallel] = [
+        ddps = [
             module for model in models.values() for module in model.modules()
             if isinstance(module, DistributedDataParallel)
         ]
-        self.replicas: list[int] = _replica_set(self.ddps, replicas, world_size)
+        self.replicas: list[int] = _replica_set(ddps, replicas, world_size)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
-        self._settled = not self.ddps
-        if supervisor is not None:
-            for module in self.ddps:
-                ddp.watch(module)
+        self.keepers: list[ddp.BucketKeeper] = []
+        if supervisor is None:
+            return
+        for module in ddps:
+            try:
+                self.keepers.append(ddp.BucketKeeper(module))
+            except ddp.UnsupportedModule as error:
+                raise UsageError(f"job.track(): {error}") from None
+            ddp.sync_buffers_after_forward(module)
 
-    def layout_is_settled(self) -> bool:
-        """Whether every DDP model reduces in its final buckets; any thread."""
-        return self._settled
+    def begin(self, iteration: int, *, ghost: bool = False) -> None:
+        """Iteration number *iteration* begins."""
+        for keeper in self.keepers:
+            keeper.iteration = iteration
+        self.updates.begin(ghost=ghost)
 
-    def after_iteration(self, num_iterations: int) -> None:
-        """DDP settles its buckets at the start of the second iteration."""
-        self._settled = not self.ddps or num_iterations >= 2
+    def layouts_for(self, iteration: int) -> list[ddp.Layout | None]:
+        """On a survivor, before `restore_layouts`: the DDP buckets with which *iteration* begins."""
+        return [keeper.layout_for(iteration) for keeper in self.keepers]
 
-    def settle(self) -> None:
-        self._settled = True
+    def restore_layouts(self, layouts: Sequence[ddp.Layout | None]) -> None:
+        """On every rank, after the groups were stopped: get DDP ready for another forward, with these buckets."""
+        for keeper, layout in zip(self.keepers, layouts, strict=True):
+            keeper.restore(layout)
 
     def check_gradients_used(self) -> None:
         """An iteration has ended without a step: gradients that it left behind would be on no other rank."""
@@ -117,12 +126,12 @@ class Tracked:
                 live.copy_(saved)
 
     @contextlib.contextmanager
-    def without_reduction(self) -> Iterator[None]:
-        """Forward and backward of tracked DDP models stay local."""
+    def without_reduction(self, iteration: int) -> Iterator[None]:
+        """Forward and backward of tracked DDP models stay local; they keep the buckets of *iteration*."""
+        self.restore_layouts(self.layouts_for(iteration))
         with contextlib.ExitStack() as stack:
-            for module in self.ddps:
-                ddp.reset_after_abort(module)
-                stack.enter_context(module.no_sync())
+            for keeper in self.keepers:
+                stack.enter_context(keeper.ddp.no_sync())
             yield
 
     def checksum(self) -> int:

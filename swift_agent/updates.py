@@ -38,6 +38,8 @@ class UpdateTracker:
         # Whether a backward follows an optimizer's step before the last step; unknown counts as yes.
         self._apart: dict[str, bool] = {}
         self._seen: dict[str, list[tuple[int, int]]] = {}
+        self._in_step = False
+        self._running = ""
         self.updated = False
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
@@ -63,19 +65,23 @@ class UpdateTracker:
         self._in_iteration, self._ghost = False, False
         self._kept.clear()
         self.updated = False
+        self._leave_step()
 
     def cut(self) -> None:
         """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
         this rank holds the state after the iteration, `mixed` whether it holds none."""
         self._unhide()
-        if not self._ghost and self._stepped and not self.updated:
-            for name in self._stepped:
+        begun = [*self._stepped, self._running] if self._running else self._stepped
+        if not self._ghost and not self.updated:
+            for name in begun:
                 if name in self._kept:
                     self._kept[name].put_back(self._optimizers[name])
                 else:
                     self.mixed = True
         self._kept.clear()
         self._in_iteration, self._ghost = False, False
+        self._running = ""
+        self._leave_step()  # last: the report is made as soon as no step is under way
 
     # ---- hooks ----
 
@@ -96,9 +102,13 @@ class UpdateTracker:
                 "call the @job.iteration function once per step."
             )
         if self._supervisor is not None:
-            self._wait_for_gradients(name)
-            self._notice_backward(name)
-            self._supervisor.enter_step()
+            moved = self._notice_backward(name)
+            if moved or not self._in_step:
+                self._wait_for_gradients(name)
+            if not self._in_step:
+                self._supervisor.enter_step()
+                self._in_step = True
+            self._running = name
             if self._must_keep(name):
                 self._kept[name] = _Kept(self._optimizers[name])
 
@@ -106,12 +116,20 @@ class UpdateTracker:
         if self._ghost:
             self._unhide()
             return
+        self._running = ""
         self._stepped.append(name)
         if len(self._stepped) == len(self._optimizers):
             self.updated = True
         if self._supervisor is not None:
             if len(self._optimizers) > 1:
                 self._note_gradients()
+            # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
+            if self.updated or all(step in self._kept for step in self._stepped):
+                self._leave_step()
+
+    def _leave_step(self) -> None:
+        if self._in_step and self._supervisor is not None:
+            self._in_step = False
             self._supervisor.leave_step()
 
     def _must_keep(self, name: str) -> bool:
@@ -124,10 +142,12 @@ class UpdateTracker:
         waiting = [name for name in self._optimizers if name not in self._stepped]
         self._seen = {name: self._gradients(name) for name in waiting}
 
-    def _notice_backward(self, name: str) -> None:
+    def _notice_backward(self, name: str) -> bool:
         """Gradients that moved since the last step mean that a backward, which may be cut, lies between the steps."""
         if self._stepped and self._gradients(name) != self._seen.get(name):
             self._apart.update(dict.fromkeys(self._stepped, True))
+            return True
+        return False
 
     def _gradients(self, name: str) -> list[tuple[int, int]]:
         grads = [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]
@@ -138,8 +158,9 @@ class UpdateTracker:
     def _wait_for_gradients(self, name: str) -> None:
         """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when every
         reduction before it is known to be complete; the host waits for the device here, and gives up if stopped."""
-        device = self._optimizers[name].param_groups[0]["params"][0].device
-        if device.type != "cuda":
+        devices = [p.device for group in self._optimizers[name].param_groups for p in group["params"]]
+        device = next((d for d in devices if d.type == "cuda"), None)
+        if device is None:
             return
         assert self._supervisor is not None
         event = torch.cuda.Event()

@@ -25,7 +25,7 @@ class Plan:
     `fresh`: nobody holds state yet; all create their process groups together and run their set-up together.
     `copy`: training goes on with the state of *iteration*; `sources[rank]` is the rank that sends its state to *rank*,
     ranks that are no key hold it already. *sections*: how many `@job.resilient` calls count as finished.
-    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over; ranks that are no key keep theirs.
+    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over; a rank that is no key leads its replica set.
     `restart`: state cannot be brought back in place.
     """
 
@@ -76,35 +76,32 @@ def make_plan(reports: Iterable[RankReport], world_size: int) -> Plan:
     orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
     if orphans:
         return Plan("restart", f"ranks {orphans} are lost and no survivor holds a replica of their state")
-    iteration = min(max(holding[rank].iteration for rank in members if rank in holding) for members in sets)
+    held = [{holding[rank].iteration for rank in members if rank in holding} for members in sets]
+    common = set.intersection(*held)
+    if not common:
+        target = min(max(iterations) for iterations in held)
+        ahead = sorted(rank for rank, report in holding.items() if report.iteration > target)
+        return Plan(
+            "restart",
+            f"ranks {ahead} are ahead of iteration {target}, the newest that all replica sets can reach, "
+            "and their update cannot be undone",
+        )
+    # Inside a set ranks differ by one at most, so this is the smallest of the newest states of all sets.
+    iteration = max(common)
     sources: dict[int, int] = {}
     layouts: dict[int, int] = {}
     for members in sets:
         sound = [rank for rank in members if rank in holding and holding[rank].iteration == iteration]
-        if not sound:
-            ahead = sorted(rank for rank in members if rank in holding)
-            return Plan(
-                "restart",
-                f"ranks {ahead} are ahead of iteration {iteration}, the newest that all replica sets can reach, "
-                "and their update cannot be undone",
-            )
         needy = sorted(rank for rank in members if rank not in holding or holding[rank].iteration != iteration)
         # Spread the targets over the sources: their transfers run side by side.
         sources |= {rank: sound[index % len(sound)] for index, rank in enumerate(needy)}
-        layouts |= _layouts(members, holding, sources)
+        # One rank of the set leads: a newcomer has no buckets of its own, and a rank that is behind has older ones.
+        layouts |= {rank: sound[0] for rank in members if rank != sound[0]}
     there = [report for report in holding.values() if report.iteration == iteration]
     sections = max(report.sections for report in there)
-    behind = sorted(rank for rank in sources if rank in holding)
+    moved = sorted(rank for rank in sources if rank in holding)
     new = sorted(rank for rank in sources if rank not in holding)
-    return Plan("copy", _why(iteration, new, behind, sources), iteration, sections, sources, layouts)
-
-
-def _layouts(members: tuple[int, ...], holding: Mapping[int, RankReport], sources: Mapping[int, int]) -> dict[int, int]:
-    """DDP settles its buckets in the second iteration, and all ranks must reduce the same buckets in the same order."""
-    settled = [rank for rank in members if rank in holding and holding[rank].layout_rebuilt]
-    if settled:
-        return {rank: settled[0] for rank in members if rank not in holding or not holding[rank].layout_rebuilt}
-    return {rank: sources[rank] for rank in members if rank not in holding}
+    return Plan("copy", _why(iteration, new, moved, sources), iteration, sections, sources, layouts)
 
 
 def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
@@ -117,16 +114,16 @@ def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
 def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tuple[int, ...]]:
     sets: set[tuple[int, ...]] = set()
     for rank, report in holding.items():
-        sets.add(tuple(sorted(report.replicas)) or (rank,))
+        sets.add(tuple(sorted({*report.replicas, rank})))
     return sorted(members for members in sets if all(0 <= rank < world_size for rank in members))
 
 
-def _why(iteration: int, new: list[int], behind: list[int], sources: Mapping[int, int]) -> str:
+def _why(iteration: int, new: list[int], moved: list[int], sources: Mapping[int, int]) -> str:
     parts = []
     if new:
         parts.append(f"ranks {new} are new and get the state of iteration {iteration} from ranks "
                      f"{sorted({sources[rank] for rank in new})}")
-    if behind:
-        parts.append(f"ranks {behind} are rolled forward to iteration {iteration} from ranks "
-                     f"{sorted({sources[rank] for rank in behind})}")
+    if moved:
+        parts.append(f"ranks {moved} take over the state of iteration {iteration} from ranks "
+                     f"{sorted({sources[rank] for rank in moved})}")
     return "; ".join(parts) or f"all ranks hold iteration {iteration}"

@@ -7,7 +7,7 @@ optimizer step can begin, so what the report says stays true even while the main
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Status = Literal["fresh", "setup", "empty", "holding"]
 
@@ -20,7 +20,7 @@ class RankReport:
     script has not reached its first iteration; `empty` was set up alone and waits for state; `holding` holds the
     complete state of *iteration* (that many optimizer updates are in it).
     *sections* counts finished `@job.resilient` calls. *replicas*: global ranks that hold the same parameters, itself
-    included. *layout_rebuilt*: the bucket layout of every DDP model is the final one (DDP settles it in the second iteration).
+    included.
     """
 
     rank: int
@@ -28,7 +28,6 @@ class RankReport:
     iteration: int = 0
     sections: int = 0
     replicas: tuple[int, ...] = ()
-    layout_rebuilt: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -36,11 +35,12 @@ class RankReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankReport:
         """What is absent has its default. Raises KeyError, TypeError or ValueError on what `to_json` did not write."""
+        if data["status"] not in get_args(Status):
+            raise ValueError(f"status {data['status']!r} is none of {get_args(Status)}")
         return cls(
             rank=int(data["rank"]),
             status=data["status"],
             iteration=int(data.get("iteration", 0)),
             sections=int(data.get("sections", 0)),
             replicas=tuple(int(rank) for rank in data.get("replicas", ())),
-            layout_rebuilt=bool(data.get("layout_rebuilt", False)),
         )

@@ -81,7 +81,8 @@ class Coordinator:
 
     def update(self, view: View) -> None:
         with self._changed:
-            self._view = view
+            if self._view is None or view.revision >= self._view.revision:
+                self._view = view
             self._changed.notify()
 
     @property
@@ -109,14 +110,21 @@ class Coordinator:
                 # The store is away. Training goes on without it; what has to be decided is decided when it is back.
                 log.warning("coordinator: %s", error)
                 deadline_s = time.monotonic() + 0.5
+            except Exception:
+                # A thread that ends here would leave the job without decisions while this agent's lease lives on.
+                log.exception("coordinator: cannot decide; trying again")
+                deadline_s = time.monotonic() + 2.0
 
     def _step(self, view: View) -> float | None:
         if view.job is None or view.result is not None:
             return None
-        if view.coordinator is None or self._holder_is_lost(view):
+        if view.coordinator is None:
             self._elect(view)
             return None
         if view.coordinator.incarnation != self._me.incarnation:
+            self._waiting_since_s = None  # whoever decides now has a clock of its own
+            if self._holder_is_lost(view):
+                self._elect(view)
             return None
         now_s = time.monotonic()
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
@@ -125,8 +133,13 @@ class Coordinator:
         elif self._waiting_since_s is None:
             self._waiting_since_s = now_s
             self._announce(decision.waiting)
-        for command in decision.commands:
-            if not self._execute(view, command):
+        commands, forget = decision.commands, tuple[ForgetNode, ...]()
+        if any(isinstance(command, PublishGeneration) for command in commands):
+            # In one transaction: between the two a takeover would find a lost node that looks like a spare.
+            forget = tuple(command for command in commands if isinstance(command, ForgetNode))
+            commands = tuple(command for command in commands if command not in forget)
+        for command in commands:
+            if not self._execute(view, command, forget):
                 break  # somebody was faster; the next view shows who
             if isinstance(command, (PublishGeneration, PublishRelease, PublishResult)):
                 self._announce(decision.why)
@@ -136,6 +149,9 @@ class Coordinator:
         """The stored coordinator is on a node that the records prove lost: no need to wait for its lease."""
         holder = view.coordinator
         assert holder is not None
+        node = view.nodes.get(holder.node_id)
+        if node is None or node.incarnation != holder.incarnation:
+            return True
         if view.generation is None:
             return False
         slot = view.generation.slot_of(holder.incarnation)
@@ -148,15 +164,20 @@ class Coordinator:
         if self._store.transaction([guard], [mine]).succeeded:
             log.info("%s is the coordinator now", self._me.node_id)
 
-    def _execute(self, view: View, command: Command) -> bool:
+    def _execute(self, view: View, command: Command, forget: tuple[ForgetNode, ...] = ()) -> bool:
         keys = self._keys
         guards = [Compare.mod_revision(keys.coordinator, "==", view.coordinator_revision)]
         ops: list[Op]
         match command:
             case PublishGeneration(generation):
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+                # Workers that were released may have exited: from there on nothing is recovered.
+                guards.append(Compare.absent(keys.release(view.number)))
                 ops = [Put(keys.generation, encode(generation)), *self._sweep(generation.number - 1)]
                 ops.append(self._event(generation.number, f"generation ({generation.mode})", generation.why))
+                for lost in forget:
+                    guards.append(self._as_seen(view, lost.node_id))
+                    ops.append(Delete(keys.node(lost.node_id)))
                 if generation.mode != "replace":
                     # Nothing to wait for: the plan goes with it.
                     ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}))))
@@ -178,11 +199,13 @@ class Coordinator:
                 guards.append(Compare.create_revision(keys.result, "==", 0))
                 ops = [Put(keys.result, encode(result))]
             case ForgetNode(node_id, _):
-                guards.append(
-                    Compare.create_revision(keys.node(node_id), "==", view.joined.get(node_id, 0))
-                )
+                guards.append(self._as_seen(view, node_id))
                 ops = [Delete(keys.node(node_id))]
         return self._store.transaction(guards, ops).succeeded
+
+    def _as_seen(self, view: View, node_id: str) -> Compare:
+        """The node has not come back meanwhile."""
+        return Compare.create_revision(self._keys.node(node_id), "==", view.joined.get(node_id, 0))
 
     def _sweep(self, number: int) -> list[Op]:
         """Remove what belonged to an older generation; views ignore it already."""

@@ -326,7 +326,12 @@ def _build(kind: Any, data: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(data, dict):
             raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
-        return {args[0](key): _build(args[1], item, where) for key, item in data.items()}
+        try:
+            return {args[0](key): _build(args[1], item, where) for key, item in data.items()}
+        except RecordError:
+            raise
+        except ValueError:
+            raise RecordError(f"{where}: a key is no {args[0].__name__}: {sorted(data)}") from None
     if origin in (typing.Union, types.UnionType):
         return None if data is None else _build(args[0], data, where)
     if origin is Literal:
@@ -335,7 +340,7 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         return data
     if kind is Any:
         return data
-    if kind is float and isinstance(data, int):
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise RecordError(f"{where}: expected {kind.__name__}, found {type(data).__name__}")

@@ -23,6 +23,7 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -48,6 +49,11 @@ def _mac(token: str, *parts: str) -> str:
     return hmac.new(token.encode(), "|".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
+def _same(proof: str, expected: str) -> bool:
+    # As bytes: compare_digest refuses text that is not ASCII, and *proof* may be anything.
+    return hmac.compare_digest(proof.encode(), expected.encode())
+
+
 @dataclass
 class _Peer:
     incarnation: str
@@ -68,6 +74,7 @@ class Liveness:
         self._peers: dict[socket.socket, _Peer] = {}
         self._dialled: dict[str, socket.socket] = {}
         self._reported: set[str] = set()
+        self._departed: set[str] = set()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._accepted: queue.SimpleQueue[_Peer] = queue.SimpleQueue()
@@ -131,7 +138,7 @@ class Liveness:
             self._drop_dialled(incarnation)
         for incarnation in ring_targets(self._me.incarnation, known):
             node = known[incarnation]
-            if incarnation in self._dialled or incarnation in self._reported:
+            if incarnation in self._dialled or incarnation in self._reported or incarnation in self._departed:
                 continue
             try:
                 sock = self._connect(node)
@@ -150,7 +157,7 @@ class Liveness:
                      "mac": _mac(node.token, "hello", self._me.incarnation, node.incarnation, nonce)}
             sock.sendall(json.dumps(hello).encode() + b"\n")
             answer = _read_line(sock)
-            if not hmac.compare_digest(answer, _mac(node.token, "welcome", nonce)):
+            if not _same(answer, _mac(node.token, "welcome", nonce)):
                 raise OSError("it did not prove who it is")
             return sock
         except (OSError, ValueError):
@@ -180,10 +187,10 @@ class Liveness:
             hello = json.loads(line)
             sender, nonce = str(hello["from"]), str(hello["nonce"])
             expected = _mac(self._me.token, "hello", sender, self._me.incarnation, nonce)
-            if not hmac.compare_digest(str(hello["mac"]), expected):
+            if not _same(str(hello["mac"]), expected):
                 raise ValueError("wrong proof")
             sock.sendall(_mac(self._me.token, "welcome", nonce).encode() + b"\n")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.debug("refused a connection: %s", error)
             return None
         return _Peer(sender, sock)
@@ -208,7 +215,10 @@ class Liveness:
             self._suspect(peer.incarnation, f"its agent's connection broke: {error.strerror or error}")
             return
         if data:
-            peer.said_goodbye = peer.said_goodbye or _GOODBYE in data
+            if _GOODBYE in data:
+                # Its record may outlive its listener by a moment: not to be found there is no loss.
+                peer.said_goodbye = True
+                self._departed.add(peer.incarnation)
             return
         self._drop(peer)
         if not peer.said_goodbye:
@@ -245,8 +255,14 @@ class Liveness:
 
 
 def _read_line(sock: socket.socket) -> str:
+    """Read one line within the handshake's time, however slowly it comes. Raises OSError."""
     data = b""
+    deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
     while not data.endswith(b"\n") and len(data) < _MAX_LINE_BYTES:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left_s)
         chunk = sock.recv(_MAX_LINE_BYTES)
         if not chunk:
             break

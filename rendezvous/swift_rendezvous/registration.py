@@ -26,28 +26,44 @@ def enter_job(store: KeyValueStore, keys: Keys, job: JobRecord, me: NodeRecord, 
     Records of a job that nobody runs any more are removed first. Raises `JobConflict` if a running job with this id was
     started with another command, or a living node has this name.
     """
-    _find_or_create(store, keys, job)
     lease = store.grant_lease(lease_ttl_s)
     mine = Put(keys.node(me.node_id), encode(me), lease_id=lease.id)
     deadline_s = time.monotonic() + lease_ttl_s + 1.0
-    while not store.transaction([Compare.absent(keys.node(me.node_id))], [mine]).succeeded:
-        if time.monotonic() >= deadline_s:
-            lease.revoke()
-            raise JobConflict(f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id")
-        time.sleep(0.2)  # an earlier agent of this name that died without a word: its lease runs out soon
-    return lease
+    try:
+        while True:
+            found = _find_or_create(store, keys, job)
+            # The job must still be the one that was found, and is written again with the node: whoever is about to
+            # remove it because it had no nodes (guarded by its revision) then does not.
+            guards = [Compare.absent(keys.node(me.node_id)), Compare.value(keys.job, "==", found)]
+            if store.transaction(guards, [mine, Put(keys.job, found)]).succeeded:
+                return lease
+            if store.get(keys.node(me.node_id)) is None:
+                continue
+            if time.monotonic() >= deadline_s:
+                raise JobConflict(
+                    f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id"
+                )
+            time.sleep(0.2)  # an earlier agent of this name that died without a word: its lease runs out soon
+            lease.refresh()
+    except BaseException:
+        lease.revoke()
+        raise
 
 
-def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> None:
+def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> bytes:
+    """Return the stored value of the job's record."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
     while True:
-        if store.transaction([Compare.absent(keys.job)], [Put(keys.job, encode(job))]).succeeded:
-            return
+        value = encode(job)
+        if store.transaction([Compare.absent(keys.job)], [Put(keys.job, value)]).succeeded:
+            return value
         found = store.get(keys.job)
         if found is None:
             continue
         nodes, _ = store.get_prefix(keys.nodes)
         ended = store.get(keys.result) is not None
+        if not nodes and found.value == value and store.get(keys.generation) is None and not ended:
+            return value  # just created by a node that is about to register, or has nothing that could mislead
         if not nodes:
             _remove_leftovers(store, keys, found.mod_revision)
         elif ended and time.monotonic() < deadline_s:
@@ -58,7 +74,7 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> None:
             other = decode(JobRecord, found.value)
             if other != job:
                 raise JobConflict(_describe_conflict(keys, other, job))
-            return
+            return found.value
 
 
 def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:

@@ -45,6 +45,8 @@ class Stored:
 class View:
     """All records that matter now. Maps are keyed by slot, *nodes* by node id."""
 
+    revision: int = 0
+    """Of the last change folded in: of two views of one store, the one with the smaller number is the older."""
     job: JobRecord | None = None
     nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
     joined: Mapping[str, int] = field(default_factory=dict)
@@ -94,14 +96,15 @@ def apply(view: View, keys: Keys, change: Change) -> View:
     """Fold one change into the view. Raises `RecordError` if a value cannot be read."""
     if not change.key.startswith(keys.prefix):
         return view
+    view = replace(view, revision=max(view.revision, change.mod_revision))
     parts = change.key[len(keys.prefix) :].split("/")
     name, value = parts[0], change.value
     match name:
-        case "nodes":
+        case "nodes" if len(parts) == 2:
             return _node(view, parts[1], change)
         case "generation":
             if value is None:
-                return View(job=view.job, nodes=view.nodes, joined=view.joined, result=view.result)
+                return _enter(view, None, 0)
             return _enter(view, decode(GenerationRecord, value), change.mod_revision)
         case "coordinator":
             record = None if value is None else decode(CoordinatorRecord, value)
@@ -123,7 +126,7 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             return replace(view, plan=None if value is None else decode(PlanRecord, value))
         case "release":
             return replace(view, released=value is not None)
-    if name in _PER_SLOT and len(parts) == 3:
+    if name in _PER_SLOT and len(parts) == 3 and parts[2].isdigit():
         attribute, cls = _PER_SLOT[name]
         records = dict(getattr(view, attribute))
         if value is None:
@@ -152,8 +155,8 @@ def _node(view: View, node_id: str, change: Change) -> View:
     return replace(view, nodes=nodes, joined=joined)
 
 
-def _enter(view: View, generation: GenerationRecord, revision: int) -> View:
-    if generation.number == view.number:
+def _enter(view: View, generation: GenerationRecord | None, revision: int) -> View:
+    if generation is not None and generation.number == view.number:
         return replace(view, generation=generation, generation_revision=revision)
     return replace(
         view,

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from swift_rendezvous.keys import Keys
+from swift_rendezvous.keys import Keys, RecordError
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch
 from swift_rendezvous.view import Change, View, apply, apply_all
 
@@ -63,7 +63,12 @@ class JobWatcher:
                     for event in response.events:
                         kv = event.kv
                         value = kv.value if event.kind == "put" else None
-                        view = apply(view, self._keys, Change(kv.key, value, kv.mod_revision, kv.create_revision))
+                        change = Change(kv.key, value, kv.mod_revision, kv.create_revision)
+                        try:
+                            view = apply(view, self._keys, change)
+                        except RecordError as error:
+                            # Ending this thread would blind the agent for good; one record is the smaller loss.
+                            log.error("ignored the record %s: %s", kv.key, error)
                     revision = response.revision
                     if response.events:
                         self._listener(view)
@@ -71,7 +76,7 @@ class JobWatcher:
                 log.info("the history of the store was compacted: listing the job again")
                 try:
                     view, revision = self._list()
-                except RendezvousError as error:
+                except (RendezvousError, RecordError) as error:
                     log.warning("cannot list the job: %s", error)
                     self._stopped.wait(0.5)
                     continue

@@ -1,6 +1,11 @@
 // A c10d backend that forwards every call to an inner backend which can be exchanged while the process runs.
 // The ProcessGroup above it, and all that holds it (DDP, DeviceMesh, user variables), never notices.
 // It holds no policy: when to exchange, abort and release is decided in swift_agent/process_group.py.
+//
+// Works of gloo are guarded: whoever waits for one is freed when the backend is exchanged, whether gloo notices or not.
+// When a connection breaks, gloo forgets a message that is partly written or partly read, and the operation that
+// waits for it returns only at the group's timeout (Pair::signalException in gloo/transport/tcp/pair.cc looks at
+// neither tx_ nor rx_). With traffic under way that happens in about every tenth abort.
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -8,8 +13,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <condition_variable>
 #include <mutex>
 #include <shared_mutex>
+#include <unordered_set>
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true);
 
@@ -23,23 +30,205 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
+using c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+[[noreturn]] void throw_aborted(const std::string& why) {
+  C10_THROW_ERROR(DistBackendError, "process group aborted: " + why);
+}
+
+// Somebody who waits for an operation of one connection.
+class Waiter {
+ public:
+  virtual ~Waiter() = default;
+  virtual void end(const std::string& why) = 0;
+};
+
+// The time between two exchanges of the backend: those who wait in it, until it ends.
+class Connection {
+ public:
+  // False, and `why` is set, if it has ended already.
+  bool add(const std::shared_ptr<Waiter>& waiter, std::string& why) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) {
+      why = why_;
+      return false;
+    }
+    waiters_.insert(waiter);
+    return true;
+  }
+
+  void remove(const std::shared_ptr<Waiter>& waiter) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waiters_.erase(waiter);
+  }
+
+  void end(const std::string& why) {
+    std::unordered_set<std::shared_ptr<Waiter>> freed;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+      why_ = why;
+      freed.swap(waiters_);
+    }
+    // Without the lock: a future's callbacks run here, and may start operations.
+    for (const auto& waiter : freed) waiter->end(why);
+  }
+
+ private:
+  std::mutex mutex_;
+  bool ended_ = false;
+  std::string why_;
+  std::unordered_set<std::shared_ptr<Waiter>> waiters_;
+};
+
+// The end of a collective, by its own result or by the end of the connection, whichever comes first.
+class Outcome : public Waiter {
+ public:
+  explicit Outcome(const FuturePtr& inner)
+      : future(c10::make_intrusive<Future>(inner->elementType(), inner->devices())) {}
+
+  void end(const std::string& why) override {
+    if (!claim(true, why)) return;
+    try {
+      throw_aborted(why);
+    } catch (...) {
+      future->setError(std::current_exception());
+    }
+  }
+
+  void finish(Future& inner) {
+    if (!claim(false, "")) return;
+    if (inner.hasError()) {
+      future->setError(inner.exception_ptr());
+    } else {
+      future->markCompleted(inner.value());
+    }
+  }
+
+  // True: the operation has ended by itself. False: it was cut, see `why`.
+  bool wait(std::chrono::milliseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (timeout == kNoTimeout) {
+      changed_.wait(lock, [&] { return ended_; });
+    } else {
+      TORCH_CHECK(changed_.wait_for(lock, timeout, [&] { return ended_; }), "Operation timed out!");
+    }
+    return !cut_;
+  }
+
+  bool is_cut() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return cut_;
+  }
+
+  const std::string& why() const { return why_; }
+
+  const FuturePtr future;
+
+ private:
+  bool claim(bool cut, const std::string& why) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) return false;
+    ended_ = true;
+    cut_ = cut;
+    why_ = why;
+    changed_.notify_all();
+    return true;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false, cut_ = false;
+  std::string why_;
+};
+
+// gloo's sends and receives have no future; their abort() frees the waiting thread, also if it begins to wait later.
+class Interrupt : public Waiter {
+ public:
+  explicit Interrupt(WorkPtr inner) : inner_(std::move(inner)) {}
+  void end(const std::string&) override { inner_->abort(); }
+
+ private:
+  const WorkPtr inner_;
+};
+
+class GuardedWork : public c10d::Work {
+ public:
+  GuardedWork(WorkPtr inner, std::shared_ptr<Connection> connection, bool has_future)
+      : inner_(std::move(inner)), connection_(std::move(connection)) {
+    if (!has_future) return;
+    auto inner_future = inner_->getFuture();
+    outcome_ = std::make_shared<Outcome>(inner_future);
+    std::string why;
+    if (!connection_->add(outcome_, why)) {
+      outcome_->end(why);
+      return;
+    }
+    inner_future->addCallback([outcome = outcome_, connection = connection_](Future& result) {
+      connection->remove(outcome);
+      outcome->finish(result);
+    });
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (outcome_) {
+      if (!outcome_->wait(timeout)) throw_aborted(outcome_->why());
+      return inner_->wait(timeout);  // returns at once: raises its error, synchronises streams
+    }
+    auto interrupt = std::make_shared<Interrupt>(inner_);
+    std::string why;
+    if (!connection_->add(interrupt, why)) throw_aborted(why);
+    bool arrived = false;
+    try {
+      arrived = inner_->wait(timeout);
+    } catch (...) {
+      connection_->remove(interrupt);
+      throw;
+    }
+    connection_->remove(interrupt);
+    if (!arrived) throw_aborted("a send or receive was cut");
+    return true;
+  }
+
+  FuturePtr getFuture() override { return outcome_ ? outcome_->future : inner_->getFuture(); }
+  bool isCompleted() override { return (outcome_ && outcome_->is_cut()) || inner_->isCompleted(); }
+  bool isSuccess() const override { return !(outcome_ && outcome_->is_cut()) && inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void synchronize() override { inner_->synchronize(); }
+  void abort() override { inner_->abort(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+ private:
+  const WorkPtr inner_;
+  const std::shared_ptr<Connection> connection_;
+  std::shared_ptr<Outcome> outcome_;
+};
+
 class Forward : public Backend {
  public:
   Forward(int rank, int size, std::string name) : Backend(rank, size), name_(std::move(name)) {}
 
-  // Put `next` (may be null: every later call fails with `why`) in place. The old one is kept in `retired_`, so that
-  // this call never waits for its threads; release() ends it.
-  void exchange(BackendPtr next, std::string why) {
+  // Put `next` (may be null: every later call fails with `why`) in place and free all who wait for works of the old
+  // one. That is kept in `retired_`, so that this call never waits for its threads; release() ends it. `guarded`: see
+  // the top of this file.
+  void exchange(BackendPtr next, const std::string& why, bool guarded) {
     if (next) {
       next->setGroupUid(getGroupUid());
       next->setGroupDesc(getGroupDesc());
     }
-    std::unique_lock<std::shared_mutex> lock(mutex_);
-    if (inner_) {
-      retired_.push_back(std::move(inner_));
+    auto connection = guarded ? std::make_shared<Connection>() : nullptr;
+    {
+      std::unique_lock<std::shared_mutex> lock(mutex_);
+      if (inner_) retired_.push_back(std::move(inner_));
+      inner_ = std::move(next);
+      connection_.swap(connection);
+      why_ = why;
     }
-    inner_ = std::move(next);
-    why_ = std::move(why);
+    if (connection) connection->end(why);
   }
 
   // Destroy the retired backends: joins their threads, so it may take tens of milliseconds. Call it without the GIL.
@@ -53,8 +242,24 @@ class Forward : public Backend {
 
   BackendPtr inner() const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
-    TORCH_CHECK_WITH(DistBackendError, inner_, "process group aborted: ", why_);
+    if (!inner_) throw_aborted(why_);
     return inner_;
+  }
+
+  // Run an operation of the inner backend that is there now, and guard its work.
+  template <typename Operation>
+  WorkPtr run(Operation operation, bool has_future = true) const {
+    BackendPtr inner;
+    std::shared_ptr<Connection> connection;
+    {
+      std::shared_lock<std::shared_mutex> lock(mutex_);
+      if (!inner_) throw_aborted(why_);
+      inner = inner_;
+      connection = connection_;
+    }
+    WorkPtr work = operation(*inner);
+    if (!connection || !work) return work;
+    return c10::make_intrusive<GuardedWork>(std::move(work), std::move(connection), has_future);
   }
 
   BackendPtr inner_or_null() const {
@@ -83,53 +288,67 @@ class Forward : public Backend {
     return inner()->allocateTensor(size, std::move(options));
   }
 
-  WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override { return inner()->broadcast(t, o); }
-  WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override { return inner()->allreduce(t, o); }
+  WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
+    return run([&](Backend& b) { return b.broadcast(t, o); });
+  }
+  WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override {
+    return run([&](Backend& b) { return b.allreduce(t, o); });
+  }
   WorkPtr allreduce_sparse(Tensors& t, const c10d::AllreduceOptions& o) override {
-    return inner()->allreduce_sparse(t, o);
+    return run([&](Backend& b) { return b.allreduce_sparse(t, o); });
   }
   WorkPtr allreduce_coalesced(Tensors& t, const c10d::AllreduceCoalescedOptions& o) override {
-    return inner()->allreduce_coalesced(t, o);
+    return run([&](Backend& b) { return b.allreduce_coalesced(t, o); });
   }
-  WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override { return inner()->reduce(t, o); }
+  WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override {
+    return run([&](Backend& b) { return b.reduce(t, o); });
+  }
   WorkPtr allgather(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
-    return inner()->allgather(out, in, o);
+    return run([&](Backend& b) { return b.allgather(out, in, o); });
   }
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& o) override {
-    return inner()->_allgather_base(out, in, o);
+    return run([&](Backend& b) { return b._allgather_base(out, in, o); });
   }
   WorkPtr allgather_coalesced(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
-    return inner()->allgather_coalesced(out, in, o);
+    return run([&](Backend& b) { return b.allgather_coalesced(out, in, o); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) override {
-    return inner()->allgather_into_tensor_coalesced(out, in, o);
+    return run([&](Backend& b) { return b.allgather_into_tensor_coalesced(out, in, o); });
   }
   WorkPtr gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) override {
-    return inner()->gather(out, in, o);
+    return run([&](Backend& b) { return b.gather(out, in, o); });
   }
   WorkPtr scatter(Tensors& out, TensorLists& in, const c10d::ScatterOptions& o) override {
-    return inner()->scatter(out, in, o);
+    return run([&](Backend& b) { return b.scatter(out, in, o); });
   }
   WorkPtr reduce_scatter(Tensors& out, TensorLists& in, const c10d::ReduceScatterOptions& o) override {
-    return inner()->reduce_scatter(out, in, o);
+    return run([&](Backend& b) { return b.reduce_scatter(out, in, o); });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    return inner()->_reduce_scatter_base(out, in, o);
+    return run([&](Backend& b) { return b._reduce_scatter_base(out, in, o); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
-    return inner()->reduce_scatter_tensor_coalesced(out, in, o);
+    return run([&](Backend& b) { return b.reduce_scatter_tensor_coalesced(out, in, o); });
   }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
                         std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& o) override {
-    return inner()->alltoall_base(out, in, out_splits, in_splits, o);
+    return run([&](Backend& b) { return b.alltoall_base(out, in, out_splits, in_splits, o); });
   }
   WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) override {
-    return inner()->alltoall(out, in, o);
+    return run([&](Backend& b) { return b.alltoall(out, in, o); });
   }
-  WorkPtr send(Tensors& t, int dst, int tag) override { return inner()->send(t, dst, tag); }
-  WorkPtr recv(Tensors& t, int src, int tag) override { return inner()->recv(t, src, tag); }
-  WorkPtr recvAnysource(Tensors& t, int tag) override { return inner()->recvAnysource(t, tag); }
-  WorkPtr barrier(const c10d::BarrierOptions& o) override { return inner()->barrier(o); }
+  WorkPtr send(Tensors& t, int dst, int tag) override {
+    return run([&](Backend& b) { return b.send(t, dst, tag); }, false);
+  }
+  WorkPtr recv(Tensors& t, int src, int tag) override {
+    return run([&](Backend& b) { return b.recv(t, src, tag); }, false);
+  }
+  WorkPtr recvAnysource(Tensors& t, int tag) override {
+    return run([&](Backend& b) { return b.recvAnysource(t, tag); }, false);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& o) override {
+    return run([&](Backend& b) { return b.barrier(o); });
+  }
   void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) override {
     inner()->monitoredBarrier(o, wait_all);
   }
@@ -154,6 +373,7 @@ class Forward : public Backend {
   const std::string name_;
   mutable std::shared_mutex mutex_;
   BackendPtr inner_;
+  std::shared_ptr<Connection> connection_;  // null: works are not guarded
   std::vector<BackendPtr> retired_;
   std::string why_ = "not connected yet";
 };
@@ -169,11 +389,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("rank"), py::arg("size"), py::arg("name"))
       .def(
           "exchange",
-          [](Forward& self, const py::object& next, std::string why) {
+          [](Forward& self, const py::object& next, const std::string& why, bool guarded) {
             BackendPtr backend = next.is_none() ? BackendPtr() : next.cast<BackendPtr>();
             py::gil_scoped_release no_gil;
-            self.exchange(std::move(backend), std::move(why));
+            self.exchange(std::move(backend), why, guarded);
           },
-          py::arg("next"), py::arg("why") = "")
+          py::arg("next"), py::arg("why") = "", py::arg("guarded") = false)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
 }

@@ -90,8 +90,7 @@ class Points(Dataset):
         return 32 * int(os.environ["WORLD_SIZE"])
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index % 8 == 3:
-            fault("data", now["iteration"] + 1)
+        fault("data", now["iteration"] + 1)
         generator = torch.Generator().manual_seed(index)
         # Drawn from the global generator, as augmentation does.
         return torch.randn(16, generator=generator) + 0.01 * torch.randn(16), index % 4

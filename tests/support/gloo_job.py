@@ -32,7 +32,7 @@ NATIVE_DIR = REPOSITORY / ".cache" / "native"
 HOST = "127.0.0.1"
 TOKEN = b"token of this job"
 LIMIT_S = 60.0
-STACKS_AFTER_S = 20.0  # a worker that runs for so long writes its stacks into its log
+STACKS_AFTER_S = 10.0  # a worker that runs for so long writes its stacks into its log
 
 
 class Worker:

@@ -1,0 +1,162 @@
+"""What protection costs while nothing fails: time per iteration beside torchrun, paired.
+
+Both jobs are alive at once. They take turns, a block of iterations each, in the order A B B A; the one whose turn it is
+not waits without using the processor. So both are measured within a second of each other, on the same machine in the
+same state. The cost is the median, over the pairs of blocks, of ours over torchrun's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from _common import WORLD_SIZE, Failed, Job, SwiftRun, Torchrun, machine, same_weights
+
+from swift_rendezvous.private_etcd import PrivateEtcd
+
+NUM_WARM_UP = 30
+TIMEOUT_S = 60.0
+
+
+class Gated:
+    """A job that runs in blocks of iterations. The other side is `train_ddp.Gate`."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._orders: list[IO[str]] = []
+        self._answers: list[IO[str]] = []
+        for rank in range(WORLD_SIZE):
+            for name, files, mode in (("orders", self._orders, "w"), ("answers", self._answers, "r")):
+                path = job.directory / f"{name}{rank}"
+                os.mkfifo(path)
+                # Opened for both, so that nobody waits for the other side.
+                files.append(os.fdopen(os.open(path, os.O_RDWR), mode, buffering=1))
+
+    def order(self, num_iterations: int) -> None:
+        for orders in self._orders:
+            print(num_iterations, file=orders)
+
+    def block(self, num_iterations: int) -> tuple[float, float]:
+        """Run a block; seconds per iteration on rank 0: in all, and outside the script's own function."""
+        self.order(num_iterations)
+        answers = [self._answer(rank) for rank in range(WORLD_SIZE)]
+        whole_s, inside_s = answers[0]
+        return whole_s / num_iterations, (whole_s - inside_s) / num_iterations
+
+    def _answer(self, rank: int) -> tuple[float, float]:
+        answers = self._answers[rank]
+        if not select.select([answers], [], [], TIMEOUT_S)[0]:
+            raise Failed(f"{self.job.name}: no answer from rank {rank}\n{self.job.tail()}")
+        whole_s, inside_s = answers.readline().split()
+        return float(whole_s), float(inside_s)
+
+    def cpu_s(self, etcd_pid: int | None = None) -> float:
+        """Processor time so far of what is not a worker: agents, warm processes, etcd."""
+        workers = {self.job.last(rank).pid for rank in range(WORLD_SIZE)}
+        processes = [process for agent in self.job.agents for process in self.job.family(agent)]
+        if etcd_pid:
+            processes.append(psutil.Process(etcd_pid))
+        times = [process.cpu_times() for process in processes if process.pid not in workers]
+        return sum(spent.user + spent.system for spent in times)
+
+    def close(self) -> None:
+        for file in (*self._orders, *self._answers):
+            file.close()
+
+
+def measure(state_mb: float, seconds: float, block: int) -> dict[str, Any]:
+    """Blocks of *block* iterations in turn for about *seconds*."""
+    with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
+        args = ["--state-mb", str(state_mb), "--iterations", str(10**9), "--gate"]
+        torchrun, swift = Torchrun(Path(name), args), SwiftRun(Path(name), args, etcd.config)
+        peer, ours = Gated(torchrun), Gated(swift)
+        try:
+            with torchrun, swift:
+                for each in (peer, ours):
+                    each.block(NUM_WARM_UP)
+                swift.wait_ready()
+                result = _take_turns(peer, ours, seconds, block, etcd.pid)
+                for each in (peer, ours):
+                    each.order(0)
+                    each.job.wait_end()
+                result["equal"] = same_weights(torchrun.weights, swift.weights)
+        finally:
+            peer.close()
+            ours.close()
+    return {"name": f"overhead/{state_mb:g}MB", **result, "machine": machine()}
+
+
+def _take_turns(peer: Gated, ours: Gated, seconds: float, block: int, etcd_pid: int | None) -> dict[str, Any]:
+    ours_s: list[float] = []
+    peer_s: list[float] = []
+    outside_s: dict[str, list[float]] = {"ours": [], "peer": []}
+    began_s, peer_cpu_s, ours_cpu_s = time.monotonic(), peer.cpu_s(), ours.cpu_s(etcd_pid)
+    # Whole ABBA rounds, so that neither is first more often.
+    while len(ours_s) % 2 or time.monotonic() - began_s < seconds:
+        turns = [(peer, peer_s, "peer"), (ours, ours_s, "ours")]
+        for gated, times_s, who in turns if len(ours_s) % 2 == 0 else turns[::-1]:
+            whole_s, beside_s = gated.block(block)
+            times_s.append(whole_s)
+            outside_s[who].append(beside_s)
+    passed_s = time.monotonic() - began_s
+    costs = [own / other for own, other in zip(ours_s, peer_s, strict=True)]
+    quarter = statistics.quantiles(costs, n=4)
+    return {
+        "ours_s": ours_s,
+        "peer_s": peer_s,
+        "ratio": statistics.median(other / own for own, other in zip(ours_s, peer_s, strict=True)),
+        "cost": statistics.median(costs) - 1,
+        "cost_quartiles": [quarter[0] - 1, quarter[2] - 1],
+        "num_pairs": len(costs),
+        "outside_function_s": {who: statistics.median(times_s) for who, times_s in outside_s.items()},
+        "background_cores": {
+            "ours": (ours.cpu_s(etcd_pid) - ours_cpu_s) / passed_s,
+            "peer": (peer.cpu_s() - peer_cpu_s) / passed_s,
+        },
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    ours, peer = statistics.median(result["ours_s"]), statistics.median(result["peer_s"])
+    low, high = result["cost_quartiles"]
+    outside, background = result["outside_function_s"], result["background_cores"]
+    own_us, plain_us = outside["ours"] * 1e6, outside["peer"] * 1e6
+    return (
+        f"{result['name']}: swift-run {ours * 1e3:.3f} ms, torchrun {peer * 1e3:.3f} ms per iteration; "
+        f"cost {result['cost']:+.2%} (median of {result['num_pairs']} pairs, quartiles {low:+.2%} to {high:+.2%}); "
+        f"weights {'equal' if result['equal'] else 'DIFFER'}\n"
+        f"    outside the script's function: {own_us:.0f} us, in a plain loop {plain_us:.0f} us; "
+        f"in the background: {background['ours']:.2%} of a core, torchrun {background['peer']:.2%}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--quick", action="store_true", help="end within 60 s")
+    parser.add_argument("--state-mb", type=float, default=5.0, help="parameters and optimizer state")
+    parser.add_argument("--seconds", type=float, help="how long to measure, without the start; default: 120")
+    parser.add_argument("--block", type=int, default=40, help="iterations per turn")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        result = measure(args.state_mb, args.seconds or (25.0 if args.quick else 120.0), args.block)
+    except Failed as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(result) if args.json else report(result))
+    return 0 if result["equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

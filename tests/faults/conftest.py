@@ -1,0 +1,72 @@
+"""For the fault tests: one etcd for all, undisturbed runs to compare with, and a driver of real agents."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_rendezvous.private_etcd import PrivateEtcd
+from tests.support.job import Agents, Outcome
+
+_job_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def etcd() -> Iterator[str]:
+    """Endpoint of a real etcd server that all fault tests share; each job has an id of its own."""
+    with PrivateEtcd() as server:
+        yield ",".join(server.config.endpoints)
+
+
+@pytest.fixture
+def make_agents(tmp_path: Path, etcd: str) -> Iterator[Callable[..., Agents]]:
+    """Makes the agents of a job; whatever they leave running is killed at the end of the test."""
+    made: list[Agents] = []
+
+    def make(directory: Path | None = None, **options: Any) -> Agents:
+        options.setdefault("endpoint", etcd)
+        job = Agents(directory or tmp_path, job_id=f"job-{next(_job_numbers)}", **options)
+        made.append(job)
+        return job
+
+    yield make
+    for job in made:
+        job.kill_all()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[..., str]:
+    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made once."""
+    known: dict[tuple[Any, ...], str] = {}
+
+    def run(**orders: Any) -> str:
+        key = tuple(sorted(orders.items()))
+        if key not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            agents = Agents(directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders))
+            for node in ("a", "b"):
+                agents.start(node)
+            outcome = agents.wait()
+            assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+            assert len(outcome.hashes) == 1 and len(outcome.results) == 4, outcome.results
+            known[key] = outcome.hashes.pop()
+        return known[key]
+
+    return run
+
+
+def assert_recovered(outcome: Outcome, expected_hash: str, lost: set[int], num_faults: int = 1) -> None:
+    """All faults fired, all ended well, only *lost* ranks have a second process, and the state is that of no failure."""
+    text = outcome.text()
+    assert outcome.fired == set(range(num_faults)), f"faults that fired: {outcome.fired}\n{text}"
+    assert sorted(outcome.results) == [0, 1, 2, 3], text
+    again = {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
+    assert again == lost, f"ranks with a second process: {again}, lost were {lost}\n{text}"
+    for rank, result in outcome.results.items():
+        assert result["pid"] == outcome.pids[rank][-1], text
+    assert outcome.hashes == {expected_hash}, f"{outcome.results}\n{text}"
+    assert "equal checksums" in text, text

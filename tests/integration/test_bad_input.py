@@ -1,0 +1,186 @@
+"""Mistakes of users: one clear error each, at once, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.private_etcd import PrivateEtcd
+from tests.support.job import SOURCE_ROOTS
+
+TRACKED = """
+import torch, swift_agent as swift
+job = swift.init()
+net = torch.nn.Linear(2, 2)
+model = torch.nn.parallel.DistributedDataParallel(net)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.fixture
+def run_swift(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*args: str, script: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+        words = list(args)
+        if script is not None:
+            (tmp_path / "script.py").write_text(script)
+            words.append(str(tmp_path / "script.py"))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1", **environment,
+               "TMPDIR": str(tmp_path)}
+        return subprocess.run([sys.executable, "-m", "swift_agent.run", *words], env=env, capture_output=True,
+                              text=True, timeout=60, check=False)
+
+    yield run
+    left = [p.name for p in tmp_path.iterdir() if p.name.startswith(("swift-agent", "torchelastic", "swift-etcd"))]
+    assert not left, f"directories left behind: {left}"
+
+
+@pytest.fixture
+def etcd() -> Iterator[str]:
+    with PrivateEtcd() as server:
+        yield server.endpoint
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--spares", "-1"), "--spares"),
+        (("--nnodes", "2:1"), "--nnodes 2:1"),
+        (("--nnodes", "two"), "--nnodes two"),
+        (("--nnodes", "2"), "--rdzv-endpoint"),
+        (("--max-restarts", "-1"), "--max-restarts"),
+        (("--nproc-per-node", "many"), "--nproc-per-node"),
+        (("--nnodes", "2", "--rdzv-endpoint", "host:port"), "host:port"),
+    ],
+)
+def test_options(args: tuple[str, ...], message: str, run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_swift(*args, script="print('started')")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr and "started" not in done.stdout
+
+
+def test_all_mistakes_at_once(run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_swift("--spares", "-1", "--nnodes", "2:1", "/no/such/script.py")
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in ("--spares", "--nnodes 2:1", "/no/such/script.py"))
+
+
+def test_script_missing(run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_swift("/no/such/script.py")
+    assert done.returncode == 2 and "/no/such/script.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_unreachable_etcd(
+    run_swift: Callable[..., subprocess.CompletedProcess[str]], free_port: Callable[[], int]
+) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    began_s = time.monotonic()
+    done = run_swift("--nnodes", "2", "--rdzv-endpoint", endpoint, script="print('started')")
+    assert done.returncode == 1 and endpoint in done.stderr
+    assert "Traceback" not in done.stderr and "started" not in done.stdout
+    assert time.monotonic() - began_s < 30
+
+
+def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("not-the-password")
+    done = run_swift("--nnodes", "2", "--rdzv-endpoint", etcd, "--etcd-user", "root", "--etcd-password-file",
+                     str(secret), script="print('started')")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "not-the-password" not in done.stderr
+
+
+def test_two_jobs_with_one_id(run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path) -> None:
+    """The second is refused; the first goes on and leaves no key."""
+    script = tmp_path / "long.py"
+    script.write_text("import pathlib, sys, time\nprint('up', flush=True)\n"
+                      "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n")
+    done_flag = tmp_path / "done"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "TMPDIR": str(tmp_path)}
+    first = subprocess.Popen(
+        [sys.executable, "-m", "swift_agent.run", "--rdzv-endpoint", etcd, "--rdzv-id", "same", str(script), str(done_flag)],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert first.stdout is not None and first.stdout.readline().strip() == "up"
+        second = run_swift("--rdzv-endpoint", etcd, "--rdzv-id", "same", "--nproc-per-node", "3", script="print('started')")
+        assert second.returncode == 1 and "same" in second.stderr and "--rdzv-id" in second.stderr
+        assert "Traceback" not in second.stderr and "started" not in second.stdout
+    finally:
+        done_flag.touch()
+        assert first.wait(30) == 0
+        first.stdout.close()  # type: ignore[union-attr]
+    assert _keys(etcd) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("swift.init()", "called before in this process"),
+        ("job.track(model=model, optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1))", "no tracked model"),
+        ("job.track(model=model, optimizer=opt, scheduler=3)", "without state_dict"),
+        ("""
+job.track(model=model, optimizer=opt)
+@job.iteration
+def train(t):
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+for t in job.iterations(2):
+    train(t)
+    job.track(model=model)
+""", "after the first iteration"),
+        ("""
+job.track(model=model, optimizer=opt)
+job.iteration(lambda: None)()
+""", "outside job.batches"),
+        ("""
+job.track(model=model, optimizer=opt)
+def train(t):
+    model(torch.ones(1, 2)).sum().backward()
+job.run(train, iterations=2)
+""", "without a step"),
+        ("""
+job.track(model=model, optimizer=opt)
+def train(t):
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    opt.step()
+job.run(train, iterations=2)
+""", "second step"),
+        ("for batch in job.batches([1]): pass", "nothing is tracked"),
+    ],
+)
+def test_api_misuse(body: str, message: str, run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_swift("--standalone", "--nproc-per-node", "1", script=TRACKED + body)
+    assert done.returncode == 1
+    assert message in done.stderr, done.stderr[-3000:]
+
+
+def test_process_group_made_before(run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_swift("--standalone", script="import torch.distributed as dist, swift_agent as swift\n"
+                                            "dist.init_process_group('gloo')\nswift.init()\n")
+    assert done.returncode == 1 and "instead of init_process_group" in done.stderr
+
+
+def test_port_in_use() -> None:
+    """The ports of a job are picked by the kernel; a private etcd whose port is taken in between tries another."""
+    with tempfile.TemporaryDirectory() as directory, PrivateEtcd(directory=directory) as one, PrivateEtcd() as two:
+        assert one.endpoint != two.endpoint
+
+
+def _keys(endpoint: str) -> list[str]:
+    from swift_rendezvous.etcd_config import EtcdConfig
+
+    config = EtcdConfig.from_environment({}, endpoints=endpoint)
+    assert config is not None
+    with EtcdStore(config) as store:
+        return [entry.key for entry in store.get_prefix("/swift/")[0]]

@@ -1,0 +1,268 @@
+"""Agent-to-agent liveness with real sockets and real processes: what is a loss, how soon it is seen, and what is none."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_rendezvous.keys import NodeRecord
+from swift_rendezvous.liveness import Liveness, ring_targets
+from tests.support.etcd_cluster import wait_for
+
+PEER = Path(__file__).parents[1] / "support" / "liveness_peer.py"
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A peer in a process of its own."""
+
+    def __init__(self, name: str, token: str = "secret") -> None:
+        path = os.pathsep.join([str(ROOT / "rendezvous"), *sys.path])
+        self.popen = subprocess.Popen([sys.executable, str(PEER), name, token], stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+        assert self.popen.stdin is not None and self.popen.stdout is not None
+        self.port = int(json.loads(self.popen.stdout.readline())["port"])
+        self.record = NodeRecord(name, name, "127.0.0.1", self.port, 1, token)
+
+    def tell(self, *peers: NodeRecord) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps([[p.incarnation, p.watch_port, p.token] for p in peers]) + "\n")
+        self.popen.stdin.flush()
+
+    def kill(self) -> None:
+        self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait()
+
+    def leave(self) -> None:
+        """End in an orderly way; returns once it has."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+        assert self.popen.wait(5.0) == 0
+
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            self.kill()
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class Node:
+    """A peer in this process."""
+
+    def __init__(self, name: str, token: str = "secret") -> None:
+        self.lost: queue.Queue[tuple[str, str, float]] = queue.Queue()
+        self.liveness = Liveness("127.0.0.1", lambda who, why: self.lost.put((who, why, time.monotonic())))
+        self.record = NodeRecord(name, name, "127.0.0.1", self.liveness.port, 1, token)
+        self.liveness.start(self.record)
+
+    def connected(self) -> set[str]:
+        return {peer.incarnation for peer in list(self.liveness._peers.values())}
+
+    def next_lost(self, timeout_s: float = 5.0) -> tuple[str, str, float]:
+        return self.lost.get(timeout=timeout_s)
+
+    def close(self) -> None:
+        if self.liveness._thread.is_alive():
+            self.liveness.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Node | Process]]:
+    made: list[Node | Process] = []
+
+    def make(kind: type[Node] | type[Process], name: str, token: str = "secret") -> Node | Process:
+        made.append(kind(name, token))
+        return made[-1]
+
+    yield make
+    for peer in reversed(made):
+        peer.close()
+
+
+def test_the_ring() -> None:
+    assert ring_targets("a", ["a", "b", "c", "d"]) == ["b", "c"]
+    assert ring_targets("d", ["a", "b", "c", "d"]) == ["a", "b"]
+    assert ring_targets("b", ["a"]) == ["a"] and ring_targets("a", ["a"]) == [] and ring_targets("a", []) == []
+    # Whoever dies is watched by two.
+    names = [f"n{i}" for i in range(7)]
+    watchers = [target for name in names for target in ring_targets(name, names)]
+    assert all(watchers.count(name) == 2 for name in names)
+
+
+def test_a_killed_peer_is_seen_within_a_second(start: Callable[..., Node | Process]) -> None:
+    me, peer, other = start(Node, "a"), start(Process, "b"), start(Process, "c")
+    assert isinstance(me, Node)
+    me.liveness.update([me.record, peer.record, other.record])
+    wait_for(lambda: me.connected() == {"b", "c"}, 5.0, "connections")
+    killed_s = time.monotonic()
+    peer.kill()  # type: ignore[union-attr]
+    who, why, seen_s = me.next_lost()
+    assert who == "b" and seen_s - killed_s < 1.0 and "refused" in why
+    assert me.lost.empty() and me.connected() == {"c"}
+
+
+def test_both_ends_see_a_death_whoever_dialled(start: Callable[..., Node | Process]) -> None:
+    me, peer = start(Node, "a"), start(Process, "b")
+    assert isinstance(me, Node) and isinstance(peer, Process)
+    peer.tell(me.record)  # it dials; this side only knows it
+    wait_for(lambda: "b" in me.connected(), 5.0, "its connection")
+    with me.liveness._lock:
+        me.liveness._known = {"b": peer.record}  # not update(): this side shall not dial
+    peer.kill()
+    assert me.next_lost()[0] == "b"
+
+
+def test_goodbye_is_no_loss(start: Callable[..., Node | Process]) -> None:
+    me, leaver, victim = start(Node, "a"), start(Process, "b"), start(Process, "c")
+    assert isinstance(me, Node) and isinstance(leaver, Process) and isinstance(victim, Process)
+    me.liveness.update([me.record, leaver.record, victim.record])
+    wait_for(lambda: me.connected() == {"b", "c"}, 5.0, "connections")
+    leaver.leave()
+    wait_for(lambda: me.connected() == {"c"}, 5.0, "the goodbye")
+    # Its record is still there, as it is for a moment in a job: to dial it again and find nobody is no loss, either.
+    me.liveness.update([me.record, leaver.record, victim.record])
+    victim.kill()
+    assert me.next_lost()[0] == "c"
+    assert me.lost.empty()
+
+
+def test_a_node_that_was_never_there_is_lost(start: Callable[..., Node | Process], free_port: Callable[[], int]) -> None:
+    me = start(Node, "a")
+    assert isinstance(me, Node)
+    me.liveness.update([me.record, NodeRecord("b", "b", "127.0.0.1", free_port(), 1, "secret")])
+    assert me.next_lost()[0] == "b"
+
+
+def test_two_that_dial_at_once_both_connect(start: Callable[..., Node | Process]) -> None:
+    for round_ in range(5):
+        nodes = [start(Node, f"{name}{round_}") for name in "abc"]
+        records = [node.record for node in nodes]
+        began_s = time.monotonic()
+        for node in nodes:
+            node.liveness.update(records)  # type: ignore[union-attr]
+        for node in nodes:
+            others = {r.incarnation for r in records} - {node.record.incarnation}
+            wait_for(lambda n=node, o=others: n.connected() == o and len(n.liveness._peers) == 4, 5.0, "all connections")
+        assert time.monotonic() - began_s < 1.5  # less than the time-out of a handshake
+        assert all(node.lost.empty() for node in nodes)  # type: ignore[union-attr]
+
+
+def _hello(sender: str, target: NodeRecord, token: str) -> bytes:
+    nonce = "0" * 32
+    text = "|".join(["hello", sender, target.incarnation, nonce]).encode()
+    mac = hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+    return json.dumps({"from": sender, "to": target.incarnation, "nonce": nonce, "mac": mac}).encode() + b"\n"
+
+
+def _dial(target: NodeRecord, data: bytes) -> tuple[socket.socket, bytes]:
+    sock = socket.create_connection(("127.0.0.1", target.watch_port), timeout=5.0)
+    sock.sendall(data)
+    return sock, sock.recv(4096)
+
+
+@pytest.mark.parametrize("data", [
+    pytest.param(None, id="wrong token"), pytest.param(b"GET / HTTP/1.1\r\n", id="another protocol"),
+    pytest.param(b"[1]\n", id="no object"), pytest.param(b"[" * 3000 + b"\n", id="nested"),
+    pytest.param("{\"from\": \"x\", \"nonce\": \"1\", \"mac\": \"\u00fc\"}\n".encode(), id="not ASCII"),
+    pytest.param(b"\xff" * 4096, id="too long"),
+])  # fmt: skip
+def test_a_stranger_is_refused_and_does_no_harm(start: Callable[..., Node | Process], data: bytes | None) -> None:
+    me = start(Node, "a")
+    assert isinstance(me, Node)
+    sock, answer = _dial(me.record, _hello("b", me.record, "guess") if data is None else data)
+    assert answer == b"" and me.connected() == set()
+    sock.close()
+    sock, answer = _dial(me.record, _hello("b", me.record, "secret"))
+    assert len(answer) == 65  # a proof and a line's end: it still answers those who know
+    wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")
+    sock.close()
+
+
+def test_a_wrong_token_is_no_loss_and_no_connection(start: Callable[..., Node | Process]) -> None:
+    me, peer, victim = start(Node, "a"), start(Process, "b", "its own"), start(Process, "c")
+    assert isinstance(me, Node) and isinstance(victim, Process)
+    wrong = NodeRecord("b", "b", "127.0.0.1", peer.record.watch_port, 1, "guess")
+    me.liveness.update([me.record, wrong, victim.record])
+    wait_for(lambda: "c" in me.connected(), 5.0, "the other connection")
+    victim.kill()
+    assert me.next_lost()[0] == "c"
+    assert "b" not in me.connected() and me.lost.empty()
+
+
+def test_an_impostor_that_answers_garbage_is_not_trusted_and_does_no_harm(start: Callable[..., Node | Process]) -> None:
+    me, victim = start(Node, "a"), start(Process, "c")
+    assert isinstance(me, Node) and isinstance(victim, Process)
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        impostor.settimeout(5.0)
+        record = NodeRecord("b", "b", "127.0.0.1", impostor.getsockname()[1], 1, "secret")
+        me.liveness.update([me.record, record, victim.record])
+        for _ in range(2):  # the dial and the probe after it
+            conn, _ = impostor.accept()
+            with conn:
+                conn.sendall("\u00fc\u00fc\n".encode())
+        wait_for(lambda: "c" in me.connected(), 5.0, "the other connection")
+        victim.kill()
+        assert me.next_lost()[0] == "c" and "b" not in me.connected()
+
+
+def test_a_reset_connection_with_a_living_listener_is_no_loss(start: Callable[..., Node | Process]) -> None:
+    """Somebody between the two resets the connection; then the peer is even frozen: its kernel still answers."""
+    me, peer = start(Node, "a"), start(Process, "b")
+    assert isinstance(me, Node) and isinstance(peer, Process)
+    me.liveness.update([me.record, peer.record])
+    wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")
+    for frozen in (False, True):
+        if frozen:
+            peer.popen.send_signal(signal.SIGSTOP)
+        num_before = len(me.liveness._peers)
+        sock, answer = _dial(me.record, _hello("b", me.record, "secret"))
+        assert answer
+        wait_for(lambda n=num_before: len(me.liveness._peers) == n + 1, 5.0, "the second connection")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()  # a reset
+        wait_for(lambda n=num_before: len(me.liveness._peers) == n, 5.0, "the reset")
+    peer.popen.send_signal(signal.SIGCONT)
+    peer.kill()
+    # The real death is the first and only thing that is reported.
+    assert me.next_lost()[0] == "b"
+    assert me.lost.empty()
+
+
+def test_a_loss_is_reported_once(start: Callable[..., Node | Process]) -> None:
+    me, peer, victim = start(Node, "a"), start(Process, "b"), start(Process, "c")
+    assert isinstance(me, Node) and isinstance(peer, Process) and isinstance(victim, Process)
+    peer.tell(me.record)
+    me.liveness.update([me.record, peer.record, victim.record])
+    wait_for(lambda: len(me.liveness._peers) == 3, 5.0, "a connection in each direction, and one more")
+    peer.kill()
+    assert me.next_lost()[0] == "b"
+    me.liveness.update([me.record, peer.record, victim.record])
+    victim.kill()
+    assert me.next_lost()[0] == "c" and me.lost.empty()
+
+
+def test_stop_ends_threads_and_sockets(start: Callable[..., Node | Process]) -> None:
+    me, other = start(Node, "a"), start(Node, "b")
+    assert isinstance(me, Node) and isinstance(other, Node)
+    me.liveness.update([me.record, other.record])
+    wait_for(lambda: other.connected() == {"a"}, 5.0, "the connection")
+    me.liveness.stop()
+    assert not me.liveness._thread.is_alive() and not me.liveness._acceptor.is_alive()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", me.record.watch_port), timeout=1.0)
+    wait_for(lambda: other.connected() == set(), 5.0, "the goodbye")
+    assert other.lost.empty()

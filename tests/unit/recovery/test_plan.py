@@ -1,0 +1,205 @@
+"""The plan: named situations, and every situation of small jobs against what the words of the design ask for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import pytest
+
+from swift_agent.planning import plan_generation
+from swift_recovery.plan import Plan, make_plan
+from swift_recovery.progress import RankReport, Status
+from swift_rendezvous.keys import ProgressRecord
+from tests.support.records import generation
+
+ALL = (0, 1, 2)
+
+
+def holding(rank: int, iteration: int, replicas: Sequence[int] = ALL, *, sections: int = 0, rebuilt: bool = True) -> RankReport:
+    return RankReport(rank, "holding", iteration, sections, tuple(replicas), rebuilt)
+
+
+def test_a_new_rank_gets_the_state_of_a_survivor() -> None:
+    plan = make_plan([holding(0, 5), RankReport(1, "fresh"), holding(2, 5)], 3)
+    assert (plan.kind, plan.iteration, plan.sources, plan.layouts) == ("copy", 5, {1: 0}, {1: 0})
+    assert "[1] are new" in plan.why and plan.targets_of(0) == [1] and plan.targets_of(2) == []
+
+
+def test_one_that_finished_the_update_rolls_the_others_forward() -> None:
+    plan = make_plan([holding(0, 4), holding(1, 5)], 3)
+    assert (plan.iteration, plan.sources) == (5, {0: 1, 2: 1})
+    assert "[2] are new" in plan.why and "[0] take over" in plan.why
+
+
+def test_transfers_are_spread_over_the_sources() -> None:
+    replicas = tuple(range(6))
+    plan = make_plan([holding(r, 7, replicas) for r in (1, 4)], 6)
+    assert plan.sources == {0: 1, 2: 4, 3: 1, 5: 4}
+
+
+def test_nobody_lost_is_a_plan_too() -> None:
+    plan = make_plan([holding(r, 3, sections=r) for r in ALL], 3)
+    assert (plan.kind, plan.sources, plan.iteration, plan.sections) == ("copy", {}, 3, 2)
+    assert plan.why == "all ranks hold iteration 3"
+
+
+def test_sections_count_only_where_the_plan_goes_on() -> None:
+    assert make_plan([holding(0, 4, sections=9), holding(1, 5, sections=2)], 3).sections == 2
+
+
+def test_bucket_layouts_come_from_where_they_are_settled() -> None:
+    plan = make_plan([holding(0, 1, rebuilt=False), holding(1, 2, rebuilt=True)], 3)
+    assert plan.layouts == {0: 1, 2: 1}
+    plan = make_plan([holding(0, 1, rebuilt=False), holding(1, 1, rebuilt=False)], 3)
+    assert plan.layouts == {2: 0}  # nobody has settled: the survivors keep theirs
+
+
+def test_before_the_first_iteration() -> None:
+    assert make_plan([], 3).kind == "fresh"
+    assert make_plan([RankReport(r, "fresh") for r in ALL], 3).kind == "fresh"
+    plan = make_plan([RankReport(0, "setup"), RankReport(1, "fresh"), RankReport(2, "empty")], 3)
+    assert plan.kind == "restart" and "[0, 2]" in plan.why
+
+
+def test_a_lost_replica_set_asks_for_a_restart_and_says_which() -> None:
+    plan = make_plan([holding(0, 5, (0, 1)), holding(1, 5, (0, 1)), RankReport(2, "fresh"), RankReport(3, "fresh")], 4)
+    assert plan.kind == "restart" and "[2, 3]" in plan.why
+
+
+def test_sets_that_are_apart_meet_where_both_have_somebody() -> None:
+    plan = make_plan([holding(0, 5, (0, 1)), holding(1, 4, (0, 1)), holding(2, 4, (2, 3)), holding(3, 4, (2, 3))], 4)
+    assert (plan.kind, plan.iteration, plan.sources) == ("copy", 4, {0: 1})
+    plan = make_plan([holding(0, 5, (0, 1)), holding(1, 5, (0, 1)), holding(2, 4, (2, 3)), holding(3, 4, (2, 3))], 4)
+    assert plan.kind == "restart" and "[0, 1] are ahead of iteration 4" in plan.why
+
+
+def test_a_rank_that_names_no_replicas_stands_alone() -> None:
+    assert make_plan([holding(0, 5, ()), holding(1, 5, ())], 2).sources == {}
+    assert make_plan([holding(0, 5, ()), RankReport(1, "fresh")], 2).kind == "restart"
+
+
+def test_a_replica_set_beyond_the_world_is_not_trusted() -> None:
+    assert make_plan([holding(0, 5, (0, 7))], 2).kind == "restart"
+
+
+# ---- all situations ----
+
+# None: no report. A number: holding that iteration.
+STATES: tuple[Any, ...] = (None, "fresh", "setup", "empty", 3, 4, 5)
+
+
+def _reports(states: Iterable[Any], sets: Sequence[tuple[int, ...]], rebuilt: Sequence[bool]) -> list[RankReport]:
+    set_of = {rank: members for members in sets for rank in members}
+    return [
+        RankReport(rank, state) if isinstance(state, str) else holding(rank, state, set_of[rank], rebuilt=rebuilt[rank])
+        for rank, state in enumerate(states) if state is not None
+    ]
+
+
+def _check(states: tuple[Any, ...], sets: Sequence[tuple[int, ...]], rebuilt: Sequence[bool], plan: Plan) -> str:
+    where = f"{states} {sets} {rebuilt}: {plan}"
+    world = range(len(states))
+    held = {rank: state for rank, state in enumerate(states) if isinstance(state, int)}
+    exact = [i for i in (3, 4, 5) if all(any(held.get(rank) == i for rank in members) for members in sets)]
+    if plan.kind == "fresh":
+        assert all(state in (None, "fresh") for state in states), where
+        assert not plan.sources and not plan.layouts, where
+        return "fresh"
+    if plan.kind == "restart":
+        assert not exact, f"an exact way exists to {exact}: {where}"
+        assert not all(state in (None, "fresh") for state in states), where
+        assert plan.why and not plan.sources, where
+        return "restart"
+    assert plan.iteration == max(exact), where
+    set_of = {rank: members for members in sets for rank in members}
+    for rank in world:
+        if held.get(rank) == plan.iteration:
+            assert rank not in plan.sources, where
+            continue
+        source = plan.sources[rank]  # nobody without the state is left without a source
+        assert held.get(source) == plan.iteration, where
+        assert source in set_of[rank] and source not in plan.sources, where
+    assert all(rank in world for rank in plan.sources), where
+    # After the plan all ranks of a set have the same layout; sources of layouts live and are no targets.
+    for members in sets:
+        settled = [rank for rank in members if rank in held and rebuilt[rank]]
+        for rank in members:
+            source = plan.layouts.get(rank, rank)
+            assert source in held and source in members and source not in plan.layouts, where
+            assert not settled or rebuilt[source], where
+    assert sorted(t for r in world for t in plan.targets_of(r)) == sorted(plan.sources), where
+    return "copy"
+
+
+def _check_all(num_ranks: int, sets: Sequence[tuple[int, ...]], every_layout: bool) -> set[str]:
+    layouts = list(itertools.product((False, True), repeat=num_ranks)) if every_layout else [(True,) * num_ranks]
+    seen = set()
+    for states in itertools.product(STATES, repeat=num_ranks):
+        for rebuilt in layouts:
+            reports = _reports(states, sets, rebuilt)
+            plan = make_plan(reports, num_ranks)
+            assert make_plan(reversed(reports), num_ranks) == plan  # reports come in any order
+            assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+            seen.add(_check(states, sets, rebuilt, plan))
+    return seen
+
+
+def test_every_situation_of_three_replicas() -> None:
+    assert _check_all(3, [(0, 1, 2)], every_layout=True) == {"fresh", "copy", "restart"}
+
+
+def test_every_situation_of_two_replica_sets_of_two() -> None:
+    assert _check_all(4, [(0, 2), (1, 3)], every_layout=False) == {"fresh", "copy", "restart"}
+
+
+def test_every_situation_of_a_pair_and_a_single() -> None:
+    assert _check_all(3, [(0, 2), (1,)], every_layout=False) == {"fresh", "copy", "restart"}
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda plan: Plan(**{**vars(plan), "iteration": 4}),
+    lambda plan: Plan(**{**vars(plan), "sources": {}}),
+    lambda plan: Plan(**{**vars(plan), "sources": {1: 0, 3: 0}}),
+    lambda plan: Plan("restart", "lazy"),
+    lambda plan: Plan(**{**vars(plan), "layouts": {}}),
+])  # fmt: skip
+def test_the_check_of_all_situations_notices_wrong_plans(spoil: Any) -> None:
+    states, sets, rebuilt = (5, 4, 4, 5), [(0, 1), (2, 3)], (True, False, False, True)
+    plan = make_plan(_reports(states, sets, rebuilt), 4)
+    assert _check(states, sets, rebuilt, plan) == "copy"
+    with pytest.raises((AssertionError, KeyError)):
+        _check(states, sets, rebuilt, spoil(plan))
+
+
+# ---- reports, and the joint with the records ----
+
+
+def test_a_report_is_read_back_and_a_strange_one_refused() -> None:
+    for status in get_args(Status):
+        report = RankReport(3, status, 7, 1, (1, 3), True)
+        assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert RankReport.from_json({"rank": 2, "status": "fresh"}) == RankReport(2, "fresh")
+    strange: list[dict[str, Any]] = [
+        {}, {"rank": 1}, {"rank": "x", "status": "fresh"}, {"rank": 1, "status": "gone"},
+        {"rank": 1, "status": "holding", "replicas": 3},
+    ]  # fmt: skip
+    for data in strange:
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            RankReport.from_json(data)
+
+
+def test_the_plan_of_a_generation_comes_from_its_records() -> None:
+    begun = plan_generation(generation(1, "start"), {})
+    assert not begun.restart and Plan.from_json(begun.content).kind == "fresh"
+    records = {
+        0: ProgressRecord(0, "n0.1", tuple(holding(r, 5, (0, 1, 2, 3)).to_json() for r in (0, 1))),
+        1: ProgressRecord(1, "n1.1", (RankReport(2, "fresh").to_json(), holding(3, 5, (0, 1, 2, 3)).to_json())),
+    }
+    record = plan_generation(generation(2, "replace"), records)
+    assert (record.generation, record.restart) == (2, False)
+    assert Plan.from_json(record.content).sources == {2: 0}
+    lost = plan_generation(generation(2, "replace"), {0: ProgressRecord(0, "n0.1", (RankReport(0, "setup").to_json(),))})
+    assert lost.restart and lost.why

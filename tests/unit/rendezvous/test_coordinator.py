@@ -1,0 +1,455 @@
+"""Coordinators and watchers, with their threads, on one store: elections, takeovers in the middle of any write, fencing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from swift_rendezvous.coordinator import Coordinator
+from swift_rendezvous.keys import (
+    CoordinatorRecord,
+    ExitedRecord,
+    FinishedRecord,
+    GenerationRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    ProgressRecord,
+    ResultRecord,
+    decode,
+    encode,
+)
+from swift_rendezvous.kv import Compare, KeyValueStore, Op, Put, StoreUnavailable, TransactionResult
+from swift_rendezvous.membership import Rules
+from swift_rendezvous.memory import MemoryStore
+from swift_rendezvous.view import View
+from swift_rendezvous.watcher import JobWatcher
+from tests.support.etcd_cluster import wait_for
+from tests.support.records import failure, node
+
+KEYS = Keys("job")
+
+
+def planner(generation: GenerationRecord, progress: Mapping[int, ProgressRecord]) -> PlanRecord:
+    return PlanRecord(generation.number, {"slots": sorted(progress)}, f"plan {generation.number}")
+
+
+class Tap:
+    """One agent's way to the store: counts its transactions, and can be frozen or cut at any of them."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.num_writes = 0
+        self.cut_before = self.cut_after = 1 << 30
+        self.open = threading.Event()
+        self.open.set()
+        self.frozen = threading.Event()
+        self.outcomes: list[bool] = []
+        self.drop_guards_of: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def transaction(self, compare: Sequence[Compare], success: Sequence[Op],
+                    failure: Sequence[Op] = ()) -> TransactionResult:
+        if not self.open.is_set():
+            self.frozen.set()
+            self.open.wait(20.0)
+        self.num_writes += 1
+        if self.num_writes >= self.cut_before:
+            raise StoreUnavailable("cut off")
+        compare = [condition for condition in compare if condition.key != self.drop_guards_of]
+        result = self._store.transaction(compare, success, failure)
+        self.outcomes.append(result.succeeded)
+        if self.num_writes >= self.cut_after:
+            raise StoreUnavailable("cut off, the answer is lost")
+        return result
+
+
+class Agent:
+    """The part of an agent that this room has: its record, its lease, a watcher and a coordinator."""
+
+    def __init__(self, store: MemoryStore, name: str, rules: Rules, life: int = 1, deaf: bool = False) -> None:
+        self.store, self.name, self.record = store, name, node(name, life)
+        self.tap = Tap(store)
+        self.lease = store.grant_lease(5)
+        self.keeper = self.lease.keep_alive()
+        store.put(KEYS.node(name), encode(self.record), self.lease.id)
+        self.lines: list[str] = []
+        way: KeyValueStore = self.tap  # type: ignore[assignment]
+        self.coordinator = Coordinator(way, KEYS, self.record, self.lease.id, planner, rules, self.lines.append)
+        self.views: list[View] = []
+        self.watcher = JobWatcher(way, KEYS, self.see)
+
+    def see(self, view: View) -> None:
+        self.views.append(view)
+        self.coordinator.update(view)
+
+    def start(self) -> None:
+        self.coordinator.start()
+        self.see(self.watcher.start())
+
+    def stop(self) -> None:
+        self.tap.open.set()
+        self.watcher.stop()
+        self.coordinator.stop()
+
+    @property
+    def acting(self) -> bool:
+        return self.coordinator.acting
+
+
+class Job:
+    """*num_nodes* slots; agents beyond them are spares."""
+
+    def __init__(self, names: Sequence[str], num_nodes: int = 2, rules: Rules = Rules(30.0)) -> None:  # noqa: B008
+        self.store = MemoryStore()
+        self.rules = rules
+        self.store.put(KEYS.job, encode(JobRecord(num_nodes, 2, "command", 1)))
+        self.store.put(KEYS.tracked, b"1")
+        self.agents = {name: Agent(self.store, name, rules) for name in names}
+
+    def start(self, *names: str) -> None:
+        for name in names or self.agents:
+            self.agents[name].start()
+
+    def stop(self) -> None:
+        for agent in self.agents.values():
+            agent.stop()
+        self.store.close()
+
+    @property
+    def generation(self) -> GenerationRecord | None:
+        found = self.store.get(KEYS.generation)
+        return decode(GenerationRecord, found.value) if found else None
+
+    @property
+    def holder(self) -> str | None:
+        found = self.store.get(KEYS.coordinator)
+        return decode(CoordinatorRecord, found.value).node_id if found else None
+
+    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float = 5.0) -> Any:
+        return wait_for(condition, timeout_s, what)
+
+    def wait_generation(self, number: int) -> GenerationRecord:
+        found = self.wait(lambda: self.generation and self.generation.number >= number and self.generation,
+                          f"generation {number}")
+        assert isinstance(found, GenerationRecord)
+        return found
+
+    def fail(self, kind: Any, slot: int, ranks: tuple[int, ...] = (), name: str | None = None) -> None:
+        current = self.generation
+        assert current is not None
+        self.store.put(KEYS.failure(current.number, slot), encode(failure(kind, slot, ranks, name=name)))
+
+    def report(self) -> None:
+        """What the agents would write on their way into a replaced generation."""
+        current = self.generation
+        assert current is not None
+        for slot, owner in enumerate(current.slots):
+            self.store.put(KEYS.progress(current.number, slot), encode(ProgressRecord(slot, owner.incarnation, ())))
+
+    def content(self) -> dict[str, bytes]:
+        return {kv.key: kv.value for kv in self.store.get_prefix(KEYS.prefix)[0]}
+
+
+@pytest.fixture
+def jobs() -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(*args: Any, **kwargs: Any) -> Job:
+        made.append(Job(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.stop()
+
+
+def test_one_of_many_is_elected_and_begins_the_job(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1", "n2", "n3"])
+    job.start()
+    generation = job.wait_generation(1)
+    assert [o.node_id for o in generation.slots] == ["n0", "n1"]
+    job.wait(lambda: sum(agent.acting for agent in job.agents.values()) == 1, "one coordinator")
+    plan = job.store.get(KEYS.plan(1))
+    assert plan is not None and decode(PlanRecord, plan.value).why == "plan 1"
+    job.wait(lambda: all(a.views and a.views[-1].plan for a in job.agents.values()), "all see the plan")
+
+
+def test_a_whole_life(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1", "n2"])
+    job.start()
+    job.wait_generation(1)
+    job.fail("workers", 1, (1,))
+    assert job.wait_generation(2).lost == {1: (1,)}
+    assert job.store.get(KEYS.plan(2)) is None and job.store.get(KEYS.failure(1, 1)) is None  # swept
+    job.report()
+    plan = job.wait(lambda: job.store.get(KEYS.plan(2)), "the plan")
+    assert decode(PlanRecord, plan.value).content == {"slots": [0, 1]}
+    for slot in range(2):
+        job.store.put(KEYS.finished(2, slot), encode(FinishedRecord(slot, f"n{slot}.1")))
+    job.wait(lambda: job.store.get(KEYS.release(2)), "the release")
+    for slot in range(2):
+        job.store.put(KEYS.exited(2, slot), encode(ExitedRecord(slot, f"n{slot}.1")))
+    end = job.wait(lambda: job.store.get(KEYS.result), "the result")
+    assert decode(ResultRecord, end.value).state == "succeeded"
+    events = [kv.key for kv in job.store.get_prefix(KEYS.prefix + "events/")[0]]
+    assert events == [KEYS.event(1), KEYS.event(2)]
+
+
+def test_a_lost_coordinator_is_succeeded_without_waiting_for_its_lease(jobs: Callable[..., Job]) -> None:
+    """The records prove it lost; virtual time stands still, so its lease never runs out here."""
+    job = jobs(["n0", "n1", "n2"])
+    job.start("n0")
+    job.wait(lambda: job.holder == "n0", "n0 is coordinator")
+    job.start("n1", "n2")
+    job.wait_generation(1)
+    job.agents["n0"].stop()
+    job.fail("node", 0)
+    generation = job.wait_generation(2)
+    assert [o.node_id for o in generation.slots] == ["n2", "n1"] and job.holder in ("n1", "n2")
+    job.wait(lambda: job.store.get(KEYS.node("n0")) is None, "n0 is forgotten")
+
+
+def test_a_lost_spare_that_was_coordinator_is_succeeded(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1", "n2"])
+    job.start("n2")
+    job.wait_generation(1)
+    assert job.holder == "n2"
+    job.start("n0", "n1")
+    job.agents["n2"].stop()
+    job.store.delete(KEYS.node("n2"))  # what an agent does that saw the spare die
+    job.wait(lambda: job.holder in ("n0", "n1"), "another coordinator")
+
+
+def test_a_coordinator_that_is_accused_and_alone_decides_itself(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1"], rules=Rules(0.2))
+    job.start("n0")
+    job.wait_generation(1)
+    job.agents["n1"].lease.revoke()
+    job.fail("node", 0)
+    end = job.wait(lambda: job.store.get(KEYS.result), "the result")
+    assert decode(ResultRecord, end.value).state == "stopped"
+    assert job.agents["n0"].tap.num_writes < 20  # and does not elect itself over and over
+
+
+# Writes of n0 in the scenario: elect, generation 1, generation 2 (and forget n1), plan 2, generation 3, plan 3, release,
+# result.
+@pytest.mark.parametrize("lost_answer", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_takeover_in_the_middle_of_any_write(jobs: Callable[..., Job], at: int, lost_answer: bool) -> None:
+    job = jobs(["n0", "n1", "n2"])
+    first = job.agents["n0"]
+    if lost_answer:
+        first.tap.cut_after = at
+    else:
+        first.tap.cut_before = at
+    died = threading.Event()
+
+    def die_when_cut() -> None:
+        wait_for(lambda: first.tap.num_writes >= at or died.is_set(), 15.0, f"write {at}")
+        first.coordinator.stop()
+        job.store.delete(KEYS.coordinator)  # its lease runs out; its node record is spared, to keep the scenario's roster
+
+    undertaker = threading.Thread(target=die_when_cut)
+    undertaker.start()
+    try:
+        job.start("n0")
+        job.wait(lambda: job.holder == "n0" or first.tap.num_writes >= at, "n0 acts")
+        job.start("n2")
+        _scenario(job)
+    finally:
+        died.set()
+        undertaker.join()
+    assert first.tap.num_writes >= at, "the cut never came"
+
+
+def _scenario(job: Job) -> None:
+    assert [o.node_id for o in job.wait_generation(1).slots] == ["n0", "n1"]
+    job.fail("node", 1)
+    second = job.wait_generation(2)
+    assert [o.node_id for o in second.slots] == ["n0", "n2"] and second.number == 2
+    job.wait(lambda: job.store.get(KEYS.node("n1")) is None, "n1 is forgotten")
+    job.report()
+    job.wait(lambda: job.store.get(KEYS.plan(2)), "plan 2")
+    job.fail("workers", 1, (0,), name="n2")
+    third = job.wait_generation(3)
+    assert third.number == 3 and third.lost == {1: (0,)}
+    job.report()
+    job.wait(lambda: job.store.get(KEYS.plan(3)), "plan 3")
+    for slot in range(2):
+        job.store.put(KEYS.finished(3, slot), encode(FinishedRecord(slot, "x")))
+    job.wait(lambda: job.store.get(KEYS.release(3)), "the release")
+    for slot in range(2):
+        job.store.put(KEYS.exited(3, slot), encode(ExitedRecord(slot, "x")))
+    end = job.wait(lambda: job.store.get(KEYS.result), "the result")
+    assert decode(ResultRecord, end.value).state == "succeeded"
+    assert [kv.key for kv in job.store.get_prefix(KEYS.prefix + "events/")[0]] == [KEYS.event(n) for n in (1, 2, 3)]
+
+
+def _thaw_in_another_world(job: Job, guard_dropped: str | None) -> tuple[dict[str, bytes], dict[str, bytes], Agent]:
+    """n0 is frozen in front of the write of generation 2; the others go on to 3; n0 comes back and goes on, too."""
+    first = job.agents["n0"]
+    first.tap.drop_guards_of = guard_dropped
+    job.start("n0")
+    job.wait(lambda: job.holder == "n0", "n0 is coordinator")
+    job.wait_generation(1)
+    first.tap.open.clear()
+    job.fail("workers", 1, (0,))
+    assert first.tap.frozen.wait(5.0)
+    num_before = len(first.tap.outcomes)
+    first.keeper.stop()
+    first.lease.revoke()  # what etcd does when nothing is heard of it
+    job.start("n1", "n2")
+    assert [o.node_id for o in job.wait_generation(2).slots] == ["n2", "n1"]
+    job.report()
+    job.wait(lambda: job.store.get(KEYS.plan(2)), "plan 2")
+    before = job.content()
+    first.tap.open.set()
+    job.wait(lambda: len(first.tap.outcomes) > num_before, "n0 writes on")
+    job.wait(lambda: first.views[-1].number >= 2, "n0 sees what happened")
+    first.coordinator.stop()  # ends after the step that it is in
+    return before, job.content(), first
+
+
+def test_a_frozen_coordinator_that_comes_back_writes_nothing(jobs: Callable[..., Job]) -> None:
+    before, after, first = _thaw_in_another_world(jobs(["n0", "n1", "n2"]), None)
+    assert after == before
+    assert first.tap.outcomes[-1] is False
+
+
+def test_the_test_of_the_frozen_coordinator_notices_a_missing_guard(jobs: Callable[..., Job], monkeypatch: Any) -> None:
+    """Without the comparison of the generation and of the coordinator's key the same history goes wrong."""
+    job = jobs(["n0", "n1", "n2"])
+    original = Tap.transaction
+
+    def unguarded(self: Tap, compare: Sequence[Compare], success: Sequence[Op],
+                  failure: Sequence[Op] = ()) -> TransactionResult:
+        if self is job.agents["n0"].tap:
+            compare = [c for c in compare if c.key not in (KEYS.coordinator, KEYS.generation)]
+        return original(self, compare, success, failure)
+
+    monkeypatch.setattr(Tap, "transaction", unguarded)
+    before, after, _ = _thaw_in_another_world(job, None)
+    assert after != before
+
+
+@pytest.mark.parametrize("dropped", [KEYS.coordinator, KEYS.generation])
+def test_each_guard_alone_holds_back_a_stale_generation(jobs: Callable[..., Job], dropped: str) -> None:
+    before, after, _ = _thaw_in_another_world(jobs(["n0", "n1", "n2"]), dropped)
+    assert after[KEYS.generation] == before[KEYS.generation]
+
+
+def test_a_release_that_is_out_holds_back_the_next_generation(jobs: Callable[..., Job]) -> None:
+    """The coordinator releases on a view that lacks a failure which is stored already; workers may have exited since."""
+    job = jobs(["n0", "n1"])
+    agent = job.agents["n0"]
+    job.start("n0")
+    job.wait_generation(1)
+    job.wait(lambda: agent.acting and agent.views[-1].plan is not None, "n0 acts")
+    agent.watcher.stop()
+    job.store.put(KEYS.release(1), b"1")
+    job.fail("workers", 1, (0,))
+    stale = agent.views[-1]
+    seen = View(**{**vars(stale), "failures": {1: failure("workers", 1, (0,))}})  # not the release
+    num_before = len(agent.tap.outcomes)
+    agent.see(seen)
+    job.wait(lambda: len(agent.tap.outcomes) > num_before, "the try")
+    assert agent.tap.outcomes[-1] is False
+    assert job.generation is not None and job.generation.number == 1
+
+
+def test_waiting_for_a_node_ends_on_time(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1"], rules=Rules(0.4))
+    job.start("n0")
+    job.wait_generation(1)
+    began_s = time.monotonic()
+    job.fail("node", 1)
+    end = job.wait(lambda: job.store.get(KEYS.result), "the result")
+    assert 0.35 <= time.monotonic() - began_s < 3.0
+    assert decode(ResultRecord, end.value).state == "stopped"
+    assert any("wait for a node" in line for line in job.agents["n0"].lines)
+
+
+def test_a_node_in_time_ends_the_wait(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1"], rules=Rules(30.0))
+    job.start("n0")
+    job.wait_generation(1)
+    job.fail("node", 1)
+    job.wait(lambda: any("wait for a node" in line for line in job.agents["n0"].lines), "the wait")
+    job.agents["n5"] = Agent(job.store, "n5", job.rules)
+    assert [o.node_id for o in job.wait_generation(2).slots] == ["n0", "n5"]
+
+
+def test_decisions_wait_for_a_store_that_is_away(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1"])
+    agent = job.agents["n0"]
+    job.start("n0")
+    job.wait_generation(1)
+    agent.tap.cut_before = agent.tap.num_writes + 1
+    job.fail("workers", 1, (0,))
+    job.wait(lambda: agent.tap.num_writes >= agent.tap.cut_before, "a try")
+    agent.tap.cut_before = 1 << 30
+    assert job.wait_generation(2).number == 2
+
+
+def test_a_view_that_comes_late_is_not_acted_on(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1"])
+    agent = job.agents["n0"]
+    job.start("n0")
+    job.wait_generation(1)
+    job.wait(lambda: agent.acting, "n0 acts")
+    agent.watcher.stop()
+    num_before = agent.tap.num_writes
+    agent.coordinator.update(View(job=agent.views[-1].job, nodes=agent.views[-1].nodes, revision=1))  # would elect
+    assert agent.acting
+    agent.coordinator.stop()
+    assert agent.tap.num_writes == num_before
+
+
+# ---- the watcher ----
+
+
+def test_a_watcher_outlives_compaction_and_unreadable_records() -> None:
+    store = MemoryStore()
+    store.put(KEYS.job, encode(JobRecord(2, 2, "command", 1)))
+    views: list[View] = []
+    watcher = JobWatcher(store, KEYS, views.append)
+    first = watcher.start()
+    assert first.job is not None and not first.tracked
+    store.put(KEYS.node("bad"), b"{}")
+    store.put(KEYS.tracked, b"1")
+    wait_for(lambda: views and views[-1].tracked, 5.0, "the record after the unreadable one")
+    assert "bad" not in views[-1].nodes
+    watcher.stop()
+    num_seen = len(views)
+    store.put(KEYS.preload, b"late")
+    assert len(views) == num_seen
+
+
+def test_a_watcher_that_is_left_behind_lists_again() -> None:
+    class Slow(MemoryStore):
+        compacted = False
+
+        def watch_prefix(self, prefix: str, start_revision: int | None = None) -> Any:
+            if not self.compacted:
+                self.compacted = True
+                self.put(KEYS.tracked, b"1")
+                self.put(KEYS.preload, b"numpy")
+                self.compact(self.get_prefix("")[1])  # what the watch would have begun with is gone
+            return super().watch_prefix(prefix, start_revision)
+
+    store = Slow()
+    store.put(KEYS.node("n0"), encode(node("n0")))
+    views: list[View] = []
+    watcher = JobWatcher(store, KEYS, views.append)
+    watcher.start()
+    wait_for(lambda: views and views[-1].tracked and views[-1].preload == ("numpy",), 5.0, "the second listing")
+    store.transaction([], [Put(KEYS.node("n1"), encode(node("n1")))])
+    wait_for(lambda: "n1" in views[-1].nodes, 5.0, "what came after it")
+    watcher.stop()

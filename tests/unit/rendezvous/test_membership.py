@@ -1,0 +1,298 @@
+"""Who trains together: named situations first, then all situations of a small job at once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from swift_rendezvous.keys import (
+    ExitedRecord,
+    FailureRecord,
+    FinishedRecord,
+    JobRecord,
+    PlanRecord,
+    ProgressRecord,
+)
+from swift_rendezvous.membership import (
+    Decision,
+    ForgetNode,
+    PublishGeneration,
+    PublishPlan,
+    PublishRelease,
+    PublishResult,
+    Rules,
+    decide,
+    losses,
+    spares,
+)
+from swift_rendezvous.view import View
+from tests.support.records import failure, generation, node, view
+
+RULES = Rules(replacement_timeout_s=30.0)
+
+
+def ask(v: View, *, now_s: float = 100.0, since_s: float | None = None) -> Decision:
+    return decide(v, RULES, now_s=now_s, waiting_since_s=since_s)
+
+
+def published(decision: Decision) -> Any:
+    found = [c.generation for c in decision.commands if isinstance(c, PublishGeneration)]
+    return found[0] if found else None
+
+
+def result(decision: Decision) -> Any:
+    found = [c.result for c in decision.commands if isinstance(c, PublishResult)]
+    return found[0] if found else None
+
+
+def without(v: View, name: str) -> View:
+    return replace(v, nodes={k: n for k, n in v.nodes.items() if k != name})
+
+
+# ---- begin and end ----
+
+
+def test_a_job_begins_when_enough_nodes_are_here_in_the_order_in_which_they_came() -> None:
+    few = view(names=("n0",), generation=None, plan=None, coordinator=None)
+    assert ask(few).commands == () and "1 of 2" in ask(few).waiting
+    many = view(names=("n2", "n0", "n1"), generation=None, plan=None)
+    new = published(ask(many))
+    assert [o.node_id for o in new.slots] == ["n2", "n0"]
+    assert (new.number, new.mode, new.epoch, new.num_restarts) == (1, "start", 1, 0)
+
+
+def test_nothing_is_decided_before_the_job_is_known_or_after_its_result() -> None:
+    assert ask(View()) == Decision()
+    ended = view(result=failure("node", 0), failures={0: failure("node", 0)})
+    assert ask(ended) == Decision()
+
+
+def test_a_replaced_generation_is_planned_once_all_slots_have_said_what_they_hold() -> None:
+    entering = view(generation=generation(2, "replace"), plan=None)
+    assert "[0, 1]" in ask(entering).waiting
+    half = replace(entering, progress={1: ProgressRecord(1, "n1.1", ())})
+    assert ask(half).commands == () and "[0]" in ask(half).waiting
+    both = replace(half, progress={0: ProgressRecord(0, "n0.1", ()), **half.progress})
+    assert ask(both).commands == (PublishPlan(),)
+
+
+def test_a_plan_that_cannot_recover_in_place_restarts_all() -> None:
+    v = view(generation=generation(4, "replace", lost={1: (0,)}, num_restarts=1), plan=PlanRecord(4, {}, "no way", True))
+    new = published(ask(v))
+    assert (new.number, new.mode, new.epoch, new.num_restarts, new.lost) == (5, "restart", 5, 2, {})
+    assert "no way" in new.why
+
+
+def _finished(slot: int, **ends: Any) -> FinishedRecord:
+    checksums = {slot * 2 + r: {"iteration": 5, "checksum": "aa", "replicas": [0, 1, 2, 3], **ends} for r in range(2)}
+    return FinishedRecord(slot, f"n{slot}.1", checksums)
+
+
+def test_workers_are_released_when_all_have_finished_with_equal_replicas() -> None:
+    v = view(finished={0: _finished(0)})
+    assert ask(v) == Decision()
+    v = view(finished={0: _finished(0), 1: _finished(1)})
+    assert ask(v).commands == (PublishRelease(),) and "4 replicas" in ask(v).why
+    assert ask(replace(v, released=True)) == Decision()
+
+
+def test_replicas_that_differ_at_the_end_fail_the_job() -> None:
+    for difference in ({"checksum": "ab"}, {"iteration": 6}):
+        decision = ask(view(finished={0: _finished(0), 1: _finished(1, **difference)}))
+        assert result(decision).state == "failed" and "differ" in result(decision).why
+    shards = view(finished={0: _finished(0, replicas=[0, 1]), 1: _finished(1, checksum="ab", replicas=[2, 3])})
+    assert ask(shards).commands == (PublishRelease(),)
+
+
+def test_the_job_succeeds_when_all_have_exited() -> None:
+    exited = {slot: ExitedRecord(slot, f"n{slot}.1") for slot in range(2)}
+    assert result(ask(view(exited=exited, released=True))).state == "succeeded"
+    # An agent whose workers are done may leave.
+    assert result(ask(without(view(exited=exited, released=True), "n1"))).state == "succeeded"
+    assert ask(without(view(exited={1: exited[1]}, finished={0: _finished(0)}), "n1")).commands == (PublishRelease(),)
+
+
+def test_after_the_release_nothing_is_recovered_but_the_truth_is_told() -> None:
+    exited = {0: ExitedRecord(0, "n0.1")}
+    crashed = view(released=True, exited=exited, failures={1: failure("workers", 1, (0,))})
+    assert result(ask(crashed)).state == "failed" and result(ask(crashed)).exits[0].rank == 2
+    lost = without(view(released=True, exited=exited), "n1")
+    assert result(ask(lost)).state == "succeeded" and "lost" in result(ask(lost)).why
+    waits = without(view(released=True), "n1")
+    assert ask(waits).commands == () and "[0]" in ask(waits).waiting
+
+
+# ---- losses ----
+
+
+def test_dead_workers_are_replaced_on_their_node() -> None:
+    v = view(failures={1: failure("workers", 1, (1,))}, names=("n0", "n1", "n2"))
+    new = published(ask(v))
+    assert (new.number, new.mode, new.epoch) == (2, "replace", 1)
+    assert [o.node_id for o in new.slots] == ["n0", "n1"] and new.lost == {1: (1,)}
+    assert new.num_restarts == 0  # TORCHELASTIC_RESTART_COUNT counts restarts of all
+
+
+def test_a_lost_node_is_replaced_by_the_spare_that_came_first() -> None:
+    v = view(names=("n0", "n1", "n3", "n2"), failures={0: failure("node", 0)})
+    decision = ask(v)
+    new = published(decision)
+    assert [o.node_id for o in new.slots] == ["n3", "n1"]
+    assert new.lost == {0: (0, 1)} and new.store_slot == 1
+    assert decision.commands == (PublishGeneration(new), ForgetNode("n0", "n0.1"))
+
+
+def test_a_node_that_comes_back_takes_its_own_slot() -> None:
+    v = view(nodes={"n0": node("n0", 2), "n1": node("n1")})
+    assert losses(v).nodes == {0: "it came back as a new incarnation"}
+    new = published(ask(v))
+    assert [o.incarnation for o in new.slots] == ["n0.2", "n1.1"]
+    assert not any(isinstance(c, ForgetNode) for c in ask(v).commands)
+
+
+def test_two_losses_at_once_make_one_generation() -> None:
+    v = view(names=("n0", "n1", "n2"), failures={0: failure("node", 0), 1: failure("workers", 1, (0,))})
+    new = published(ask(v))
+    assert new.number == 2 and new.lost == {0: (0, 1), 1: (0,)}
+
+
+def test_without_a_spare_the_job_waits_and_then_stops() -> None:
+    v = view(failures={1: failure("node", 1)})
+    first = ask(v, now_s=100.0)
+    assert first.deadline_s == 130.0 and first.commands == (ForgetNode("n1", "n1.1"),)
+    v = without(v, "n1")
+    assert ask(v, now_s=129.9, since_s=100.0).commands == ()
+    late = result(ask(v, now_s=130.0, since_s=100.0))
+    assert late.state == "stopped" and "--replacement-timeout" in late.why
+    in_time = replace(v, nodes={**v.nodes, "n5": node("n5")})
+    assert published(ask(in_time, now_s=129.9, since_s=100.0)).slots[1].node_id == "n5"
+
+
+def test_a_worker_without_restarts_left_ends_the_job_unless_a_spare_takes_over() -> None:
+    worn = {1: failure("workers", 1, (0,), left=0)}
+    ended = result(ask(view(failures=worn)))
+    assert ended.state == "failed" and ended.exits == worn[1].exits and "--max-restarts" in ended.why
+    new = published(ask(view(failures=worn, names=("n0", "n1", "n2"))))
+    assert [o.node_id for o in new.slots] == ["n0", "n2"] and new.lost == {1: (0, 1)}
+    # One spare cannot do both.
+    both = view(failures={**worn, 0: failure("node", 0)}, names=("n0", "n1", "n2"))
+    assert result(ask(both)).state == "failed"
+
+
+def test_an_untracked_job_restarts_as_a_whole() -> None:
+    v = view(tracked=False, failures={1: failure("workers", 1, (0,))})
+    decision = ask(v)
+    new = published(decision)
+    assert (new.mode, new.epoch, new.num_restarts) == ("restart", 2, 1)
+    assert decision.commands == (PublishGeneration(new), PublishPlan())
+    node_lost = view(tracked=False, names=("n0", "n1", "n2"), failures={1: failure("node", 1)})
+    assert published(ask(node_lost)).num_restarts == 0  # a lost node uses up no restart
+    worn = view(tracked=False, names=("n0", "n1", "n2"), failures={1: failure("workers", 1, (0,), left=0)})
+    assert result(ask(worn)).state == "failed"  # as torchrun
+
+
+def test_an_unfit_worker_restarts_all_while_restarts_are_left() -> None:
+    assert published(ask(view(failures={0: failure("restart", 0)}))).mode == "restart"
+    assert result(ask(view(failures={0: failure("restart", 0, left=0)}))).state == "failed"
+
+
+def test_the_earliest_failure_is_the_root_cause() -> None:
+    v = view(tracked=False, failures={
+        0: failure("workers", 0, (0,), left=0, when_s=50), 1: failure("workers", 1, (1,), left=0, when_s=40)})
+    assert result(ask(replace(v, released=True))).exits[0].rank == 3
+
+
+def test_a_failure_of_a_former_owner_is_no_loss() -> None:
+    stale = FailureRecord("node", 0, "n0.0", (), "old", "n1")
+    assert not losses(view(failures={0: stale}))
+
+
+def test_spares_are_all_nodes_without_a_slot() -> None:
+    assert [n.node_id for n in spares(view(names=("n4", "n0", "n3", "n1")))] == ["n4", "n3"]
+    assert [n.incarnation for n in spares(view(nodes={"n0": node("n0", 2), "n1": node("n1")}))] == ["n0.2"]
+
+
+# ---- all situations of a small job ----
+
+# What may have happened to a slot: its record of failure, whether its node is there, and in which incarnation.
+CONDITIONS = {
+    "well": (None, 1), "accused": ("node", 1), "gone": (None, 0), "gone and accused": ("node", 0),
+    "returned": (None, 2), "worker died": ("workers", 1), "worker died, worn": ("worn", 1), "unfit": ("restart", 1),
+    "exited": ("exited", 1), "exited and left": ("exited", 0),
+}
+
+
+def _situation(conditions: tuple[str, ...], num_spares: int, tracked: bool, released: bool) -> View:
+    nodes = {f"s{i}": node(f"s{i}") for i in range(num_spares)}
+    failures, exited = {}, {}
+    for slot, condition in enumerate(conditions):
+        kind, life = CONDITIONS[condition]
+        if life:
+            nodes[f"n{slot}"] = node(f"n{slot}", life)
+        if kind == "exited":
+            exited[slot] = ExitedRecord(slot, f"n{slot}.1")
+        elif kind == "worn":
+            failures[slot] = failure("workers", slot, (0,), left=0)
+        elif kind:
+            failures[slot] = failure(kind, slot, (0,) if kind == "workers" else ())  # type: ignore[arg-type]
+    names = [f"n{slot}" for slot in range(len(conditions))]
+    return view(nodes=nodes, joined={name: i for i, name in enumerate(sorted(nodes))}, tracked=tracked, released=released,
+                job=JobRecord(len(conditions), 2, "command", 1), generation=generation(7, "replace", names, epoch=3),
+                plan=PlanRecord(7, {}, "w"), failures=failures, exited=exited)
+
+
+def test_every_situation_of_three_slots() -> None:
+    seen = set()
+    for conditions in itertools.product(CONDITIONS, repeat=3):
+        for num_spares, tracked, released in itertools.product((0, 1, 3), (True, False), (True, False)):
+            v = _situation(conditions, num_spares, tracked, released)
+            decision = ask(v)
+            assert decision == ask(v)  # whoever takes over decides the same
+            seen.add(_check(v, conditions, decision))
+    assert seen == {"nothing", "generation", "waits", "failed", "succeeded"}
+
+
+def _check(v: View, conditions: tuple[str, ...], decision: Decision) -> str:
+    where = (conditions, len(v.nodes), v.tracked, v.released, decision)
+    old = v.generation
+    assert old is not None
+    bad = [c for c in conditions if c not in ("well", "exited", "exited and left")]
+    vacated = {slot for slot, c in enumerate(conditions) if c in ("accused", "gone", "gone and accused", "returned")}
+    for command in decision.commands:
+        if isinstance(command, ForgetNode):
+            # Only what is accused, and is there in the very incarnation that is accused.
+            assert command.incarnation in {f"n{s}.1" for s, c in enumerate(conditions) if c == "accused"}, where
+    ended, new = result(decision), published(decision)
+    assert not (ended and new), where
+    if ended:
+        if ended.state == "succeeded":
+            assert v.released or all("exited" in c for c in conditions), where
+            assert "well" not in conditions, where
+        elif ended.state == "failed":
+            assert any(c in ("worker died", "worker died, worn") for c in conditions), where
+        return str(ended.state)
+    if new:
+        assert bad and not v.released, where
+        assert new.number == old.number + 1 and new.num_workers == old.num_workers, where
+        assert len(new.slots) == len(old.slots) and len({o.incarnation for o in new.slots}) == len(new.slots), where
+        for slot, owner in enumerate(new.slots):
+            if owner == old.slots[slot]:
+                # A survivor keeps its slot and a lost owner loses it; a slot that is done waits for nobody.
+                assert slot not in vacated, where
+            else:
+                assert slot in vacated or conditions[slot] == "worker died, worn", where
+                assert v.nodes[owner.node_id].incarnation == owner.incarnation, where
+                assert new.lost[slot] == (0, 1), where
+        restarts = not v.tracked or "unfit" in conditions
+        assert new.mode == ("restart" if restarts else "replace"), where
+        assert new.epoch == (new.number if restarts else old.epoch), where
+        assert new.store_slot not in vacated or len(vacated) == 3 or "worker died, worn" in conditions, where
+        assert set(new.lost) == {s for s, c in enumerate(conditions) if s in vacated or c.startswith("worker died")}, where
+        return "generation"
+    if bad:
+        assert decision.waiting, where
+        assert v.released or (vacated and decision.deadline_s == 130.0), where
+        return "waits"
+    assert decision == Decision() or isinstance(decision.commands[0], PublishRelease), where
+    return "nothing"

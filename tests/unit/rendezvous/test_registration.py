@@ -1,0 +1,262 @@
+"""Entering and leaving a job, with other nodes doing the same between any two of its steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, ResultRecord, decode, encode
+from swift_rendezvous.kv import Compare, LeaseLost, Op, Put, RendezvousError, StoreUnavailable, TransactionResult
+from swift_rendezvous.memory import MemoryStore
+from swift_rendezvous.registration import JobConflict, enter_job, leave_job
+from tests.support.records import generation, node
+
+KEYS = Keys("job")
+JOB = JobRecord(2, 2, "command", 0)
+
+
+def stored_job(store: MemoryStore) -> JobRecord | None:
+    found = store.get(KEYS.job)
+    return decode(JobRecord, found.value) if found else None
+
+
+def registered(store: MemoryStore) -> list[NodeRecord]:
+    return [decode(NodeRecord, kv.value) for kv in store.get_prefix(KEYS.nodes)[0]]
+
+
+class Interrupted:
+    """Forwards to a store, and calls *between* before the call number *at*."""
+
+    def __init__(self, store: MemoryStore, at: int, between: Callable[[], None]) -> None:
+        self._store, self._at, self._between = store, at, between
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.num_calls == self._at:
+                self._between()
+            self.num_calls += 1
+            return method(*args, **kwargs)
+
+        return call
+
+
+def test_the_first_node_creates_the_job_and_the_others_join_it() -> None:
+    store = MemoryStore()
+    lease = enter_job(store, KEYS, JOB, node("n0"), 5)
+    enter_job(store, KEYS, JOB, node("n1"), 5)
+    assert stored_job(store) == JOB and registered(store) == [node("n0"), node("n1")]
+    record = store.get(KEYS.node("n0"))
+    assert record is not None and record.lease_id == lease.id
+    lease.revoke()
+    assert registered(store) == [node("n1")]
+
+
+def test_another_command_is_refused_and_says_what_differs() -> None:
+    store = MemoryStore()
+    enter_job(store, KEYS, JOB, node("n0"), 5)
+    for change, word in (({"num_nodes": 3}, "--nnodes 2, here 3"), ({"num_workers": 4}, "--nproc-per-node 2, here 4"),
+                         ({"max_restarts": 1}, "--max-restarts"), ({"fingerprint": "x"}, "another script")):
+        with pytest.raises(JobConflict, match=word):
+            enter_job(store, KEYS, replace(JOB, **change), node("n1"), 5)  # type: ignore[arg-type]
+    assert stored_job(store) == JOB and registered(store) == [node("n0")]
+    store.advance(10.0)  # refused nodes leave no lease behind that would not run out
+
+
+def test_the_records_of_a_job_that_nobody_runs_are_removed() -> None:
+    store = MemoryStore()
+    store.put(KEYS.job, encode(replace(JOB, fingerprint="older")))
+    store.put(KEYS.generation, encode(generation(3)))
+    store.put(KEYS.result, encode(ResultRecord("failed", "w")))
+    store.put(KEYS.failure(3, 0), b"{}")
+    store.put("/swift/job-2/job", b"of another job")
+    enter_job(store, KEYS, JOB, node("n0"), 5)
+    assert {kv.key for kv in store.get_prefix("/")[0]} == {KEYS.job, KEYS.node("n0"), "/swift/job-2/job"}
+    assert stored_job(store) == JOB
+
+
+def test_leftovers_of_the_same_command_are_removed_too() -> None:
+    store = MemoryStore()
+    store.put(KEYS.job, encode(JOB))
+    store.put(KEYS.generation, encode(generation(3)))
+    enter_job(store, KEYS, JOB, node("n0"), 5)
+    assert store.get(KEYS.generation) is None
+
+
+def test_a_name_is_given_once() -> None:
+    store = MemoryStore()
+    enter_job(store, KEYS, JOB, node("n0"), 1)
+    with pytest.raises(JobConflict, match="--node-id"):
+        enter_job(store, KEYS, JOB, node("n0", 2), 1)
+    assert registered(store) == [node("n0")]
+
+
+def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:
+    store = MemoryStore()
+    enter_job(store, KEYS, JOB, node("n1"), 60)
+    predecessor = enter_job(store, KEYS, JOB, node("n0"), 2)
+    ended = threading.Event()
+
+    def time_passes() -> None:
+        for step in range(40):  # five times as fast as the clock
+            if ended.wait(0.05):
+                return
+            store.advance(0.25)
+            if step == 5:
+                predecessor.refresh()  # its last sign of life: it outlives the newcomer's lease, were that not refreshed
+
+    clock = threading.Thread(target=time_passes)
+    clock.start()
+    enter_job(store, KEYS, JOB, node("n0", 2), 2)
+    ended.set()
+    clock.join()
+    assert node("n0", 2) in registered(store) and node("n0") not in registered(store)
+
+
+def test_the_last_to_leave_removes_the_job() -> None:
+    store = MemoryStore()
+    leases = [enter_job(store, KEYS, JOB, node(f"n{i}"), 5) for i in range(2)]
+    store.put(KEYS.generation, encode(generation(1)))
+    leave_job(store, KEYS, node("n0"), leases[0])
+    assert stored_job(store) == JOB and store.get(KEYS.generation) is not None
+    leave_job(store, KEYS, node("n1"), leases[1])
+    assert store.get_prefix("/")[0] == []
+
+
+def test_leaving_never_raises() -> None:
+    class Away(MemoryStore):
+        away = False
+
+        def transaction(self, compare: Sequence[Compare], success: Sequence[Op],
+                        failure: Sequence[Op] = ()) -> TransactionResult:
+            if self.away:
+                raise StoreUnavailable("no endpoint answered")
+            return super().transaction(compare, success, failure)
+
+    store = Away()
+    lease = enter_job(store, KEYS, JOB, node("n0"), 5)
+    store.away = True
+    leave_job(store, KEYS, node("n0"), lease)
+
+
+def test_a_store_that_fails_midway_leaves_no_lease() -> None:
+    store = MemoryStore()
+    leases = []
+    original = store.grant_lease
+
+    def grant(ttl_s: int) -> Any:
+        leases.append(original(ttl_s))
+        store.revoke(leases[-1])  # the worst moment
+        return leases[-1]
+
+    store.grant_lease = grant  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost):
+        enter_job(store, KEYS, JOB, node("n0"), 5)
+    assert registered(store) == [] and leases[0].remaining_ttl_s() == 0.0
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_two_newcomers_with_different_commands_never_end_in_one_job(at: int) -> None:
+    store, other = MemoryStore(), replace(JOB, fingerprint="other")
+    refused: list[str] = []
+
+    def enter(via: Any, name: str, job: JobRecord) -> None:
+        try:
+            enter_job(via, KEYS, job, replace(node(name), fingerprint=job.fingerprint), 5)
+        except JobConflict:
+            refused.append(name)
+
+    first = Interrupted(store, at, lambda: enter(store, "b", other))
+    enter(first, "a", JOB)
+    if first.num_calls <= at:
+        enter(store, "b", other)
+    job = stored_job(store)
+    assert job is not None and len(refused) == 1
+    assert [n.fingerprint for n in registered(store)] == [job.fingerprint]
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_two_newcomers_with_the_same_command_both_get_in(at: int) -> None:
+    store = MemoryStore()
+    first = Interrupted(store, at, lambda: void(enter_job(store, KEYS, JOB, node("b"), 5)))
+    enter_job(first, KEYS, JOB, node("a"), 5)  # type: ignore[arg-type]
+    if first.num_calls <= at:
+        enter_job(store, KEYS, JOB, node("b"), 5)
+    assert stored_job(store) == JOB and registered(store) == [node("a"), node("b")]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int) -> None:
+    store = MemoryStore()
+    lease = enter_job(store, KEYS, JOB, node("a"), 5)
+    store.put(KEYS.generation, encode(generation(1, slots=("a", "z"))))
+    leaving = Interrupted(store, at, lambda: void(enter_job(store, KEYS, JOB, node("b"), 5)))
+    leave_job(leaving, KEYS, node("a"), lease)  # type: ignore[arg-type]
+    if leaving.num_calls <= at:
+        enter_job(store, KEYS, JOB, node("b"), 5)
+    assert stored_job(store) == JOB and registered(store) == [node("b")]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_the_last_node_leaves_while_a_newcomer_enters(at: int) -> None:
+    store = MemoryStore()
+    lease = enter_job(store, KEYS, JOB, node("a"), 5)
+    entering = Interrupted(store, at, lambda: leave_job(store, KEYS, node("a"), lease))
+    enter_job(entering, KEYS, JOB, node("b"), 5)  # type: ignore[arg-type]
+    if entering.num_calls <= at:
+        leave_job(store, KEYS, node("a"), lease)
+    assert stored_job(store) == JOB and registered(store) == [node("b")]
+
+
+def test_a_job_that_is_ending_is_waited_for() -> None:
+    store = MemoryStore()
+    lease = enter_job(store, KEYS, replace(JOB, fingerprint="older"), node("a"), 5)
+    store.put(KEYS.result, encode(ResultRecord("succeeded", "w")))
+    leaves = threading.Timer(0.25, leave_job, [store, KEYS, node("a"), lease])
+    leaves.start()
+    enter_job(store, KEYS, JOB, node("b"), 5)
+    leaves.join()
+    assert stored_job(store) == JOB and registered(store) == [node("b")] and store.get(KEYS.result) is None
+
+
+def void(_: object) -> None:
+    """For lambdas whose value nobody wants."""
+
+
+def test_the_guard_of_a_registration_is_needed() -> None:
+    """What the guard protects from, done without it: a node in a job of another command."""
+    store = MemoryStore()
+    other = replace(JOB, fingerprint="other")
+
+    class Unguarded(Interrupted):
+        def __getattr__(self, name: str) -> Any:
+            call = super().__getattr__(name)
+            if name != "transaction":
+                return call
+            return lambda compare, ops: call([c for c in compare if c.target != "value"],
+                                             [op for op in ops if not (len(ops) == 2 and op.key == KEYS.job)])
+
+    def between() -> None:
+        enter_job(store, KEYS, other, replace(node("b"), fingerprint="other"), 5)
+
+    mixed = []
+    for at in range(6):
+        store = MemoryStore()
+        try:
+            enter_job(Unguarded(store, at, between), KEYS, JOB, replace(node("a"), fingerprint="command"), 5)  # type: ignore[arg-type]
+        except RendezvousError:
+            continue
+        mixed.append(len({n.fingerprint for n in registered(store)}))
+    assert 2 in mixed
+
+
+def test_a_put_of_a_dead_lease_is_refused_by_the_store() -> None:
+    # What the tests above rely on.
+    with pytest.raises(LeaseLost):
+        MemoryStore().transaction([], [Put("k", b"", lease_id=99)])

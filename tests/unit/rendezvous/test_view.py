@@ -1,0 +1,154 @@
+"""The fold of a job's keys into a view: by watch or by listing, with old generations left out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swift_rendezvous.keys import (
+    CoordinatorRecord,
+    ExitedRecord,
+    JobRecord,
+    Keys,
+    PlanRecord,
+    ProgressRecord,
+    RecordError,
+    ResultRecord,
+    encode,
+)
+from swift_rendezvous.kv import Delete, DeletePrefix, Op, Put
+from swift_rendezvous.memory import MemoryStore
+from swift_rendezvous.view import Change, View, apply, apply_all
+from tests.support.records import failure, generation, node
+
+KEYS = Keys("job")
+
+
+class History:
+    """A store whose changes are also folded one by one, as a watcher does."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.watch = self.store.watch_prefix("/")
+        self.watched = View()
+
+    def write(self, *ops: Op) -> View:
+        before = self.store.get_prefix("/")[1]
+        if self.store.transaction([], ops).revision > before:
+            for event in next(self.watch).events:
+                value = event.kv.value if event.kind == "put" else None
+                change = Change(event.kv.key, value, event.kv.mod_revision, event.kv.create_revision)
+                self.watched = apply(self.watched, KEYS, change)
+        return self.watched
+
+    def listed(self, rng: random.Random) -> View:
+        changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in self.store.get_prefix("/")[0]]
+        if rng.random() < 0.5:
+            changes = sorted(changes, key=lambda c: c.key)  # as etcd lists
+        return apply_all(View(), KEYS, changes)
+
+
+def _put_generation(number: int, mode: str = "replace") -> Put:
+    return Put(KEYS.generation, encode(generation(number, mode)))  # type: ignore[arg-type]
+
+
+def test_a_new_generation_leaves_the_records_of_the_old_one_behind() -> None:
+    history = History()
+    history.write(_put_generation(1, "start"), Put(KEYS.plan(1), encode(PlanRecord(1, {}, "begin"))))
+    history.write(Put(KEYS.failure(1, 0), encode(failure("workers", 0, (1,)))), Put(KEYS.release(1), b"1"))
+    history.write(Put(KEYS.exited(1, 1), encode(ExitedRecord(1, "n1.1"))))
+    assert history.watched.failures and history.watched.exited and history.watched.released and history.watched.plan
+    view = history.write(_put_generation(2))
+    assert view.number == 2
+    assert not (view.failures or view.exited or view.released or view.plan or view.store or view.progress)
+    late = history.write(Put(KEYS.failure(1, 1), encode(failure("node", 1))))
+    assert not late.failures
+    # The sweep of generation 1 must not take away what belongs to 2.
+    history.write(Put(KEYS.progress(2, 0), encode(ProgressRecord(0, "n0.1", ()))))
+    swept = history.write(DeletePrefix(KEYS.prefix + "progress/1/"), Delete(KEYS.plan(1)), Delete(KEYS.release(1)))
+    assert set(swept.progress) == {0}
+
+
+def test_a_listing_gives_the_view_that_the_watch_gave() -> None:
+    rng = random.Random(7)
+    for _ in range(60):
+        history, number = History(), 0
+        history.write(Put("/swift/job-2/job", b"not ours"), Put(KEYS.job, encode(JobRecord(2, 2, "c"))))
+        for _ in range(rng.randrange(3, 25)):
+            slot, name = rng.randrange(3), f"n{rng.randrange(3)}"
+            op: Op
+            match rng.randrange(9):
+                case 0:
+                    number += 1
+                    history.write(_put_generation(number), DeletePrefix(f"{KEYS.prefix}failure/{number - 1}/"),
+                                  DeletePrefix(f"{KEYS.prefix}exited/{number - 1}/"),
+                                  DeletePrefix(f"{KEYS.prefix}progress/{number - 1}/"),
+                                  Put(KEYS.plan(number), encode(PlanRecord(number, {}, "w"))))
+                    continue
+                case 1:
+                    op = Put(KEYS.node(name), encode(node(name, rng.randrange(3))))
+                case 2:
+                    op = Delete(KEYS.node(name))
+                case 3:
+                    op = Put(KEYS.coordinator, encode(CoordinatorRecord(name, f"{name}.1")))
+                case 4:
+                    op = Delete(KEYS.coordinator)
+                case 5:
+                    op = Put(KEYS.progress(number, slot), encode(ProgressRecord(slot, "x", ({"rank": slot},))))
+                case 6:
+                    op = Put(KEYS.exited(number, slot), encode(ExitedRecord(slot, "x")))
+                case 7:
+                    op = Put(KEYS.preload, b"a,b")
+                case _:
+                    op = Put(KEYS.failure(max(number - 1, 1), slot), encode(failure("node", slot)))
+            history.write(op)
+        listed = history.listed(rng)
+        watched = history.watched
+        assert {k: v for k, v in vars(listed).items() if k != "revision"} == {
+            k: v for k, v in vars(watched).items() if k != "revision"}
+        assert listed.revision <= watched.revision
+
+
+def test_the_guards_of_a_view_are_the_revisions_in_the_store() -> None:
+    history = History()
+    history.write(Put("/elsewhere", b""))
+    history.write(_put_generation(1), Put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1"))))
+    history.write(Put(KEYS.node("n0"), encode(node("n0"))))
+    view = history.write(Put(KEYS.node("n0"), encode(node("n0", 2))))
+    stored = {kv.key: kv for kv in history.store.get_prefix(KEYS.prefix)[0]}
+    assert view.generation_revision == stored[KEYS.generation].mod_revision
+    assert view.coordinator_revision == stored[KEYS.coordinator].mod_revision
+    assert view.joined["n0"] == stored[KEYS.node("n0")].create_revision
+    assert view.revision == stored[KEYS.node("n0")].mod_revision
+    gone = history.write(Delete(KEYS.coordinator))
+    assert gone.coordinator is None and gone.coordinator_revision == 0
+    assert gone.revision > view.revision
+
+
+def test_a_deleted_generation_takes_only_its_own_records_along() -> None:
+    history = History()
+    history.write(_put_generation(3), Put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1"))),
+                  Put(KEYS.tracked, b"1"), Put(KEYS.plan(3), encode(PlanRecord(3, {}, "w"))))
+    view = history.write(Delete(KEYS.generation))
+    assert view.generation is None and view.number == 0 and view.plan is None and view.generation_revision == 0
+    # Whoever elects itself compares with the stored coordinator: forgetting it here would make that fail for ever.
+    assert view.coordinator is not None and view.coordinator_revision > 0 and view.tracked
+
+
+def test_result_and_preload() -> None:
+    history = History()
+    assert history.write(Put(KEYS.result, encode(ResultRecord("stopped", "w")))).result == ResultRecord("stopped", "w")
+    assert history.write(Put(KEYS.preload, b"a,b")).preload == ("a", "b")
+    assert history.write(Delete(KEYS.preload)).preload == ()
+
+
+@pytest.mark.parametrize("key", ["nodes", "nodes/a/b", "failure/1", "failure/1/x", "failure/x/0", "plan/", "other/1", ""])
+def test_strange_keys_change_nothing(key: str) -> None:
+    view = apply(View(), KEYS, Change(KEYS.generation, encode(generation(1)), 5, 5))
+    assert apply(view, KEYS, Change(KEYS.prefix + key, b"{}", 5, 5)) == view
+
+
+def test_an_unreadable_value_is_an_error() -> None:
+    with pytest.raises(RecordError):
+        apply(View(), KEYS, Change(KEYS.job, b"{}", 1, 1))
