@@ -77,6 +77,7 @@ class Job(ABC):
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "SWIFT_NATIVE_DIR": os.environ.get("SWIFT_NATIVE_DIR", str(ROOT / ".cache" / "native")),
             "PYTHONPATH": os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")])),
+            "TMPDIR": str(self.directory),  # what a killed agent leaves there goes with ours
         }  # fmt: skip
 
     def add_node(self) -> subprocess.Popen[bytes]:
@@ -143,6 +144,10 @@ class Job(ABC):
         except (psutil.NoSuchProcess, StopIteration):
             raise Failed(f"{self.name}: rank {rank} is no more\n{self.tail()}") from None
 
+    def may_be_killed(self, rank: int) -> bool:
+        """Whether the job can survive the loss of that rank's node."""
+        return True
+
     def family(self, agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
         try:
             process = psutil.Process(agent.pid)
@@ -185,7 +190,11 @@ class Torchrun(Job):
     def command(self) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NUM_NODES), "--nproc-per-node",
                 str(NUM_WORKERS), "--max-restarts", "100", "--rdzv-backend", "c10d", "--rdzv-endpoint",
-                f"127.0.0.1:{self._port}", "--rdzv-id", self.id, "--local-addr", "127.0.0.1"]  # fmt: skip
+                f"127.0.0.1:{self._port}", "--rdzv-id", self.id, "--local-addr", "127.0.0.1",
+                "--rdzv-conf", f"is_host={int(not self.agents)}"]  # fmt: skip
+
+    def may_be_killed(self, rank: int) -> bool:
+        return self.node_of(rank) is not self.agents[0]  # it hosts the rendezvous: torchrun ends with it
 
     def environment(self) -> dict[str, str]:
         # Without it the restarted workers mostly never train again; see README.md.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _common import NUM_WORKERS, WORLD_SIZE, Failed, Job, SwiftRun, Torchrun, machine, same_weights
+from _common import WORLD_SIZE, Failed, Job, SwiftRun, Torchrun, machine, same_weights
 from train_ddp import CHECKPOINT_EVERY, HOLD_AT
 
 from swift_rendezvous.etcd_config import EtcdConfig
@@ -43,7 +43,8 @@ class Measured:
 
 def kill(job: Job, what: str, measured: Measured, rng: random.Random) -> None:
     """Kill a worker, or the node of one, at a random moment; wait until all train again, and take the times."""
-    rank = rng.randrange(NUM_WORKERS, WORLD_SIZE)  # never on torchrun's first node, which hosts its rendezvous
+    ranks = range(WORLD_SIZE)
+    rank = rng.choice([each for each in ranks if what == "worker" or job.may_be_killed(each)])
     logs = [job.log(each) for each in range(WORLD_SIZE)]
     iteration_s = statistics.median(b.time_s - a.time_s for a, b in zip(logs[0][-20:], logs[0][-19:], strict=False))
     if what == "node":

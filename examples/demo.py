@@ -95,7 +95,9 @@ class Run:
                   "--out", str(self.weights)]
         roots = [str(HERE.parent / room) for room in ("", "rendezvous", "recovery", "logging_store")]
         paths = [*roots, os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # What a killed agent leaves in its temporary directory goes with ours.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+               "TMPDIR": str(directory)}
         for node in nodes:
             # A session of its own: Ctrl-C reaches only the demo, which then ends its agents.
             self.agents[node] = subprocess.Popen(
@@ -235,9 +237,13 @@ def disturbed(run: Run, etcd: EtcdConfig, epochs: int) -> None:
     spare = next(node for node in run.agents if node not in {owner.node_id for owner in before.slots})
     victim = before.slots[1].node_id
     ranks, kept = [NUM_WORKERS, NUM_WORKERS + 1], list(range(NUM_WORKERS))
-    # Well under way, with the spare warm: its standby server and one waiting process per worker.
-    run.wait_for(lambda: run.num_epochs > epochs // 3, "a third of the training")
-    run.wait_for(lambda: len(family(run.agents[spare].pid)) >= 2 + NUM_WORKERS, "the spare to warm up")
+
+    def well_under_way() -> bool:
+        """With the spare warm: its standby server and one waiting process per worker. But before it is too late."""
+        warm = len(family(run.agents[spare].pid)) >= 2 + NUM_WORKERS
+        return run.num_epochs > epochs * (1 if warm else 2) // 3
+
+    run.wait_for(well_under_way, "a third of the training")
     pids = {rank: run.steps(rank)[-1].pid for rank in kept}
 
     killed_s, iteration = kill_in_the_middle(run, victim, ranks)
@@ -335,7 +341,7 @@ def demo(epochs: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill a node of a running job and see it recover.")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=20)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -21,8 +21,9 @@ class _Skipping:
         self._sampler, self._count = sampler, count
 
     def __iter__(self) -> Iterator[Any]:
+        # Runs when the first index is asked for: a loader with worker processes makes two iterators and uses the second.
         count, self._count = self._count, 0
-        return itertools.islice(iter(self._sampler), count, None)
+        yield from itertools.islice(iter(self._sampler), count, None)
 
     def __len__(self) -> int:
         return max(0, len(self._sampler) - self._count)  # type: ignore[arg-type]
@@ -43,7 +44,7 @@ def iterate(loader: Iterable[Any], skip: int) -> Iterator[Any]:
 
 
 def _skip_indices(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
-    # The loader asks its sampler once, when the iterator is made. It refuses to have the attribute set, hence object.
+    # The loader looks at its sampler when the iterator is made. It refuses to have the attribute set, hence object.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     object.__setattr__(loader, name, _Skipping(sampler, skip))

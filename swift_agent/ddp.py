@@ -23,7 +23,6 @@ from swift_agent.torch_private import Layout
 
 # Reading a layout from the reducer takes memory of the size of the gradients; it changes at most once per reducer.
 _known_layouts: weakref.WeakKeyDictionary[DDP, tuple[Any, bool, Layout]] = weakref.WeakKeyDictionary()
-_parked_hooks: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
 
 
 class UnsupportedModule(ValueError):
@@ -179,7 +178,7 @@ def sync_buffers_after_forward(ddp: DDP) -> bool:
 
     The values that any forward sees and the number of broadcasts stay the same, but rank 0 is no longer the only one
     to know the result of the last forward. Without effect, returning False: no buffers, broadcast_buffers=False, or a
-    buffer hook of the user. All ranks must do the same. Inside `ddp.join()` DDP's own way is kept.
+    buffer hook of the user. All ranks must do the same. From the first `ddp.join()` on DDP's own way is back.
     """
     if torch_private.has_buffer_hook(ddp) or not ddp.broadcast_buffers or not any(True for _ in ddp.module.buffers()):
         return False
@@ -197,8 +196,5 @@ def _before_forward(module: torch.nn.Module, arguments: Any) -> None:
     # DDP would synchronise before forward t+1 if forward t was one that synchronises gradients; so after forward t.
     torch_private.set_buffer_sync(module, torch.is_grad_enabled() and module.require_backward_grad_sync)
     # In join() torch pairs the collectives of ranks that have no more input with those of DDP's own order.
-    if torch_private.is_in_join(module):
-        if torch_private.has_buffer_hook(module):
-            _parked_hooks[module] = torch_private.park_buffer_hook(module)
-    elif module in _parked_hooks:
-        torch_private.unpark_buffer_hook(module, _parked_hooks.pop(module))
+    if torch_private.is_in_join(module) and torch_private.has_buffer_hook(module):
+        torch_private.drop_buffer_hook(module)

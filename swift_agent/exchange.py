@@ -45,6 +45,12 @@ class Exchange(Protocol):
     def end_ghost(self, why: str) -> None:
         """Back to the stopped backend."""
 
+    def local(self) -> None:
+        """Like `ghost`, for a group that is connected and stays so. Undone by `end_local`."""
+
+    def end_local(self) -> None:
+        """Back to the connected backend."""
+
     def release(self) -> None:
         """Destroy stopped backends where that is possible. Blocks as long as one of their operations does."""
 
@@ -59,9 +65,19 @@ class NativeExchange:
         is_nccl = kind == "nccl"
         self._guarded = not is_nccl  # NCCL's own abort ends its works
         self.default_number = torch_private.backend_number("nccl") if is_nccl else torch_private.FAKE_NUMBER
-        number = self.default_number if is_nccl else _FORWARD_NUMBER
-        torch_private.register_backend(group, devices, number, self._forward)
-        torch_private.set_names(group, name, description)
+        self._number = self.default_number if is_nccl else _FORWARD_NUMBER
+        self._group, self._devices, self._name, self._description = group, devices, name, description
+        self._route(self._number)
+
+    def _route(self, number: int) -> None:
+        torch_private.register_backend(self._group, self._devices, number, self._forward)
+        torch_private.set_names(self._group, self._name, self._description)
+
+    def local(self) -> None:
+        self._route(torch_private.FAKE_NUMBER)  # where torch's own fake backend is registered since the creation
+
+    def end_local(self) -> None:
+        self._route(self._number)
 
     def put(self, backend: Any) -> None:
         self._forward.exchange(backend, guarded=self._guarded)
@@ -119,6 +135,12 @@ class PythonExchange:
     def end_ghost(self, why: str) -> None:
         self._number = self._stopped_number
         self._route(self._current or self._fake)
+
+    def local(self) -> None:
+        self.ghost()
+
+    def end_local(self) -> None:
+        self.end_ghost("")
 
     def release(self) -> None:
         pass

@@ -421,7 +421,10 @@ def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list
     view, number = state.view, generation.number
     lost = losses(view)
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
-    stop = [w for w in living if w.current and w.stop_sent < w.current and (number > w.current or lost) and not w.released]
+    # Who waits at its end stands in no collective, and may yet be released: only a new generation calls it back. Once
+    # the workers are released nothing is recovered any more.
+    stop = [w for w in living if w.current and w.stop_sent < w.current and not w.released and not view.released
+            and (number > w.current or (lost and w.finished is None))]
     for left in sorted({w.current for w in stop}):
         ranks = tuple(sorted(w.local_rank for w in stop if w.current == left))
         commands.append(SendStop(ranks, left, generation.why if number > left else "a failure was reported"))
@@ -463,8 +466,10 @@ def _report_progress(state: AgentState, generation: GenerationRecord, slot: int,
 
 def _report_end(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     workers = [state.workers.get(local_rank) for local_rank in range(generation.num_workers)]
-    if any(w is None or w.generation < generation.epoch for w in workers) or losses(state.view):
+    if any(w is None or w.generation < generation.epoch for w in workers):
         return state  # the end of a process that is being restarted is not the end of its rank
+    if losses(state.view) and not state.view.released:
+        return state
     local = [w for w in workers if w is not None]
     number = generation.number
     if all(w.resumed == number for w in local):

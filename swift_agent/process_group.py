@@ -389,6 +389,18 @@ class ProcessGroups:
             for one in everything:
                 one.end_ghost(self._why or "not connected yet")
 
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, collectives of connected groups return at once with local values; nobody else takes notice."""
+        everything = [one for group in self._groups for one in group.exchanges]
+        for one in everything:
+            one.local()
+        try:
+            yield
+        finally:
+            for one in everything:
+                one.end_local()
+
     def isend(self, tensor: torch.Tensor, dst_rank: int) -> transfer.Transfer:
         """Start sending a contiguous tensor on the default group; its memory must stay until `wait()` returns."""
         return transfer.isend(tensor, dst_rank)

@@ -122,7 +122,7 @@ class Attempt:
             self._dispose(unwanted)
 
     def _build_one(self, plan: Plan) -> None:
-        self._step(f"connect group {plan.name!r} ({plan.size} ranks: {_abbreviate(plan.ranks)})")
+        self._step(f"connect group {plan.name!r} ({_abbreviate(plan)})")
         store = dist.PrefixStore(plan.prefix, self.store)
         if plan.kind == "nccl":
             built = Built(torch_private.make_nccl(
@@ -146,6 +146,8 @@ class Attempt:
             self._doing = doing
 
 
-def _abbreviate(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return text if len(ranks) <= 8 else f"{text}, ..."
+def _abbreviate(plan: Plan) -> str:
+    if not plan.ranks:
+        return f"all {plan.size} ranks"
+    text = ", ".join(map(str, plan.ranks[:8]))
+    return f"ranks {text}" if len(plan.ranks) <= 8 else f"{plan.size} ranks: {text}, ..."

@@ -293,6 +293,8 @@ class Job:
                 if not self._begun:
                     supervisor.wait_for_end()  # nothing can be recovered: the agent starts all workers again
                 self._recover()
+            if self._recovered_in:
+                self._tell_resumed()
             supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
             if supervisor.wait_release():
                 break

@@ -304,13 +304,9 @@ def broadcast_buffers(ddp: DDP) -> None:
     ddp._default_broadcast_coalesced(authoritative_rank=0)
 
 
-def park_buffer_hook(ddp: DDP) -> Any:
-    """Take the buffer hook off and return it: DDP's own broadcast is back. Undone by `unpark_buffer_hook`."""
-    return ddp.__dict__.pop("buffer_hook")
-
-
-def unpark_buffer_hook(ddp: DDP, hook: Any) -> None:
-    ddp.buffer_hook = hook
+def drop_buffer_hook(ddp: DDP) -> None:
+    """Take the buffer hook off: DDP's own broadcast is back."""
+    del ddp.buffer_hook
 
 
 def set_buffer_sync(ddp: DDP, wanted: bool) -> None:
@@ -319,7 +315,7 @@ def set_buffer_sync(ddp: DDP, wanted: bool) -> None:
 
 
 def is_in_join(ddp: DDP) -> bool:
-    """Inside `with ddp.join():`."""
+    """Inside `with ddp.join():`, or after it: torch does not reset it."""
     return bool(ddp._join_config.enable)
 
 

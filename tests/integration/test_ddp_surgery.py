@@ -75,7 +75,7 @@ def build(variant: str) -> DDP:
     return model
 
 
-def halve_and_sum(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def halve_and_sum(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, as objects
     work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -206,7 +206,7 @@ def state_of(model: DDP, optimizer: torch.optim.Optimizer, has_stepped: bool) ->
 def test_training_ends_with_the_same_bits(make_job: MakeJob, variant: str, mechanism: str) -> None:  # noqa: F811
     reference = make_job(mechanism, WORLD_SIZE)
     reference.open_generation(1)
-    expected = {worker.result() for worker in reference.start_all("undisturbed", variant=variant)}
+    expected = set(reference.results(reference.start_all("undisturbed", variant=variant)))
     if variant == "batchnorm":
         # torch leaves the statistics of the last forward different on each rank; here they are rank 0's.
         expected = {reference.workers[0].result()}
@@ -227,7 +227,7 @@ def test_training_ends_with_the_same_bits(make_job: MakeJob, variant: str, mecha
         workers[victim] = job.start(
             "survive", victim, variant=variant, failures=failures, generation=generation + 1, solo=True
         )
-    results = [worker.result() for worker in workers]
+    results = job.results(workers)
     assert {result["generation"] for result in results} == {len(failures) + 1}
     assert len({json.dumps(result["layout"]) for result in results}) == 1
     assert {result["digest"] for result in results} == expected

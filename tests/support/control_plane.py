@@ -530,10 +530,11 @@ class Sim:
             self.rng.choice(self.living()).peers_lost.append(lc.PeerLost(node.record.incarnation, "cannot connect"))
         elif procs:
             proc = self.rng.choice(procs)
-            if kind == "hang" and self.tracked and proc.entered:
+            training = proc.hello and proc.entered > max(proc.stopped, proc.finished_in)
+            if kind == "hang" and training:
                 proc.hung = True
                 self.exit_peer(proc)
-            elif kind == "unfit" and proc.hello and proc.entered:
+            elif kind == "unfit" and training:
                 proc.unfit = True
                 proc.outbox.append(lc.WorkerUnfit(proc.local_rank, proc.pid, "a collective was cut"))
             else:

@@ -44,6 +44,12 @@ class Worker:
         """Until the process has ended."""
         assert select.select([self._pidfd], [], [], timeout_s)[0], f"worker {self.pid} runs on:\n{self.log()}"
 
+    def has_ended(self) -> bool:
+        return bool(select.select([self._pidfd], [], [], 0)[0])
+
+    def has_result(self) -> bool:
+        return self._output.with_suffix(".json").exists()
+
     def result(self, timeout_s: float = LIMIT_S) -> Any:
         """What its function returned; fails with the worker's log if it did not."""
         self.wait(timeout_s)
@@ -135,6 +141,21 @@ class Job:
         now_s = time.time()
         self.control.set(f"abort/{generation}", str(now_s))
         return now_s
+
+    def results(self, workers: list[Worker]) -> list[Any]:
+        """What their functions returned, in order; fails with the logs of all that did not, the first to die first."""
+        waiting, died = list(workers), []
+        deadline_s = time.monotonic() + LIMIT_S
+        while waiting and time.monotonic() < deadline_s:
+            for worker in list(waiting):
+                if worker.has_ended():
+                    waiting.remove(worker)
+                    died += [] if worker.has_result() else [worker]
+            time.sleep(0.005)
+        logs = [f"--- worker {one.pid}, {how}\n{one.log()}" for how, some in (("died", died), ("runs on", waiting))
+                for one in some]  # fmt: skip
+        assert not logs, "\n".join(logs)
+        return [worker.result() for worker in workers]
 
     def close(self) -> None:
         for worker in self.workers:

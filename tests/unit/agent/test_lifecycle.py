@@ -1,0 +1,492 @@
+"""One agent's lifecycle, scripted: what it does next in every situation that the design names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from swift_agent import lifecycle as lc
+from swift_rendezvous.keys import (
+    FinishedRecord,
+    PlanRecord,
+    ProgressRecord,
+    ResultRecord,
+    StoreRecord,
+    WorkerExit,
+)
+from swift_rendezvous.view import View
+from tests.support.records import failure, generation, node, view
+
+C = TypeVar("C")
+
+
+class Agent:
+    """Node n0 of a job of two nodes with two workers each; keeps the commands it was given since the last look."""
+
+    def __init__(self, me: str = "n0", max_restarts: int = 3) -> None:
+        self.state = lc.AgentState(me, f"{me}.1", max_restarts, stop_deadline_s=5.0)
+        self.given: list[lc.Command] = []
+        self.now_s = 100.0
+        self.revision = 0
+
+    def tell(self, *events: lc.Event) -> list[lc.Command]:
+        commands: list[lc.Command] = []
+        for event in events:
+            step = lc.on_event(self.state, event, now_s=self.now_s)
+            # Level-triggered: looking again asks for nothing more.
+            assert lc.reconcile(step.state, now_s=self.now_s).commands == ()
+            self.state = step.state
+            commands += step.commands
+        self.given += commands
+        return commands
+
+    def see(self, v: View) -> list[lc.Command]:
+        self.revision += 1
+        self.seen = replace(v, revision=self.revision)
+        return self.tell(lc.ViewChanged(self.seen))
+
+    def change(self, **changes: Any) -> list[lc.Command]:
+        return self.see(replace(self.seen, **changes))
+
+    def pid(self, local_rank: int) -> int:
+        return self.state.workers[local_rank].pid
+
+    def start(self, ranks: Sequence[int] = (0, 1), first_pid: int = 100) -> None:
+        number = self.state.view.number
+        self.tell(*(lc.WorkerStarted(r, number, first_pid + r) for r in ranks),
+                  *(lc.HelloReceived(r, first_pid + r) for r in ranks))
+
+    def report(self, local_rank: int, number: int, iteration: int = 5) -> list[lc.Command]:
+        held = {"rank": local_rank, "status": "holding", "iteration": iteration}
+        return self.tell(lc.ReportReceived(local_rank, self.pid(local_rank), number, held))
+
+    def exit(self, local_rank: int, code: int, pid: int | None = None) -> list[lc.Command]:
+        return self.tell(lc.WorkerExited(WorkerExit(local_rank, local_rank, pid or self.pid(local_rank), code, "h")))
+
+    def finish(self, local_rank: int, number: int) -> list[lc.Command]:
+        return self.tell(lc.WorkerFinished(local_rank, self.pid(local_rank), number, {"iteration": 9}))
+
+
+def only(commands: list[lc.Command], kind: type[C]) -> C:
+    found = [c for c in commands if isinstance(c, kind)]
+    assert len(found) == 1, f"{kind.__name__} in {commands}"
+    return found[0]
+
+
+def none_of(commands: list[lc.Command], *kinds: type[Any]) -> None:
+    assert not any(isinstance(c, kinds) for c in commands), commands
+
+
+STORE = StoreRecord("127.0.0.1", 5)
+COPY = {"kind": "copy", "why": "w", "iteration": 5, "sections": 0, "sources": {}, "layouts": {}}
+
+
+def training(me: str = "n0", max_restarts: int = 3) -> Agent:
+    """Both workers of the agent train in generation 1."""
+    agent = Agent(me, max_restarts)
+    agent.see(view(tracked=True, store=STORE))
+    agent.start()
+    assert {w.current for w in agent.state.workers.values()} == {1}
+    agent.given.clear()
+    return agent
+
+
+def next_generation(agent: Agent, number: int = 2, **changes: Any) -> list[lc.Command]:
+    """A replaced generation, not planned yet."""
+    new = generation(number, "replace", **{"store_slot": 1, **changes})
+    return agent.change(generation=new, generation_revision=10 * number, plan=None, store=None, failures={}, progress={},
+                        resumed={}, finished={}, exited={})
+
+
+def planned(agent: Agent) -> list[lc.Command]:
+    number = agent.state.view.number
+    return agent.change(plan=PlanRecord(number, COPY, "w"), store=STORE,
+                        progress={s: ProgressRecord(s, f"n{s}.1", ()) for s in range(2)})
+
+
+# ---- begin ----
+
+
+def test_the_first_generation() -> None:
+    agent = Agent()
+    commands = agent.see(view(tracked=False))
+    assert only(commands, lc.HostStore).generation == 1
+    none_of(commands, lc.StartWorkers)  # a cold process needs the store's address
+    started = only(agent.change(store=STORE), lc.StartWorkers)
+    assert (started.local_ranks, started.generation, started.warm) == ((0, 1), 1, False)
+    commands = agent.tell(lc.WorkerStarted(0, 1, 100), lc.WorkerStarted(1, 1, 101), lc.HelloReceived(1, 101))
+    assert only(commands, lc.WriteTracked) and only(commands, lc.SendGo) == lc.SendGo((1,), 1)
+    assert agent.tell(lc.HelloReceived(0, 100)) == [lc.SendGo((0,), 1)]
+
+
+def test_only_the_store_slot_hosts_and_a_spare_does_nothing() -> None:
+    agent = Agent("n1")
+    none_of(agent.see(view(store=STORE)), lc.HostStore)
+    spare = Agent("n2")
+    assert spare.see(view(names=("n0", "n1", "n2"), store=STORE)) == [] and spare.state.workers == {}
+
+
+def test_an_untracked_worker_is_told_nothing() -> None:
+    agent = Agent()
+    agent.see(view(tracked=False, store=STORE))
+    commands = agent.tell(lc.WorkerStarted(0, 1, 100), lc.WorkerStarted(1, 1, 101))
+    commands += agent.change(failures={1: failure("workers", 1, (0,))})
+    none_of(commands, lc.SendGo, lc.SendStop, lc.WriteTracked)
+    assert only(agent.exit(0, 0) + agent.exit(1, 0) + agent.change(failures={}), lc.WriteExited).slot == 0
+
+
+# ---- a worker dies ----
+
+
+def test_a_worker_death_is_reported_and_the_others_are_stopped() -> None:
+    agent = training()
+    commands = agent.exit(1, -9)
+    record = only(commands, lc.WriteFailure).failure
+    assert (record.kind, record.slot, record.local_ranks, record.restarts_left) == ("workers", 0, (1,), 3)
+    assert "rank 1 on h (pid 101) killed by signal 9" in record.evidence
+    none_of(commands, lc.StartWorkers)  # replaced only once that is agreed
+    stop = only(agent.change(failures={0: record}), lc.SendStop)
+    assert (stop.local_ranks, stop.generation) == ((0,), 1)
+    assert agent.report(0, 1) == []
+    commands = next_generation(agent, lost={0: (1,)})
+    started = only(commands, lc.StartWorkers)
+    assert (started.local_ranks, started.generation, started.warm) == ((1,), 2, True)
+    progress = only(commands, lc.WriteProgress)
+    assert progress.reports == ({"rank": 0, "status": "holding", "iteration": 5}, {"rank": 1, "status": "fresh"})
+    assert agent.tell(lc.WorkerStarted(1, 2, 201)) == []
+    assert planned(agent) == [lc.SendGo((0,), 2)]
+    assert agent.tell(lc.HelloReceived(1, 201)) == [lc.SendGo((1,), 2)]
+    assert agent.state.restarts_used == 1
+
+
+def test_the_survivor_of_another_node_stops_reports_and_goes_on() -> None:
+    agent = training()
+    assert only(agent.change(failures={1: failure("workers", 1, (0,))}), lc.SendStop) == lc.SendStop(
+        (0, 1), 1, "a failure was reported")
+    none_of(next_generation(agent, lost={1: (0,)}), lc.WriteProgress, lc.SendStop)
+    assert agent.report(0, 1) == []
+    progress = only(agent.report(1, 1, iteration=6), lc.WriteProgress)
+    assert [r["iteration"] for r in progress.reports] == [5, 6]
+    assert planned(agent) == [lc.SendGo((0, 1), 2)]
+    assert agent.state.restarts_used == 0
+
+
+def test_a_generation_that_comes_without_warning_stops_first() -> None:
+    agent = training()
+    stop = only(next_generation(agent, lost={1: (0,)}), lc.SendStop)
+    assert (stop.generation, stop.why) == (1, "generation 2")
+    none_of(planned(agent), lc.SendGo)  # nobody goes without a report
+    assert agent.report(1, 1) == [lc.SendGo((1,), 2)]
+
+
+def test_a_report_of_another_generation_is_ignored() -> None:
+    agent = training()
+    agent.change(failures={1: failure("node", 1)})
+    assert agent.report(0, 7) == [] and agent.state.workers[0].stopped == 0
+
+
+def test_news_of_a_process_that_was_replaced_is_ignored() -> None:
+    agent = training()
+    agent.exit(1, -9)
+    next_generation(agent, lost={0: (1,)})
+    agent.tell(lc.WorkerStarted(1, 2, 201))
+    before = agent.state.workers[1]
+    agent.tell(lc.HelloReceived(1, 101), lc.ReportReceived(1, 101, 0, {}), lc.WorkerUnfit(1, 101, "x"))
+    agent.exit(1, 1, pid=101)
+    assert agent.state.workers[1] == before and before.alive
+
+
+def test_a_death_that_the_next_generation_does_not_know_is_reported_again() -> None:
+    agent = training()
+    agent.exit(1, -9)
+    assert len(agent.given) == 1
+    commands = next_generation(agent, lost={1: (0,)})  # made before it was known here
+    assert only(commands, lc.WriteFailure).failure.local_ranks == (1,)
+    none_of(commands, lc.StartWorkers)
+
+
+def test_deaths_add_up() -> None:
+    agent = training()
+    assert only(agent.exit(1, -9), lc.WriteFailure).failure.local_ranks == (1,)
+    assert only(agent.exit(0, 1), lc.WriteFailure).failure.local_ranks == (0, 1)
+    assert agent.tell(lc.Tick()) == []
+
+
+# ---- a second failure, at every step ----
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_second_failure_at_any_step_of_a_recovery(step: int) -> None:
+    """The replacement dies, too, after *step* steps; in generation 3 everything is as if it had died in 1."""
+    agent = training()
+    script = [
+        lambda: agent.change(failures={1: failure("workers", 1, (0,))}),
+        lambda: agent.report(0, 1),
+        lambda: agent.report(1, 1),
+        lambda: next_generation(agent, lost={1: (0,)}),
+        lambda: planned(agent),
+        lambda: agent.tell(lc.WorkerResumed(0, 100, 2, 5, {"regroup": 0.5})),
+        lambda: agent.tell(lc.WorkerResumed(1, 101, 2, 5, {"regroup": 0.2})),
+    ]
+    for action in script[:step]:
+        action()
+    agent.given.clear()
+    entered = {w.current for w in agent.state.workers.values()}
+    assert entered == ({1} if step < 5 else {2})
+    next_generation(agent, 3, lost={1: (0,)})
+    for local_rank in (0, 1):
+        worker = agent.state.workers[local_rank]
+        if worker.stopped != worker.current:
+            assert worker.stop_sent == worker.current
+            agent.report(local_rank, worker.current)
+    assert only(agent.given, lc.WriteProgress).generation == 3
+    assert planned(agent) == [lc.SendGo((0, 1), 3)]
+    stops = [c for c in agent.given if isinstance(c, lc.SendStop)]
+    assert [s.generation for s in stops] == ([1] if step == 0 else [2] if step >= 5 else [])
+
+
+def test_a_replacement_that_dies_before_it_speaks_is_replaced() -> None:
+    agent = training()
+    agent.exit(1, -9)
+    agent.change(failures={0: failure("workers", 0, (1,))})
+    agent.report(0, 1)
+    next_generation(agent, lost={0: (1,)})
+    agent.tell(lc.WorkerStarted(1, 2, 201))
+    record = only(agent.exit(1, -11), lc.WriteFailure)
+    assert (record.generation, record.failure.local_ranks, record.failure.restarts_left) == (2, (1,), 2)
+    commands = next_generation(agent, 3, lost={0: (1,)})
+    assert only(commands, lc.StartWorkers).local_ranks == (1,)
+    assert only(commands, lc.WriteProgress).reports[1]["status"] == "fresh"
+    assert agent.state.restarts_used == 2
+
+
+# ---- nodes ----
+
+
+def test_a_lost_peer_is_reported_once_per_generation() -> None:
+    agent = training()
+    record = only(agent.tell(lc.PeerLost("n1.1", "gone")), lc.WriteFailure).failure
+    assert (record.kind, record.slot, record.incarnation, record.evidence) == ("node", 1, "n1.1", "gone")
+    assert agent.tell(lc.PeerLost("n1.1", "gone"), lc.Tick()) == []
+    known = training()
+    known.change(failures={1: failure("node", 1)})
+    none_of(known.tell(lc.PeerLost("n1.1", "gone")), lc.WriteFailure)
+    worse = training()  # what was reported of its workers does not cover the node
+    worse.change(failures={1: failure("workers", 1, (0,))})
+    assert only(worse.tell(lc.PeerLost("n1.1", "gone")), lc.WriteFailure).failure.kind == "node"
+
+
+def test_a_lost_spare_is_forgotten() -> None:
+    agent = Agent()
+    agent.see(view(names=("n0", "n1", "n2"), store=STORE))
+    assert agent.tell(lc.PeerLost("n2.1", "gone")) == [lc.ForgetSpare("n2", "n2.1")]
+
+
+def test_a_spare_takes_a_slot() -> None:
+    spare = Agent("n2")
+    spare.see(view(names=("n0", "n1", "n2"), store=STORE))
+    commands = next_generation(spare, slots=("n0", "n2"), lost={1: (0, 1)})
+    assert only(commands, lc.StartWorkers) == lc.StartWorkers((0, 1), 2, True)
+    assert [r["rank"] for r in only(commands, lc.WriteProgress).reports] == [2, 3]
+    assert only(commands, lc.HostStore).generation == 2
+
+
+def test_a_node_that_was_replaced_comes_back_as_a_spare() -> None:
+    agent = training()
+    agent.seen = replace(agent.seen, nodes={n: node(n) for n in ("n0", "n1", "n2")})
+    assert "slot" in only(next_generation(agent, slots=("n2", "n1")), lc.Rejoin).why
+    assert agent.tell(lc.Tick()) == []
+
+
+def test_a_node_without_a_record_comes_back_even_if_nobody_took_its_slot() -> None:
+    agent = training()
+    commands = agent.change(nodes={"n1": node("n1")}, failures={0: failure("node", 0)})
+    assert "took it for lost" in only(commands, lc.Rejoin).why
+    spare = Agent("n2")
+    spare.see(view(names=("n0", "n1", "n2"), store=STORE))
+    assert only(spare.change(nodes={n: node(n) for n in ("n0", "n1")}), lc.Rejoin)
+
+
+def test_a_late_view_changes_nothing() -> None:
+    agent = training()
+    assert agent.tell(lc.ViewChanged(View(revision=0))) == [] and agent.state.view == agent.seen
+
+
+# ---- stop deadline ----
+
+
+def test_a_worker_that_does_not_stop_in_time_is_killed_and_then_lost() -> None:
+    agent = training()
+    agent.change(failures={1: failure("node", 1)})
+    agent.report(0, 1)
+    agent.now_s += 4.9
+    assert agent.tell(lc.Tick()) == []
+    agent.now_s += 0.1
+    kill = only(agent.tell(lc.Tick()), lc.KillWorkers)
+    assert kill.local_ranks == (1,) and not kill.graceful and "--stop-deadline" in kill.why
+    agent.now_s += 100
+    assert agent.tell(lc.Tick()) == []
+    none_of(next_generation(agent, lost={1: (0, 1)}), lc.WriteProgress)
+    assert only(agent.exit(1, -9), lc.WriteFailure).failure.local_ranks == (1,)
+
+
+# ---- restart of all ----
+
+
+def restart(agent: Agent, number: int = 2) -> list[lc.Command]:
+    new = generation(number, "restart", epoch=number, num_restarts=1, store_slot=1)
+    return agent.change(generation=new, generation_revision=20, plan=PlanRecord(number, {"kind": "fresh"}, "w"),
+                        store=None, failures={}, finished={}, exited={})
+
+
+def test_an_unfit_worker_asks_for_a_restart_of_all() -> None:
+    agent = training()
+    record = only(agent.tell(lc.WorkerUnfit(0, 100, "cut outside")), lc.WriteFailure).failure
+    assert (record.kind, record.local_ranks) == ("restart", ()) and "rank 0: cut outside" in record.evidence
+    commands = agent.change(failures={0: record}) + restart(agent)
+    kill = only(commands, lc.KillWorkers)
+    assert kill.local_ranks == (0, 1) and kill.graceful
+    none_of(agent.change(store=STORE), lc.StartWorkers)  # not beside the old ones
+    assert agent.exit(0, -15) == []
+    started = only(agent.exit(1, -15), lc.StartWorkers)
+    assert (started.local_ranks, started.generation, started.warm) == ((0, 1), 2, False)
+    none_of(agent.given, lc.WriteProgress)
+    assert agent.state.restarts_used == 1
+
+
+def test_a_restart_waits_for_the_new_store() -> None:
+    agent = Agent()
+    agent.see(view(tracked=False, store=STORE))
+    agent.tell(lc.WorkerStarted(0, 1, 100), lc.WorkerStarted(1, 1, 101))
+    agent.exit(0, 1)
+    assert only(restart(agent), lc.KillWorkers).local_ranks == (1,)
+    none_of(agent.exit(1, -15), lc.StartWorkers)
+    assert only(agent.change(store=STORE), lc.StartWorkers).local_ranks == (0, 1)
+
+
+def test_workers_that_were_done_are_restarted_and_their_old_end_does_not_count() -> None:
+    agent = Agent()
+    agent.see(view(tracked=False, store=STORE))
+    agent.tell(lc.WorkerStarted(0, 1, 100), lc.WorkerStarted(1, 1, 101))
+    assert only(agent.exit(0, 0) + agent.exit(1, 0), lc.WriteExited).generation == 1
+    none_of(restart(agent), lc.WriteExited, lc.WriteFinished)
+    assert only(agent.change(store=STORE), lc.StartWorkers).local_ranks == (0, 1)
+    agent.tell(lc.WorkerStarted(0, 2, 200), lc.WorkerStarted(1, 2, 201))
+    assert only(agent.exit(0, 0) + agent.exit(1, 0), lc.WriteExited).generation == 2
+
+
+def test_a_restart_of_the_job_finds_no_process_that_is_older() -> None:
+    """A worker that is ordered but not there yet is outdated, too."""
+    agent = training()
+    agent.exit(1, -9)
+    agent.change(failures={0: failure("workers", 0, (1,))})
+    agent.report(0, 1)
+    next_generation(agent, lost={0: (1,)})  # rank 1 is on its way
+    assert only(restart(agent, 3), lc.KillWorkers).local_ranks == (0, 1)
+    agent.tell(lc.WorkerStarted(1, 2, 201))
+    assert agent.state.workers[1].killed  # the shell kills it as it appears
+    agent.change(store=STORE)
+    none_of(agent.exit(0, -15), lc.StartWorkers)
+    assert only(agent.exit(1, -9), lc.StartWorkers).local_ranks == (0, 1)
+
+
+# ---- the end ----
+
+
+def test_release_and_end() -> None:
+    agent = training()
+    assert agent.finish(0, 1) == []
+    assert only(agent.finish(1, 1), lc.WriteFinished).record == FinishedRecord(
+        0, "n0.1", {0: {"iteration": 9}, 1: {"iteration": 9}})
+    assert only(agent.change(released=True), lc.SendRelease).local_ranks == (0, 1)
+    assert agent.exit(0, 0) == []
+    assert only(agent.exit(1, 0), lc.WriteExited).slot == 0
+    assert agent.change(result=ResultRecord("succeeded", "w")) == [lc.EndJob()]
+    assert agent.tell(lc.Tick()) == []
+
+
+def test_one_that_waits_at_its_end_is_called_back_by_a_new_generation_only() -> None:
+    agent = training()
+    agent.finish(0, 1)
+    agent.finish(1, 1)
+    # A release may cross a failure: a stopped worker could not be released any more.
+    none_of(agent.change(failures={1: failure("workers", 1, (0,))}), lc.SendStop)
+    failures = agent.seen.failures
+    commands = next_generation(agent, lost={1: (0,)})
+    assert only(commands, lc.SendStop).local_ranks == (0, 1)
+    none_of(commands, lc.WriteFinished)  # the end of generation 1 is none of generation 2
+    agent.report(0, 1, 9)
+    agent.report(1, 1, 9)
+    planned(agent)
+    assert only(agent.finish(0, 2) + agent.finish(1, 2), lc.WriteFinished).generation == 2
+    other = training()
+    other.finish(0, 1)
+    other.finish(1, 1)
+    other.change(failures=failures)
+    assert only(other.change(released=True), lc.SendRelease).local_ranks == (0, 1)
+
+
+def test_an_end_that_crosses_a_stop_does_not_count() -> None:
+    agent = training()
+    agent.change(failures={1: failure("node", 1)})
+    assert agent.finish(0, 1) == [] and agent.state.workers[0].finished is None
+
+
+def test_ends_are_told_although_a_node_was_lost_after_the_release() -> None:
+    agent = training()
+    agent.finish(0, 1)
+    agent.finish(1, 1)
+    agent.change(released=True)
+    agent.change(nodes={"n0": node("n0")})
+    assert only(agent.exit(0, 0) + agent.exit(1, 0), lc.WriteExited)
+
+
+def test_a_crash_after_the_release_is_told() -> None:
+    agent = training()
+    agent.finish(0, 1)
+    agent.finish(1, 1)
+    agent.change(released=True)
+    assert only(agent.exit(0, 1), lc.WriteFailure).failure.kind == "workers"
+
+
+def test_one_that_left_before_the_end_makes_a_recovery_in_place_impossible() -> None:
+    agent = training()
+    agent.exit(1, 0)
+    agent.change(failures={1: failure("node", 1)})
+    agent.report(0, 1)
+    record = only(next_generation(agent, lost={1: (0, 1)}), lc.WriteFailure).failure
+    assert record.kind == "restart" and "had exited" in record.evidence
+
+
+def test_resumed_is_written_once_with_the_slowest_times() -> None:
+    agent = training()
+    next_generation(agent, lost={1: (0,)})
+    agent.report(0, 1)
+    agent.report(1, 1)
+    planned(agent)
+    assert agent.tell(lc.WorkerResumed(0, 100, 2, 5, {"transfer": 0.5, "verify": 0.1})) == []
+    resumed = only(agent.tell(lc.WorkerResumed(1, 101, 2, 6, {"transfer": 0.2, "verify": 0.3})), lc.WriteResumed)
+    assert (resumed.iteration, dict(resumed.phases_s)) == (6, {"transfer": 0.5, "verify": 0.3})
+
+
+def test_nothing_is_started_after_the_result() -> None:
+    agent = Agent()
+    assert agent.see(view(result=ResultRecord("stopped", "w"))) == [lc.EndJob()]
+    assert agent.state.workers == {}
+
+
+def test_phases_follow_the_picture() -> None:
+    agent = Agent()
+    agent.see(view(store=STORE))
+    assert lc.phase_of(agent.state.workers[0]) == "started"
+    agent.start()
+    assert lc.phase_of(agent.state.workers[0]) == "running"
+    agent.change(failures={1: failure("node", 1)})
+    assert lc.phase_of(agent.state.workers[0]) == "stopping"
+    agent.report(0, 1)
+    assert lc.phase_of(agent.state.workers[0]) == "stopped"
+    agent.exit(0, 1)
+    assert lc.phase_of(agent.state.workers[0]) == "exited"

@@ -1,0 +1,91 @@
+"""Random walks through whole jobs in virtual time, and proof that they find mistakes: mutants of the lifecycle must fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from swift_agent import lifecycle
+from tests.support import control_plane
+from tests.support.control_plane import Sim
+
+JOBS: dict[str, dict[str, Any]] = {
+    "two nodes and a spare": {},
+    "many failures": {"num_failures": 6, "target": 6},
+    "three nodes, no spare": {"num_nodes": 3, "num_workers": 1, "num_spares": 0, "num_failures": 4},
+    "one node": {"num_nodes": 1, "num_workers": 3, "num_spares": 0, "num_failures": 4},
+    "an untracked job": {"tracked": False},
+}
+NUM_WALKS = 40
+
+
+def walk(seed: int, job: dict[str, Any]) -> Sim:
+    sim = Sim(seed, **job)
+    result = sim.run()
+    late = result.state == "failed" and "after the end of training" in result.why
+    assert result.state == "succeeded" or late, f"{result} {sim.happened}"
+    return sim
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_whatever_fails_the_job_comes_to_its_end(job: dict[str, Any]) -> None:
+    sims = [walk(seed, job) for seed in range(NUM_WALKS)]
+    # The walks must have met what they are for.
+    modes = [mode for sim in sims for mode in sim.modes]
+    happened = {kind for sim in sims for kind in sim.happened}
+    assert modes.count("start") == NUM_WALKS and "restart" in modes
+    assert happened == {"kill", "node", "accuse", "hang", "unfit"}
+    if job.get("tracked", True):
+        assert modes.count("replace") > NUM_WALKS / 4
+
+
+MUTANTS = {
+    "starts beside a living process": (
+        "if worker is None or worker.generation < generation.epoch:\n            missing",
+        "if worker is None or worker.generation < generation.number:\n            missing"),
+    "goes before the plan": ("if lost or view.plan is None or view.plan.restart or view.store is None:",
+                             "if view.plan is None or view.store is None:"),
+    "stops again and again": ("w.current and w.stop_sent < w.current and not w.released", "w.current and not w.released"),
+    "keeps an old report": ("state = _mark(state, ready, current=number, report=None)",
+                            "state = _mark(state, ready, current=number, stopped=number)"),
+    "never kills what hangs": ("and now_s - w.stop_sent_s >= state.stop_deadline_s]", "and False]"),
+    "takes an old end for a new one": ("stop_sent_s=now_s, finished=None)", "stop_sent_s=now_s)"),
+    "is silent about its end after a late loss": ("if losses(state.view) and not state.view.released:",
+                                                  "if losses(state.view):"),
+    "does not come back when it was given up": ("if mine is None or mine.incarnation != state.incarnation:", "if False:"),
+    "believes a view of its former life": ("if view.revision < state.view.revision:", "if False:"),
+    "does not repeat a loss in the next generation": (
+        "issued = state.issued if view.number == state.view.number else frozenset()", "issued = state.issued"),
+    "speaks of a rank that is dead": ("if worker is None or not worker.alive:\n            return state\n        rank",
+                                      "if worker is None:\n            return state\n        rank"),
+}
+
+
+def mutant(old: str, new: str) -> ModuleType:
+    path = Path(lifecycle.__file__)
+    source = path.read_text()
+    assert source.count(old) == 1, f"{source.count(old)} places for {old!r}"
+    spec = importlib.util.spec_from_loader("lifecycle_mutant", loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lifecycle_mutant"] = module  # dataclasses look their module up
+    exec(compile(source.replace(old, new), str(path), "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
+def test_the_walks_find_a_mistake(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_plane, "lc", mutant(*change))
+    monkeypatch.setattr(control_plane, "MAX_STEPS", 1500)
+    try:
+        with pytest.raises((AssertionError, KeyError)):
+            for seed in range(NUM_WALKS):
+                for job in JOBS.values():
+                    walk(seed, job)
+    finally:
+        del sys.modules["lifecycle_mutant"]

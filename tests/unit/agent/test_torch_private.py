@@ -1,0 +1,357 @@
+"""One test per private API of torch: a new torch that changes one fails here, by name, and not in a recovery."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from swift_agent import ddp as surgery
+from swift_agent import torch_private
+
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Group creation goes through the wrapper; returns the arguments it has seen. Undone at the end."""
+    monkeypatch.setattr(c10d, "_new_process_group_helper", c10d._new_process_group_helper)
+    seen: list[dict[str, Any]] = []
+
+    def wrapper(original: Any, arguments: dict[str, Any]) -> Any:
+        seen.append(arguments)
+        return torch_private.create_on_fake(original, arguments)
+
+    torch_private.wrap_group_creation(wrapper)
+    return seen
+
+
+def small(**options: Any) -> DDP:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    return DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.0004, **options)
+
+
+def backward(model: DDP) -> None:
+    model(torch.ones(2, 8)).sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------ c10d
+
+
+def test_every_creation_passes_the_wrapper(wrapped: list[dict[str, Any]]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=MINUTE)
+    try:
+        group = dist.new_group([1])
+        dist.new_group([0])
+        from torch.distributed.device_mesh import init_device_mesh
+
+        init_device_mesh("cpu", (2, 1))
+    finally:
+        dist.destroy_process_group()
+    first, second = wrapped[:2]
+    assert (first["group_size"], first["group_rank"], list(first["global_ranks_in_group"])) == (2, 1, [])
+    assert (second["group_size"], second["group_rank"], list(second["global_ranks_in_group"])) == (1, 0, [1])
+    assert first["timeout"] == MINUTE and str(first["backend"]) == "gloo" and first["group_name"] == "0"
+    assert {"store", "backend_options", "device_id", "group_desc"} <= first.keys()
+    assert group is not None and len(wrapped) > 3, "DeviceMesh makes its groups another way"
+
+
+def test_a_group_on_fake_answers_as_what_was_asked_for(wrapped: list[dict[str, Any]]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=3)
+    try:
+        group = dist.group.WORLD
+        assert dist.get_backend() == "gloo" and dist.get_backend_config() == "cpu:gloo,cuda:gloo"
+        assert type(group) is dist.ProcessGroup and group.name() == "custom"
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1, 1] and not group._has_hooks()
+        backward(small())  # its constructor communicates
+    except RuntimeError as error:  # a backward on fake fails: torch's fake futures hold nothing
+        assert "Expected GenericDict" not in str(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_meaning_of_backend_names() -> None:
+    assert torch_private.backends_by_device("gloo") == {"cpu": "gloo", "cuda": "gloo"}
+    assert torch_private.backends_by_device("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+    assert torch_private.backends_by_device("nccl") == {"cuda": "nccl"}
+    assert (torch_private.backend_number("gloo"), torch_private.backend_number("nccl")) == (1, 2)
+    assert torch_private.backend_number("fake") == torch_private.FAKE_NUMBER
+
+
+def test_a_forgotten_group_leaves_its_name_free(world: None) -> None:
+    count = torch_private.group_count()
+    group = dist.new_group([0])
+    assert torch_private.is_registered(group) and torch_private.global_ranks(group) == [0]
+    torch_private.forget_group(group, group.group_name)
+    torch_private.set_group_count(count)
+    assert not torch_private.is_registered(group)
+    assert dist.new_group([0]).group_name == group.group_name
+
+
+def test_new_groups_take_the_default_groups_store(world: None) -> None:
+    store = dist.HashStore()
+    torch_private.set_group_store(dist.group.WORLD, store)
+    dist.barrier(dist.new_group([0]))
+    assert store.num_keys() > 0
+
+
+def test_a_number_keeps_its_first_backend(world: None) -> None:
+    group = dist.group.WORLD
+    fakes = [torch_private.make_fake(0, 1) for _ in range(2)]
+    for number, fake in ((70, fakes[0]), (71, fakes[1]), (70, fakes[1])):
+        torch_private.register_backend(group, ["cpu"], number, fake)
+        torch_private.set_names(group, "0", "default_pg")
+    assert torch_private.get_backend(group, "cpu") is fakes[0]
+    assert group.group_name == "0" and group.group_desc == "default_pg"
+
+
+def test_gloo_is_made_as_torch_makes_it(world: None) -> None:
+    ours = torch_private.make_gloo(dist.HashStore(), 0, 1, MINUTE, "name", [0])
+    assert ours.options._timeout == MINUTE and ours.options.group_name == "name"
+    assert list(ours.options.global_ranks_in_group) == [0]
+    tensor = torch.ones(1)
+    ours.allreduce([tensor]).wait()
+    source = inspect.getsource(c10d._new_process_group_helper)
+    assert "backend_class.options.group_name = group_name" in source, "torch sets other options now"
+
+
+def test_nccl_options_are_those_that_torch_sets() -> None:
+    """Without a GPU only torch's own code can be compared."""
+    source = inspect.getsource(c10d._new_process_group_helper)
+    for line in (
+        "backend_options = ProcessGroupNCCL.Options()",
+        "backend_options.is_high_priority_stream = False",
+        "backend_options._timeout = timeout",
+        "backend_options.global_ranks_in_group = global_ranks_in_group",
+        "backend_options.group_name = group_name",
+    ):
+        assert line in source
+
+
+def test_torchcomms_is_off_by_default() -> None:
+    assert not torch_private.uses_torchcomms()
+
+
+def test_split_group_is_replaced_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import device_mesh
+
+    for module in (c10d, dist, device_mesh):
+        monkeypatch.setattr(module, "split_group", module.split_group)
+    replacement = object()
+    torch_private.wrap_split_group(replacement)  # type: ignore[arg-type]
+    assert dist.split_group is c10d.split_group is device_mesh.split_group is replacement
+
+
+# ------------------------------------------------------------------------------------------------ DDP
+
+
+def test_a_layout_is_read_and_installed(world: None) -> None:
+    model = small()
+    assert torch_private.num_reducer_parameters(model) == 8
+    assert torch_private.read_layout(model) == [list(range(8))]
+    layout = [[7, 0], [3], [6, 5, 4], [1, 2]]
+    assert torch_private.rebuild_layout(model, layout)
+    assert torch_private.read_layout(model) == layout and model._has_rebuilt_buckets
+    backward(model)
+    backward(model)
+    assert torch_private.read_layout(model) == layout
+    assert not torch_private.rebuild_layout(model, layout), "it rebuilds once"
+    assert model.reducer is not None and model.process_group is dist.group.WORLD
+
+
+def test_the_order_of_arrival_gives_torchs_own_layout(world: None) -> None:
+    ours, theirs = small(), small()
+    assert not torch_private.rebuild_layout(ours, None)
+    for model in (ours, theirs):
+        backward(model)
+    assert torch_private.rebuild_layout(ours, None)
+    theirs(torch.ones(2, 8))
+    assert torch_private.read_layout(ours) == torch_private.read_layout(theirs) != [list(range(8))]
+
+
+def test_a_layout_of_another_model_is_refused(world: None) -> None:
+    with pytest.raises(RuntimeError, match="bucket layout of 3 entries"):
+        torch_private.rebuild_layout(small(), [[0, 1]])
+
+
+def test_an_unfinished_backward_is_found_and_reset(world: None) -> None:
+    model = small()
+    backward(model)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("in the middle")
+
+    handle = list(model.parameters())[0].register_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        backward(model)
+    handle.remove()
+    assert torch_private.has_unfinished_backward(model)
+    torch_private.reset_reducer(model)
+    assert not torch_private.has_unfinished_backward(model) and not model._has_rebuilt_buckets
+    backward(model)
+
+
+def double(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, as objects
+    state.append(bucket.index())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * 2)
+    return future
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_new_reducer_keeps_hooks_and_begins_anew(world: None, static_graph: bool) -> None:
+    model = small(static_graph=static_graph)
+    calls: list[int] = []
+    model.register_comm_hook(calls, double)
+    for _ in range(3):
+        backward(model)
+    assert len(torch_private.read_layout(model)) > 1
+    old, num_calls = model.reducer, len(calls)
+    torch_private.renew_reducer(model)
+    assert model.reducer is not old and torch_private.read_layout(model) == [list(range(8))]
+    model.zero_grad()
+    backward(model)
+    assert len(calls) > num_calls, "the communication hook is gone"
+    expected = copy.deepcopy(model.module)
+    expected.zero_grad()
+    expected(torch.ones(2, 8)).sum().backward()
+    for one, other in zip(model.module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad * 2), "the old reducer still runs too"
+
+
+def test_a_new_reducer_keeps_a_builtin_hook(world: None) -> None:
+    model = small()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        model.module[0].weight.fill_(1 + 2**-14)
+    backward(model)
+    torch_private.renew_reducer(model)
+    model.zero_grad()
+    backward(model)
+    for one in model.module.parameters():
+        assert torch.equal(one.grad, one.grad.half().float())
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.linear(x)
+
+
+def test_buffers_are_synchronised_after_forward_instead_of_before(world: None) -> None:
+    model = DDP(Counting())
+    before: list[float] = []
+    torch_private.hook_buffers_after_forward(model, lambda ddp, buffers: before.append(buffers["seen"].item()))
+    assert torch_private.has_buffer_hook(model)
+    for synchronise in (True, False, True):
+        torch_private.set_buffer_sync(model, synchronise)
+        backward(model)
+    assert before == [1, 3], "the hook runs before forward, or DDP decides by something else"
+    torch_private.broadcast_buffers(model)
+    torch_private.drop_buffer_hook(model)
+    assert not torch_private.has_buffer_hook(model)
+    backward(model)
+    assert before == [1, 3]
+
+
+def test_join_is_recognised(world: None) -> None:
+    model = small()
+    assert not torch_private.is_in_join(model)
+    with model.join():
+        assert torch_private.is_in_join(model)
+        backward(model)
+
+
+# ------------------------------------------------------------------------------------------------ swift_agent.ddp
+
+
+def test_a_module_that_cannot_be_carried_over_is_refused(world: None) -> None:
+    sparse = DDP(torch.nn.Embedding(4, 4, sparse=True))
+    with pytest.raises(surgery.UnsupportedModule, match="sparse"):
+        surgery.BucketKeeper(sparse)
+    with pytest.raises(surgery.UnsupportedModule, match="another model"):
+        surgery.adopt_layout(small(), [[0, 1, 2]])
+    unused = small(find_unused_parameters=True)
+    with pytest.raises(surgery.UnsupportedModule, match="another model"):
+        surgery.adopt_layout(unused, [list(range(8))])
+    surgery.adopt_layout(unused, surgery.bucket_layout(unused))
+    assert surgery.expected_layout(unused) is None
+
+
+def test_the_keeper_knows_which_layout_belongs_to_which_iteration(world: None) -> None:
+    model = small()
+    keeper = surgery.BucketKeeper(model)
+    keeper.iteration = 5
+    with model.no_sync():
+        backward(model)
+    assert keeper.layout_for(6) is None, "nothing has been synchronised"
+    keeper.iteration = 6
+    backward(model)
+    keeper.iteration = 7
+    assert keeper.layout_for(6) is None
+    final = keeper.layout_for(7)
+    assert final is not None and len(final) > 1
+    keeper.restore(None)
+    assert surgery.bucket_layout(model) == [list(range(8))] and not surgery.buckets_rebuilt(model)
+    backward(model)
+    assert keeper.layout_for(8) == final
+    keeper.restore(final)
+    backward(model)
+    assert surgery.bucket_layout(model) == final
+    surgery.reset_after_abort(model)
+    backward(model)
+    assert surgery.bucket_layout(model) == final
+
+
+def test_buffers_are_left_alone_where_ddp_would_leave_them(world: None) -> None:
+    assert not surgery.sync_buffers_after_forward(small())
+    assert not surgery.sync_buffers_after_forward(DDP(Counting(), broadcast_buffers=False))
+    model = DDP(Counting())
+    assert surgery.sync_buffers_after_forward(model)
+    assert not surgery.sync_buffers_after_forward(model), "a hook is there"
+    with model.join():
+        backward(model)
+    assert not torch_private.has_buffer_hook(model)
+
+
+def test_lazily_connected_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swift_agent import process_group
+
+    monkeypatch.setattr(process_group, "_installed", None)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with pytest.raises(RuntimeError, match="TORCH_GLOO_LAZY_INIT"):
+        process_group.install()
+    assert process_group._installed is None and os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+
+
+def test_installing_over_existing_groups_is_refused(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from swift_agent import process_group
+
+    monkeypatch.setattr(process_group, "_installed", None)
+    with pytest.raises(RuntimeError, match="exist already"):
+        process_group.install()

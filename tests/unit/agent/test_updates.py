@@ -1,0 +1,271 @@
+"""Whether the update of an iteration has been made, at every point where a stop can cut it; with a real supervisor."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swift_agent.channel import Channel
+from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.supervisor import Supervisor
+from swift_agent.updates import UpdateTracker
+from swift_recovery.plan import Plan
+
+
+class Worker:
+    """Two models, one optimizer each, tracked under a supervisor whose agent is this test."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], num: int) -> None:
+        torch.manual_seed(0)
+        self.models = [nn.Linear(3, 2) for _ in range(num)]
+        self.optimizers = [make(model.parameters()) for model in self.models]
+        ours, theirs = socket.socketpair()
+        self.agent = Channel(theirs)
+        self.agent.sock.settimeout(5.0)
+        self.supervisor = Supervisor(Channel(ours), 0)
+        self.tracker = UpdateTracker({str(i): opt for i, opt in enumerate(self.optimizers)}, self.supervisor)
+        self.heard = threading.Event()
+        self.supervisor.start({}, self.report, lambda why, generation: self.heard.set())
+        assert self.agent.receive()["op"] == "hello"
+        self.enter(1)
+
+    def enter(self, generation: int) -> None:
+        self.agent.send({"op": "go", "generation": generation, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
+                         "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})
+        self.supervisor.wait_go()
+
+    def report(self) -> dict[str, Any]:
+        return {"updated": self.tracker.updated, "mixed": self.tracker.mixed, "state": self.values()}
+
+    def stop(self, generation: int = 1) -> None:
+        """The stop is heard when this returns; the report comes as soon as it may."""
+        self.heard.clear()
+        self.agent.send({"op": "stop", "generation": generation, "why": "w"})
+        assert self.heard.wait(5.0)
+
+    def reported(self) -> dict[str, Any]:
+        message = self.agent.receive()
+        assert message["op"] == "report"
+        found: dict[str, Any] = message["report"]
+        return found
+
+    def values(self) -> list[list[float]]:
+        return [p.detach().flatten().tolist() for model in self.models for p in model.parameters()]
+
+    def backward(self, index: int, value: float = 1.0) -> None:
+        self.optimizers[index].zero_grad()
+        self.models[index](torch.full((2, 3), value)).sum().backward()
+
+    def iteration(self, apart: bool = False) -> None:
+        """A whole one; *apart*: a backward between the steps."""
+        self.tracker.begin()
+        if not apart:
+            for i in range(len(self.models)):
+                self.backward(i)
+        for i, optimizer in enumerate(self.optimizers):
+            if apart:
+                self.backward(i)
+            optimizer.step()
+        assert self.tracker.updated
+        self.tracker.finish()
+
+    def close(self) -> None:
+        self.supervisor.close()
+        self.agent.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def build(optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, 0.1), num: int = 1) -> Worker:
+        made.append(Worker(optimizer, num))
+        return made[-1]
+
+    yield build
+    for worker in made:
+        worker.close()
+
+
+def test_untouched_before_the_step_and_complete_after_it(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.tracker.begin()
+    worker.backward(0)
+    assert not worker.tracker.updated and worker.tracker.num_steps == 0
+    worker.optimizers[0].step()
+    assert worker.tracker.updated and worker.tracker.num_steps == 1
+    worker.tracker.finish()
+    assert not worker.tracker.updated
+
+
+def test_a_stop_before_the_step_lets_no_step_begin(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.tracker.begin()
+    worker.backward(0)
+    before = worker.values()
+    worker.stop()
+    assert worker.reported() == {"updated": False, "mixed": False, "state": before}
+    with pytest.raises(PeerFailure):
+        worker.optimizers[0].step()
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.updated and not worker.tracker.mixed
+
+
+def test_a_stop_inside_the_step_waits_for_its_end(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.tracker.begin()
+    worker.backward(0)
+    worker.optimizers[0].register_step_pre_hook(lambda *_: worker.stop())  # behind the fence
+    worker.optimizers[0].step()
+    assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
+    worker.tracker.cut()
+    assert worker.tracker.updated
+
+
+def test_a_step_with_a_closure_that_is_cut_leaves_no_state_and_no_deadlock(make: Callable[..., Worker]) -> None:
+    worker = make(lambda p: torch.optim.LBFGS(p, lr=0.1))
+    worker.tracker.begin()
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        worker.backward(0)
+        if calls == 2:  # parameters have moved since the first
+            worker.stop()
+            raise RuntimeError("a collective was aborted")
+        return float(sum(p.detach().sum() for p in worker.models[0].parameters()))
+
+    with pytest.raises(RuntimeError, match="aborted"):
+        worker.optimizers[0].step(closure)
+    worker.tracker.cut()
+    assert worker.reported()["mixed"] is True and worker.tracker.mixed
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_steps_apart_are_taken_back(make: Callable[..., Worker], num_before: int) -> None:
+    """A backward lies between the steps: cut there, parameters and optimizer state are those before the iteration."""
+    worker = make(num=2)
+    for _ in range(num_before):
+        worker.iteration(apart=True)
+    before, states = worker.values(), [dict(o.state_dict()["state"]) for o in worker.optimizers]
+    moments = [{k: v.clone() for k, v in s.items()} for s in states[0].values()]
+    worker.tracker.begin()
+    worker.backward(0)
+    worker.optimizers[0].step()
+    assert worker.values() != before
+    worker.stop()
+    assert worker.reported()["updated"] is False
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.mixed and not worker.tracker.updated
+    now = list(worker.optimizers[0].state_dict()["state"].values())
+    assert len(now) == len(moments) and all(torch.equal(a[k], b[k]) for a, b in zip(now, moments, strict=True) for k in a)
+    # Run again, it gives what an undisturbed run gives.
+    worker.enter(2)
+    worker.iteration(apart=True)
+    undisturbed = make(num=2)
+    for _ in range(num_before + 1):
+        undisturbed.iteration(apart=True)
+    assert worker.values() == undisturbed.values()
+
+
+def test_a_stop_between_steps_that_follow_each_other_waits_for_the_last(make: Callable[..., Worker]) -> None:
+    """Nothing was kept: a report between the steps would promise a state that is gone."""
+    worker = make(num=2)
+    worker.iteration()  # learns that no backward lies between
+    worker.tracker.begin()
+    for i in range(2):
+        worker.backward(i)
+    worker.optimizers[0].step()
+    worker.stop()
+    worker.agent.sock.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        worker.agent.sock.recv(1)
+    worker.agent.sock.settimeout(5.0)
+    worker.optimizers[1].step()
+    assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
+
+
+def test_a_backward_that_is_new_between_the_steps_and_is_cut_is_found_out(make: Callable[..., Worker]) -> None:
+    worker = make(num=2)
+    worker.iteration()
+    worker.tracker.begin()
+    for i in range(2):
+        worker.backward(i)
+    worker.optimizers[0].step()
+    worker.stop()  # inside the unexpected backward
+    worker.tracker.cut()
+    assert worker.reported()["mixed"] is True
+
+
+def test_an_optimizer_that_is_left_out_blocks_no_report(make: Callable[..., Worker]) -> None:
+    """A gradient scaler skips a step whose gradients are infinite."""
+    worker = make(num=2)
+    worker.iteration()
+    worker.tracker.begin()
+    for i in range(2):
+        worker.backward(i)
+    worker.optimizers[0].step()
+    worker.tracker.finish()
+    worker.stop()
+    assert worker.reported()["updated"] is False
+
+
+def test_the_backward_between_is_learned(make: Callable[..., Worker]) -> None:
+    worker = make(num=2)
+    for _ in range(2):
+        worker.iteration()
+    assert not worker.tracker._must_keep("0")
+    worker.iteration(apart=True)
+    assert worker.tracker._must_keep("0")
+
+
+def test_a_ghost_changes_nothing(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.iteration()
+    before, moments = worker.values(), worker.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
+    worker.tracker.begin(ghost=True)
+    worker.backward(0)
+    grads = [p.grad for p in worker.models[0].parameters()]
+    worker.optimizers[0].step()
+    assert [p.grad for p in worker.models[0].parameters()] == grads
+    worker.tracker.cut()
+    assert worker.values() == before
+    assert torch.equal(worker.optimizers[0].state_dict()["state"][0]["exp_avg"], moments)
+    worker.iteration()
+    assert worker.values() != before
+
+
+def test_what_cannot_be_recovered_is_refused(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.backward(0)
+    with pytest.raises(UsageError, match=r"outside a function decorated with @job\.iteration"):
+        worker.optimizers[0].step()
+    worker.tracker.begin()
+    worker.optimizers[0].step()
+    with pytest.raises(UsageError, match="second step"):
+        worker.optimizers[0].step()
+
+
+def test_an_empty_parameter_group_is_no_problem(make: Callable[..., Worker]) -> None:
+    worker = make(lambda p: torch.optim.SGD([{"params": []}, {"params": list(p)}], lr=0.1))
+    worker.iteration()
+
+
+def test_without_an_agent_nothing_is_in_the_way() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = UpdateTracker({"optimizer": optimizer}, None)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    tracker.begin()
+    optimizer.step()
+    assert tracker.updated
+    tracker.finish()
