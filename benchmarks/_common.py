@@ -51,7 +51,8 @@ class Job(ABC):
 
     name: str
 
-    def __init__(self, directory: Path, script_args: Iterable[str]) -> None:
+    def __init__(self, directory: Path, script_args: Iterable[str], num_spares: int = 0) -> None:
+        self.num_spares = num_spares
         self.directory = directory / f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.directory.mkdir()
         self.weights = self.directory / "weights.pt"
@@ -60,7 +61,7 @@ class Job(ABC):
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Job:
-        for _ in range(NUM_NODES):
+        for _ in range(NUM_NODES + self.num_spares):
             self.add_node()
         return self
 
@@ -177,12 +178,12 @@ class Job(ABC):
 
 
 class Torchrun(Job):
-    """Two torchrun agents with the c10d rendezvous, which the first hosts."""
+    """Two torchrun agents with the c10d rendezvous, which the first hosts, and agents that wait in it as spares."""
 
     name = "torchrun"
 
-    def __init__(self, directory: Path, script_args: Iterable[str]) -> None:
-        super().__init__(directory, [*script_args, "--plain"])
+    def __init__(self, directory: Path, script_args: Iterable[str], num_spares: int = 0) -> None:
+        super().__init__(directory, [*script_args, "--plain"], num_spares)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
@@ -207,18 +208,12 @@ class SwiftRun(Job):
     name = "swift-run"
 
     def __init__(self, directory: Path, script_args: Iterable[str], etcd: EtcdConfig, num_spares: int = 0) -> None:
-        super().__init__(directory, script_args)
-        self._etcd, self._num_spares = etcd, num_spares
-
-    def __enter__(self) -> Job:
-        super().__enter__()
-        for _ in range(self._num_spares):
-            self.add_node()
-        return self
+        super().__init__(directory, script_args, num_spares)
+        self._etcd = etcd
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "swift_agent.run", "--nnodes", str(NUM_NODES), "--nproc-per-node",
-                str(NUM_WORKERS), "--spares", str(self._num_spares), "--max-restarts", "100", "--rdzv-endpoint",
+                str(NUM_WORKERS), "--spares", str(self.num_spares), "--max-restarts", "100", "--rdzv-endpoint",
                 self._etcd.endpoints[0], "--rdzv-id", self.id, "--node-id", f"node{len(self.agents)}"]  # fmt: skip
 
     def wait_ready(self) -> None:
@@ -227,7 +222,7 @@ class SwiftRun(Job):
         def ready() -> bool:
             active = {self.node_of(rank).pid for rank in range(WORLD_SIZE)}
             living = [agent for agent in self.agents if agent.poll() is None]
-            return len(living) == NUM_NODES + self._num_spares and all(
+            return len(living) == NUM_NODES + self.num_spares and all(
                 len(self.family(agent)) >= 2 + NUM_WORKERS + (1 if agent.pid in active else 0) for agent in living
             )
 

@@ -150,7 +150,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        result = measure(args.state_mb, args.seconds or (25.0 if args.quick else 120.0), args.block)
+        result = measure(args.state_mb, args.seconds or (20.0 if args.quick else 120.0), args.block)
     except Failed as error:
         print(error, file=sys.stderr)
         return 1

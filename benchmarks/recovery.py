@@ -59,7 +59,7 @@ def kill(job: Job, what: str, measured: Measured, rng: random.Random) -> None:
             process.kill()
     if what == "node":
         agent.wait()
-        job.add_node()  # the next spare; torchrun's replacement
+        job.add_node()  # the next spare
     old = {each: log[-1].pid for each, log in enumerate(logs)}
 
     def first_new() -> int | None:
@@ -117,14 +117,14 @@ def run_case(
         reference = undisturbed.weights
     ours, peer = Measured(), Measured()
     rounds = max(1, num_kills // per_job)
+    num_spares = 1 if what == "node" else 0
     for number in range(rounds):
         for launcher in ("torchrun", "swift-run") if number % 2 == 0 else ("swift-run", "torchrun"):
             if launcher == "torchrun":
-                run_job(Torchrun(directory, args), what, per_job, peer, None, number)
+                run_job(Torchrun(directory, args, num_spares), what, per_job, peer, None, number)
                 tell(f"  torchrun   {', '.join(f'{s:.2f} s' for s in peer.recovery_s[-per_job:])}")
             else:
-                job = SwiftRun(directory, args, etcd, num_spares=1 if what == "node" else 0)
-                run_job(job, what, per_job, ours, reference, number)
+                run_job(SwiftRun(directory, args, etcd, num_spares), what, per_job, ours, reference, number)
                 tell(f"  swift-run  {', '.join(f'{s:.3f} s' for s in ours.recovery_s[-per_job:])}")
     names = list(dict.fromkeys(name for phases in ours.phases_s for name in phases))
     return {

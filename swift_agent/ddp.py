@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent import torch_private
-from swift_agent.torch_private import Layout
+from swift_agent.torch_private import Layout as Layout
 
 # Reading a layout from the reducer takes memory of the size of the gradients; it changes at most once per reducer.
 _known_layouts: weakref.WeakKeyDictionary[DDP, tuple[Any, bool, Layout]] = weakref.WeakKeyDictionary()
@@ -33,24 +33,24 @@ def check_supported(ddp: DDP) -> None:
     """Raise UnsupportedModule for what would fail, or give wrong results, only after a failure."""
     if ddp.mixed_precision is not None:
         raise UnsupportedModule("DDP(mixed_precision=...) is not supported: use torch.autocast")
-    if ddp._use_python_reducer:
+    if torch_private.uses_python_reducer(ddp):
         raise UnsupportedModule("DDP with the python_reducer of torch.compile is not supported")
-    if any(ddp._build_params_for_reducer()[1]):
+    if torch_private.expects_sparse_gradients(ddp):
         raise UnsupportedModule("DDP over sparse embeddings (sparse=True) is not supported")
 
 
 def bucket_layout(ddp: DDP) -> Layout:
     """The current buckets in the order of their reduction, as indices into the parameters that require gradients."""
     known = _known_layouts.get(ddp)
-    if known is None or known[0] is not ddp.reducer or known[1] != ddp._has_rebuilt_buckets:
-        known = (ddp.reducer, ddp._has_rebuilt_buckets, torch_private.read_layout(ddp))
+    if known is None or known[0] is not ddp.reducer or known[1] != buckets_rebuilt(ddp):
+        known = (ddp.reducer, buckets_rebuilt(ddp), torch_private.read_layout(ddp))
         _known_layouts[ddp] = known
     return [list(bucket) for bucket in known[2]]
 
 
 def buckets_rebuilt(ddp: DDP) -> bool:
     """Whether the layout is the final one."""
-    return bool(ddp._has_rebuilt_buckets)
+    return torch_private.has_rebuilt_buckets(ddp)
 
 
 def rebuilds_buckets(ddp: DDP) -> bool:
@@ -155,7 +155,7 @@ class BucketKeeper:
             self._hook = None
 
     def layout_for(self, iteration: int) -> Layout | None:
-        """On a survivor, before `restore`: the layout with which `iteration` begins; None: before the first backward."""
+        """On a survivor, before `restore`: the layout with which `iteration` begins; None: there is none yet."""
         if self._recorded_in is None or iteration <= self._recorded_in:
             return None
         return expected_layout(self.ddp)

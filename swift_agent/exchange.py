@@ -26,6 +26,9 @@ NUM_SWAPS = _LAST_NUMBER - _FIRST_NUMBER + 1
 class Exchange(Protocol):
     """The changeable backend of one group for some of its device types."""
 
+    frees_waiters: bool
+    """Whether `stop` frees who waits for an operation; else only the cut of the connections does."""
+
     default_number: int
     """The BackendType that torch may be told is the group's default. C++ casts the backend under "gloo" to
     ProcessGroupGloo (DDP's logger), so only a real one may be there; "custom" is never cast."""
@@ -57,6 +60,8 @@ class Exchange(Protocol):
 
 class NativeExchange:
     """See the module. Thread-safe: the library locks."""
+
+    frees_waiters = True
 
     def __init__(self, library: ModuleType, group: Any, name: str, description: str, kind: str, devices: list[str]):
         self._fake = torch_private.make_fake(group.rank(), group.size())
@@ -100,6 +105,8 @@ class NativeExchange:
 
 class PythonExchange:
     """See the module. Everything but `stop`, `abort` and `release` belongs to the thread that uses the group."""
+
+    frees_waiters = False
 
     def __init__(self, group: Any, name: str, description: str, kind: str, devices: list[str]) -> None:
         self._group, self._kind, self._devices = group, kind, devices

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _MAX_FRAME_BYTES = 1 << 28
 _HELLO_TIMEOUT_S = 10.0
@@ -167,8 +168,10 @@ async def _read(reader: asyncio.StreamReader, limit: int = _MAX_FRAME_BYTES) -> 
     return _unpack(await reader.readexactly(size))
 
 
-class StoreClient(dist.Store):  # type: ignore[misc]
+class StoreClient(Store):
     """A connection to a `StoreServer`. One operation at a time: a thread of its own that waits needs a `clone()`.
+
+    The Python object must outlive all that torch makes of it (PrefixStore, backends): C++ does not keep it alive.
 
     Operations raise dist.DistStoreError: the time is up, the connection is lost, or `cut()` was called.
     """
@@ -190,6 +193,12 @@ class StoreClient(dist.Store):  # type: ignore[misc]
         """End the connection from any thread: whoever waits on it gets an error at once. May be repeated."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and give up its descriptor; not while another thread uses it (`cut` first)."""
+        self.cut()
+        with self._lock:
+            self._socket.close()
 
     def clone(self) -> StoreClient:
         return StoreClient(self._host, self._port, self._token, self._time)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import re
+import select
 import socket
 import stat
 from collections.abc import Iterable, Iterator
@@ -22,7 +24,16 @@ from typing import NamedTuple
 # libc instead of `socket.socket(fileno=...)`: that would make the shared file description non-blocking whenever the
 # user has called socket.setdefaulttimeout().
 _libc = ctypes.CDLL(None, use_errno=True)
-_REGISTERED = re.compile(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)", re.MULTILINE)
+_REGISTERED = re.compile(r"^tfd:\s*(\d+) .*\bdata:\s*([0-9a-f]+) .*\bino:\s*([0-9a-f]+)", re.MULTILINE)
+_EPOLL_CTL_MOD = 3
+
+
+class _EpollEvent(ctypes.Structure):
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+    _fields_ = [("events", ctypes.c_uint32), ("data", ctypes.c_uint64)]
+
+
 
 _GLOO_THREADS = ("pt_gloo_runloop", "gloo_tcp_loop")
 
@@ -56,7 +67,7 @@ def new_loops(before: set[int]) -> list[list[Socket]]:
             continue
         listens = False
         others = []
-        for member in _registered_in(fd):
+        for member, _ in _registrations(fd):
             is_listener = _is_listener(member)
             if is_listener is None:
                 continue
@@ -72,13 +83,14 @@ def new_loops(before: set[int]) -> list[list[Socket]]:
 def connections(before: set[int], num_peers: int) -> list[Socket]:
     """The connections of the gloo group that was made since `before` and has `num_peers` other members.
 
-    Raises ConnectionError if they cannot be told: such a group could not be interrupted.
+    Fewer, when a peer has gone again already. Raises ConnectionError if they cannot be told: such a group could not be
+    interrupted.
     """
     if num_peers == 0:
         return []
     loops = new_loops(before)
-    fitting = [loop for loop in loops if len(loop) == num_peers]
-    if len(fitting) != 1:
+    fitting = [loop for loop in loops if len(loop) == num_peers] or loops
+    if len(fitting) != 1 or len(fitting[0]) > num_peers:
         sizes = [len(loop) for loop in loops]
         raise ConnectionError(f"cannot find gloo's {num_peers} connections: new event loops have {sizes}")
     return fitting[0]
@@ -97,6 +109,27 @@ def shut_down(targets: Iterable[Socket], how: int = socket.SHUT_RDWR) -> int:
             if fd is not None and _option(fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
                 num_shut += _libc.shutdown(fd, how) == 0
     return num_shut
+
+
+def mute(targets: Iterable[Socket]) -> None:
+    """Let gloo's event loops hear no more of these sockets, which have been shut some time ago.
+
+    A loop that has a message for an operation which is gone neither reads it nor closes the connection: it spins.
+    """
+    wanted = set(targets)
+    for fd, kind, _ in list(_descriptors()):
+        if kind != "eventpoll" or not wanted:
+            continue
+        # Of the duplicate, so that nobody can put another loop in its place meanwhile.
+        loop = os.dup(fd)
+        try:
+            for member, pointer in _registrations(loop):
+                if member in wanted:
+                    # Changed, not removed: gloo removes it itself and insists on finding it. The pointer is gloo's.
+                    event = _EpollEvent(select.EPOLLONESHOT, pointer)
+                    _libc.epoll_ctl(loop, _EPOLL_CTL_MOD, member.fd, ctypes.byref(event))
+        finally:
+            os.close(loop)
 
 
 def threads() -> set[int]:
@@ -138,13 +171,14 @@ def _descriptors() -> Iterator[tuple[int, str, int]]:
             yield int(name), "eventpoll", 0
 
 
-def _registered_in(epoll_fd: int) -> list[Socket]:
+def _registrations(epoll_fd: int) -> list[tuple[Socket, int]]:
+    """What an event loop listens to, with the data that comes with the events."""
     try:
         with open(f"/proc/self/fdinfo/{epoll_fd}") as file:
             text = file.read()
     except OSError:
         return []
-    return [Socket(int(fd), int(inode, 16)) for fd, inode in _REGISTERED.findall(text)]
+    return [(Socket(int(fd), int(inode, 16)), int(data, 16)) for fd, data, inode in _REGISTERED.findall(text)]
 
 
 def _status(thread_id: int) -> str | None:

@@ -12,33 +12,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from swift_agent import exchange, gloo_sockets, native, rebuilding, torch_private, transfer
+from swift_agent import exchange, native, rebuilding, torch_private, transfer
 from swift_agent.generation_store import StoreClient
+from swift_agent.recorded import Group, kinds_of, record
+from swift_agent.stopping import Stop, in_background
 
 logger = logging.getLogger(__name__)
-
-_KINDS = ("gloo", "nccl")
-_ASLEEP_TIMES = 5
-_ASLEEP_PAUSE_S = 0.001
-# Left to itself torch's NCCL watchdog ends a process whose collective fails, and that process is a survivor.
-_NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-}
-
 
 class GroupsAborted(RuntimeError):
     """The groups were stopped (`abort`), or stopped while they were being connected. `rebuild` makes them usable."""
@@ -46,21 +36,6 @@ class GroupsAborted(RuntimeError):
 
 class RebuildFailed(RuntimeError):
     """Connecting the groups failed or took too long; they are stopped. Call `rebuild` with a larger generation."""
-
-
-@dataclass(eq=False)
-class _Group:
-    pg: Any
-    name: str
-    plans: list[rebuilding.Plan]  # one per backend
-    exchanges: list[exchange.Exchange]
-    sockets: list[gloo_sockets.Socket] = field(default_factory=list)
-    threads: set[int] = field(default_factory=set)  # gloo's
-
-    def set_default(self) -> None:
-        kinds = [plan.kind for plan in self.plans]
-        main = self.exchanges[kinds.index("nccl") if "nccl" in kinds else 0]
-        torch_private.set_default_backend(self.pg, main.default_number)
 
 
 class ProcessGroups:
@@ -71,16 +46,17 @@ class ProcessGroups:
         """True: groups are only local (collectives return at once with local values), so that a replacement can run
         its set-up alone. `rebuild` ends it."""
         self._library = library
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._lock = threading.RLock()
         self._attempt: rebuilding.Attempt | None = None
         self._store: StoreClient | None = None
+        # Backends of older generations may still ask their store something, and C++ does not keep it alive.
+        self._old_stores: list[StoreClient] = []
         self._generation = 0
         self._dead_generation = -1
         self._connected = False
         self._why: str | None = None  # set while stopped
-        self._cut_threads: set[int] = set()  # gloo's, of groups that were stopped
-        self._aborts: list[threading.Thread] = []  # of NCCL communicators
+        self._stops: list[Stop] = []  # not known to be quiet yet
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -155,44 +131,22 @@ class ProcessGroups:
     def _stop(self, why: str) -> None:
         self._connected = False
         self._why = why
-        slow: list[exchange.Exchange] = []
-        for group in self._groups:
-            for plan, one in zip(group.plans, group.exchanges, strict=True):
-                if plan.kind == "nccl":
-                    slow.append(one)
-                else:
-                    one.stop(why)
-        # Refuse first, cut then: an operation started in between would wait for nobody.
-        gloo_sockets.shut_down([one for group in self._groups for one in group.sockets], socket.SHUT_RD)
+        self._stops.append(Stop(self._groups, why))
         if self._store is not None:
             self._store.cut()
-        # All communicators at the same time: NCCL may not finish aborting one while another still runs.
-        self._aborts = [_in_background(lambda one=one: _abort_and_stop(one, why)) for one in slow]  # type: ignore[misc]
-        for group in self._groups:
-            self._cut_threads |= group.threads
-        everything = [one for group in self._groups for one in group.exchanges if one not in slow]
-        _in_background(lambda: [one.release() for one in everything])
 
     def wait_quiet(self, timeout: timedelta) -> bool:
-        """Wait until nothing of the stopped backends touches a tensor any more; a few milliseconds after `abort`.
+        """Wait until nothing of the stopped backends touches a tensor any more: a few milliseconds after `abort`.
 
         Before it returns True, operations that were cut may still write into their tensors: nothing that took part in
-        a collective may be used for training. False: they do not end; this process should be replaced.
+        a collective may be used for training. `rebuild` waits for it too. False: they do not end; this process should
+        be replaced.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        for thread in self._aborts:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive():
+        for stop in list(self._stops):
+            if not stop.wait_quiet(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
                 return False
-        # Their sockets are shut, so threads that sleep have nothing to do any more, or wait for what never comes. Look
-        # more than once: one may just have been waiting for a lock.
-        times_asleep = 0
-        while times_asleep < _ASLEEP_TIMES:
-            if time.monotonic() >= deadline_s:
-                return False
-            time.sleep(_ASLEEP_PAUSE_S)
-            times_asleep = times_asleep + 1 if gloo_sockets.all_asleep(self._cut_threads) else 0
-        self._cut_threads = set()
+            self._stops.remove(stop)
         return True
 
     # ------------------------------------------------------------------------------------------------ connect
@@ -208,7 +162,7 @@ class ProcessGroups:
         GroupsAborted or RebuildFailed the default group exists and is stopped: call `rebuild`.
         """
         self.solo = True
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=world_size, timeout=timeout)
         if not solo:
             self.rebuild(store_address, generation, connect_timeout, store_token)
 
@@ -235,15 +189,23 @@ class ProcessGroups:
             self._why = self._why or "not connected yet"
             self._groups = [group for group in self._groups if torch_private.is_registered(group.pg)]
             groups = list(self._groups)
-            plans = [_with_prefix(plan, f"swift/{generation}") for group in groups for plan in group.plans]
+            prefix = f"swift/{generation}"
+            plans = [replace(plan, prefix=f"{prefix}/{plan.prefix}") for group in groups for plan in group.plans]
             attempt = rebuilding.Attempt(
                 plans, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
                 timeout=timeout, dispose=self._dispose,
             )  # fmt: skip
             self._attempt = attempt
         built = self._run(attempt)
+        quiet = self.wait_quiet(timeout)
         with self._lock:
             self._finish(attempt, built)
+            if not quiet:
+                in_background(lambda: self._dispose(built))
+                raise RebuildFailed("operations of the stopped groups do not end: this process must be replaced")
+            if self._store is not None:
+                self._store.close()
+                self._old_stores.append(self._store)
             self._store = attempt.store
             for group in groups:
                 self._put(group, [built.pop(0) for _ in group.plans])
@@ -264,10 +226,10 @@ class ProcessGroups:
         """Under the lock: from here on `abort` finds the result in the groups instead of the attempt."""
         self._attempt = None
         if attempt.cancelled is not None:
-            _in_background(lambda: self._dispose(built))
+            in_background(lambda: self._dispose(built))
             raise GroupsAborted(attempt.cancelled)
 
-    def _put(self, group: _Group, built: Sequence[rebuilding.Built]) -> None:
+    def _put(self, group: Group, built: Sequence[rebuilding.Built]) -> None:
         group.sockets, group.threads = [], set()
         for one, new in zip(group.exchanges, built, strict=True):
             one.put(new.backend)
@@ -277,7 +239,8 @@ class ProcessGroups:
         group.set_default()
 
     def _group_store(self, name: str) -> Any:
-        return dist.PrefixStore(f"swift/{self._generation}/{name}", self._store)
+        assert self._store is not None
+        return PrefixStore(f"swift/{self._generation}/{name}", self._store)
 
     def _dispose(self, unwanted: list[rebuilding.Built]) -> None:
         """Destroy backends that nobody will use: tens of milliseconds, without the GIL where that is possible."""
@@ -304,17 +267,9 @@ class ProcessGroups:
             raise
 
     def _create_named(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        kinds = torch_private.backends_by_device(str(arguments["backend"]))
-        if set(kinds.values()) == {"fake"}:
+        kinds = kinds_of(str(arguments["backend"]))
+        if not kinds:
             return original(**arguments)
-        unknown = sorted(set(kinds.values()) - set(_KINDS))
-        if unknown:
-            raise ValueError(
-                f"process groups on {', '.join(unknown)} cannot be connected again after a failure; use gloo or nccl"
-            )
-        if "nccl" in kinds.values():
-            for variable, value in _NCCL_ENVIRONMENT.items():
-                os.environ.setdefault(variable, value)
         if not self.solo:
             self.check()
         pg, store = torch_private.create_on_fake(original, arguments)
@@ -322,7 +277,7 @@ class ProcessGroups:
             return dist.GroupMember.NON_GROUP_MEMBER, None
         if any(group.pg is pg for group in self._groups):
             return pg, store  # same tag and ranks: torch gave the group that exists
-        group = self._record(pg, name, kinds, arguments)
+        group = record(self._library, pg, kinds, arguments)
         try:
             if self.solo:
                 with self._lock:
@@ -334,33 +289,12 @@ class ProcessGroups:
             raise
         return pg, store
 
-    def _record(self, pg: Any, name: str, kinds: dict[str, str], arguments: dict[str, Any]) -> _Group:
-        rank, size = arguments["group_rank"], arguments["group_size"]
-        ranks = list(arguments["global_ranks_in_group"])
-        description = arguments["group_desc"] or "undefined"
-        group = _Group(pg, name, [], [])
-        for kind in dict.fromkeys(kinds.values()):
-            devices = [device for device, its_kind in kinds.items() if its_kind == kind]
-            options = arguments["backend_options"] if kind == "nccl" else None
-            prefix = f"{name}/{devices[0]}"
-            timeout = arguments["timeout"]
-            group.plans.append(rebuilding.Plan(name, kind, prefix, rank, size, ranks, timeout, options))
-            if self._library is not None:
-                group.exchanges.append(
-                    exchange.NativeExchange(self._library, pg, name, description, kind, devices)
-                )
-            else:
-                group.exchanges.append(exchange.PythonExchange(pg, name, description, kind, devices))
-        group.set_default()
-        return group
-
-    def _connect(self, group: _Group, store: Any) -> None:
+    def _connect(self, group: Group, store: Any) -> None:
         """Give a new group, made while training is connected, its backends."""
         with self._lock:
             self.check()
-            attempt = rebuilding.Attempt(
-                group.plans, store=store, timeout=group.plans[0].timeout, dispose=self._dispose
-            )  # fmt: skip
+            timeout = group.plans[0].timeout
+            attempt = rebuilding.Attempt(group.plans, store=store, timeout=timeout, dispose=self._dispose)
             self._attempt = attempt
         built = self._run(attempt)
         with self._lock:
@@ -436,22 +370,6 @@ class ProcessGroups:
                     use_local_synchronization=True, group_desc=group_desc,
                 )  # fmt: skip
         return None
-
-
-def _abort_and_stop(one: exchange.Exchange, why: str) -> None:
-    one.abort()
-    one.stop(why)
-    _in_background(one.release)
-
-
-def _in_background(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, name="swift-release", daemon=True)
-    thread.start()
-    return thread
-
-
-def _with_prefix(plan: rebuilding.Plan, prefix: str) -> rebuilding.Plan:
-    return rebuilding.Plan(**{**plan.__dict__, "prefix": f"{prefix}/{plan.prefix}"})
 
 
 _installed: ProcessGroups | None = None

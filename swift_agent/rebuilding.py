@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent import gloo_sockets, torch_private
 from swift_agent.generation_store import StoreClient
@@ -123,7 +123,7 @@ class Attempt:
 
     def _build_one(self, plan: Plan) -> None:
         self._step(f"connect group {plan.name!r} ({_abbreviate(plan)})")
-        store = dist.PrefixStore(plan.prefix, self.store)
+        store = PrefixStore(plan.prefix, self.store)
         if plan.kind == "nccl":
             built = Built(torch_private.make_nccl(
                 store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks, plan.options

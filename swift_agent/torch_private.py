@@ -99,7 +99,7 @@ def forget_group(group: Any, name: str) -> None:
     for tagged in world.tags_to_pg.values():
         if group in tagged:
             tagged.remove(group)
-    c10d._unregister_process_group(name)
+    c10d._unregister_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def is_registered(group: Any) -> bool:
@@ -122,7 +122,8 @@ def global_ranks(group: Any) -> list[int]:
 
 def backend_number(name: str) -> int:
     """torch's BackendType of "gloo" (1), "nccl" (2), ..."""
-    return int(c10d.Backend.backend_type_map[name])
+    number: int = c10d.Backend.backend_type_map[name].value
+    return number
 
 
 def register_backend(group: Any, devices: Sequence[str], number: int, backend: Backend) -> None:
@@ -159,9 +160,9 @@ def make_fake(rank: int, size: int) -> Backend:
 
 def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Backend:
     """As `_new_process_group_helper` does. Blocks, without the GIL, until all `size` members are connected."""
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # type: ignore[attr-defined]
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     backend.options.global_ranks_in_group = list(ranks)
-    backend.options.group_name = name
+    backend.options.group_name = name  # type: ignore[assignment]
     backend._set_sequence_number_for_group()
     return backend
 
@@ -170,7 +171,7 @@ def make_nccl(
     store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
 ) -> Backend:
     """As `_new_process_group_helper` does, without splitting. The communicator is made by the first collective."""
-    nccl = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+    nccl = dist.ProcessGroupNCCL
     if options is None:
         options = nccl.Options()
         options.is_high_priority_stream = False
@@ -186,7 +187,7 @@ def make_nccl(
 # ------------------------------------------------------------------------------------------- DistributedDataParallel
 
 
-class _Finished(dist.Work):  # type: ignore[misc]
+class _Finished(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
@@ -199,13 +200,13 @@ class _LayoutSource(dist.ProcessGroup):
     """
 
     def __init__(self, layout: Layout | None) -> None:
-        super().__init__(0, 1)
+        super().__init__(0, 1)  # type: ignore[call-arg]
         self._messages: list[list[int]] = []
         if layout is not None:
             indices = [index for bucket in layout for index in bucket]
             self._messages = [[*indices, len(layout)], [len(bucket) for bucket in layout]]
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:  # type: ignore[override]
         if self._messages:
             message = torch.tensor(self._messages.pop(0), dtype=torch.int32)
             if message.shape != tensors[0].shape:
@@ -214,13 +215,32 @@ class _LayoutSource(dist.ProcessGroup):
         return _Finished()
 
 
+def _parameters(ddp: DDP) -> tuple[list[torch.Tensor], list[bool]]:
+    """Those of the reducer, in its order, and whether it expects sparse gradients of each."""
+    parameters, expect_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    return parameters, expect_sparse
+
+
 def num_reducer_parameters(ddp: DDP) -> int:
-    return len(ddp._build_params_for_reducer()[0])
+    return len(_parameters(ddp)[0])
+
+
+def expects_sparse_gradients(ddp: DDP) -> bool:
+    return any(_parameters(ddp)[1])
+
+
+def uses_python_reducer(ddp: DDP) -> bool:
+    """torch.compile's own reduction of gradients, which does not use the reducer."""
+    return bool(ddp._use_python_reducer)
+
+
+def has_rebuilt_buckets(ddp: DDP) -> bool:
+    return bool(ddp._has_rebuilt_buckets)
 
 
 def read_layout(ddp: DDP) -> Layout:
     """The reducer's buckets in reduction order. Allocates (zeroed) memory of the size of all gradients for a moment."""
-    index = {id(parameter): i for i, parameter in enumerate(ddp._build_params_for_reducer()[0])}
+    index = {id(parameter): i for i, parameter in enumerate(_parameters(ddp)[0])}
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     return [[index[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
 
@@ -268,16 +288,16 @@ def renew_reducer(ddp: DDP) -> None:
     if ddp.mixed_precision is not None:
         raise RuntimeError("DDP(mixed_precision=...) cannot be given a new reducer")
     builtin = None
-    name = ddp._get_ddp_logging_data().get("comm_hook", "")
+    name = ddp._get_ddp_logging_data().get("comm_hook", "")  # type: ignore[no-untyped-call]
     for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):  # type: ignore[attr-defined]
         if name == str(kind):
             builtin = kind
-    parameters, expect_sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
+    parameters, expect_sparse = _parameters(ddp)
+    names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
     ddp.reducer._remove_autograd_hooks()
-    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
     if builtin is not None:
-        ddp._register_builtin_comm_hook(builtin)
+        ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
     hooks = list(ddp._comm_hooks)
     ddp._comm_hooks.clear()
     for hook, state in hooks:
@@ -300,8 +320,8 @@ def hook_buffers_after_forward(ddp: DDP, hook: Callable[[DDP, Mapping[str, torch
 
 
 def broadcast_buffers(ddp: DDP) -> None:
-    """What DDP does by default at the start of forward: all buffers become rank 0's. One blocking broadcast per bucket."""
-    ddp._default_broadcast_coalesced(authoritative_rank=0)
+    """What DDP does by default at the start of forward: all buffers become rank 0's. Blocks."""
+    ddp._default_broadcast_coalesced(authoritative_rank=0)  # type: ignore[no-untyped-call]
 
 
 def drop_buffer_hook(ddp: DDP) -> None:

@@ -11,7 +11,7 @@ This module must never communicate.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class UpdateTracker:
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
         for name, optimizer in self._optimizers.items():
-            optimizer.register_step_pre_hook(lambda opt, args, kwargs, name=name: self._before(name))
-            optimizer.register_step_post_hook(lambda opt, args, kwargs, name=name: self._after(name))
+            optimizer.register_step_pre_hook(_hook(self._before, name))
+            optimizer.register_step_post_hook(_hook(self._after, name))
 
     @property
     def num_steps(self) -> int:
@@ -163,9 +163,9 @@ class UpdateTracker:
         if device is None:
             return
         assert self._supervisor is not None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
-        while not event.query():
+        while not event.query():  # type: ignore[no-untyped-call]
             if self._supervisor.interrupted:
                 raise PeerFailure("stopped while gradients were being reduced")
             time.sleep(_POLL_S)
@@ -183,6 +183,10 @@ class UpdateTracker:
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden.clear()
+
+
+def _hook(act: Callable[[str], None], name: str) -> Callable[..., None]:
+    return lambda *_: act(name)
 
 
 class _Kept:

@@ -65,8 +65,7 @@ class Plan:
 def make_plan(reports: Iterable[RankReport], world_size: int) -> Plan:
     """Plan the recovery of a job of *world_size* ranks; a rank without a report is a new process.
 
-    Across replica sets all go on from the same iteration: the smallest, over the sets, of the largest state that each
-    can reach.
+    Across replica sets all go on from the same iteration: the newest that some rank of every set holds.
     """
     by_rank = {report.rank: report for report in reports}
     holding = {rank: report for rank, report in by_rank.items() if report.status == "holding"}

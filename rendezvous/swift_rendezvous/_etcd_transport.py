@@ -223,8 +223,8 @@ class Transport:
     def login(self, index: int, timeout_s: float, on_call: Any = None) -> str | None:
         """The token to send, fetched if need be; None when no user is configured or the server wants no login.
 
-        *on_call* is given the call while it runs, so that another thread can cancel it. Raises grpc.RpcError. Two
-        threads may log in at the same time: both tokens are good.
+        *on_call* is given the call while it runs, so that another thread can cancel it. Raises AuthenticationFailed,
+        or grpc.RpcError. Two threads may log in at the same time: both tokens are good.
         """
         if self._login_is_off or self._token is not None:
             return self._token
@@ -237,6 +237,10 @@ class Transport:
         except grpc.FutureCancelledError:
             raise _LoginCancelled() from None
         except grpc.RpcError as error:
+            if "invalid user ID or password" in (error.details() or ""):
+                raise AuthenticationFailed(
+                    f"etcd {self.endpoint(index)} refused user {self.config.user!r}: wrong user or password"
+                ) from None
             if "authentication is not enabled" not in (error.details() or ""):
                 raise
             log.info("etcd %s: user %r given, but this server wants no login", self.endpoint(index), self.config.user)

@@ -2,17 +2,19 @@
 
 Every agent keeps a connection to the next few nodes of a ring. When a process dies its kernel closes its sockets, and
 both ends of a connection learn of it in milliseconds; when a machine or a link dies the kernel's own probes fail after
-about three seconds. Both are answered by the kernel, so a starved process is never taken for a dead one. Before a node is
-called lost its listener is probed once more: a connection that was merely reset proves nothing.
+about three seconds. Both are answered by the kernel, so a starved process is never taken for a dead one. Before a node
+is called lost its listener is probed once more: a connection that was merely reset proves nothing.
 
 The lease in etcd stays the backstop (frozen processes). A connection is accepted only from who can read the job's
-records: both sides prove that they know the other's token (HMAC, fresh nonces). Nothing received is ever executed or unpickled.
+records: both sides prove that they know the other's token (HMAC, fresh nonces). Nothing received is ever executed or
+unpickled.
 
 This module must never decide what follows from a loss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -94,14 +96,21 @@ class Liveness:
         """Tell which nodes are in the job now; connections follow."""
         with self._lock:
             self._known = {node.incarnation: node for node in nodes}
-        self._wake()
+        if not self._stopped:
+            self._wake()
 
     def stop(self) -> None:
         """Say goodbye to all peers, so that they do not take the closed connections for a death."""
+        if self._stopped:
+            return
         self._stopped = True
         self._wake()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
+        if self._me is None:
+            self._listener.close()
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)  # here, so that nobody wakes through a number that is somebody else's by then
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -114,21 +123,23 @@ class Liveness:
                     while not self._accepted.empty():
                         self._admit(self._accepted.get())
                 elif key.fileobj in self._peers:
-                    self._read(self._peers[key.fileobj])  # type: ignore[index]  # only sockets are left
+                    self._read(self._peers[key.fileobj])  # only sockets are left
             if not self._stopped:
                 self._dial()
         for peer in list(self._peers.values()):
-            try:
+            with contextlib.suppress(OSError):
                 peer.sock.sendall(_GOODBYE)
-            except OSError:
-                pass
             self._drop(peer)
         self._selector.close()
         # Wakes the acceptor, whose accept() then fails.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(timeout=_HANDSHAKE_TIMEOUT_S + 1.0)
         self._listener.close()
-        os.close(self._wake_fd)
+        while not self._accepted.empty():
+            peer = self._accepted.get()
+            with contextlib.suppress(OSError):
+                peer.sock.sendall(_GOODBYE)
+            peer.sock.close()
 
     def _dial(self) -> None:
         assert self._me is not None
@@ -233,10 +244,8 @@ class Liveness:
 
     def _drop_dialled(self, incarnation: str) -> None:
         peer = self._peers[self._dialled[incarnation]]
-        try:
+        with contextlib.suppress(OSError):
             peer.sock.sendall(_GOODBYE)
-        except OSError:
-            pass
         self._drop(peer)
 
     def _suspect(self, incarnation: str, evidence: str) -> None:

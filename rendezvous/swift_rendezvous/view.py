@@ -133,7 +133,8 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             records.pop(int(parts[2]), None)
         else:
             records[int(parts[2])] = decode(cls, value)
-        return replace(view, **{attribute: records})
+        changes: dict[str, Any] = {attribute: records}
+        return replace(view, **changes)
     return view
 
 

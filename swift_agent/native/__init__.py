@@ -62,7 +62,8 @@ def load() -> ModuleType | None:
         loader.exec_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{path} cannot be loaded: {error}\n  next    delete it, or run `python -m swift_agent.native build --force`"
+            f"{path} cannot be loaded: {error}\n"
+            "  next    run `python -m swift_agent.native build --force`, or delete it"
         ) from error
     _loaded = module
     return module

@@ -14,6 +14,7 @@ import pytest
 
 from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.private_etcd import PrivateEtcd
+from tests.support.etcd_cluster import EtcdCluster
 from tests.support.job import SOURCE_ROOTS
 
 TRACKED = """
@@ -89,13 +90,19 @@ def test_unreachable_etcd(
     assert time.monotonic() - began_s < 30
 
 
-def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path) -> None:
+def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.write_text("not-the-password")
-    done = run_swift("--nnodes", "2", "--rdzv-endpoint", etcd, "--etcd-user", "root", "--etcd-password-file",
-                     str(secret), script="print('started')")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "not-the-password" not in done.stderr
+    with EtcdCluster(tmp_path) as cluster:
+        cluster.enable_login("trainer", "the-password", "/swift/")
+        login = ("--nnodes", "1", "--rdzv-endpoint", cluster.endpoints[0], "--etcd-user", "trainer",
+                 "--etcd-password-file", str(secret))
+        done = run_swift(*login, script="print('started')")
+        assert done.returncode == 1 and "Traceback" not in done.stderr and "started" not in done.stdout
+        assert "trainer" in done.stderr and "not-the-password" not in done.stderr
+        secret.write_text("the-password\n")
+        done = run_swift(*login, script="print('started')")
+        assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 
 def test_two_jobs_with_one_id(run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path) -> None:

@@ -112,14 +112,14 @@ def undisturbed(variant: str) -> str:
     return digest(model)
 
 
-def arm(model: DDP, failures: list[list[Any]], iteration: Callable[[], int], generation: int) -> None:
+def arm(model: DDP, failures: list[list[Any]], keeper: Any, generation: int) -> None:
     """Kill this process at its point of failure."""
     if generation > len(failures):
         return
     at, point, victim = failures[generation - 1]
 
     def die(*_: Any) -> None:
-        if iteration() == at:
+        if keeper.iteration == at:
             tell(f"died/{generation}")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -148,7 +148,7 @@ def survive(variant: str, failures: list[list[Any]], generation: int = 1, solo: 
     if solo:
         generation -= 1
     else:
-        arm(model, failures, lambda: t, generation)
+        arm(model, failures, keeper, generation)
     while t < ITERATIONS:
         buffers = [one.clone() for one in model.buffers()]
         try:
@@ -183,7 +183,7 @@ def survive(variant: str, failures: list[list[Any]], generation: int = 1, solo: 
         for tensor in state_of(model, optimizer, has_stepped=t > 0):
             dist.broadcast(tensor, source)
         solo = aborted = False
-        arm(model, failures, lambda: t, generation)
+        arm(model, failures, keeper, generation)
     return {"digest": digest(model), "pid": pids, "layout": ddp.bucket_layout(model), "generation": generation}
 
 

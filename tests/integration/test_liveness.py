@@ -1,4 +1,4 @@
-"""Agent-to-agent liveness with real sockets and real processes: what is a loss, how soon it is seen, and what is none."""
+"""Agent-to-agent liveness with real sockets and processes: what is a loss, how soon it is seen, and what is none."""
 
 from __future__ import annotations
 
@@ -72,12 +72,14 @@ class Node:
     def connected(self) -> set[str]:
         return {peer.incarnation for peer in list(self.liveness._peers.values())}
 
+    def wait_connections(self, num: int, names: set[str], what: str) -> None:
+        wait_for(lambda: len(self.liveness._peers) == num and self.connected() == names, 5.0, what)
+
     def next_lost(self, timeout_s: float = 5.0) -> tuple[str, str, float]:
         return self.lost.get(timeout=timeout_s)
 
     def close(self) -> None:
-        if self.liveness._thread.is_alive():
-            self.liveness.stop()
+        self.liveness.stop()  # for a second time, perhaps
 
 
 @pytest.fixture
@@ -140,7 +142,9 @@ def test_goodbye_is_no_loss(start: Callable[..., Node | Process]) -> None:
     assert me.lost.empty()
 
 
-def test_a_node_that_was_never_there_is_lost(start: Callable[..., Node | Process], free_port: Callable[[], int]) -> None:
+def test_a_node_that_was_never_there_is_lost(
+    start: Callable[..., Node | Process], free_port: Callable[[], int]
+) -> None:
     me = start(Node, "a")
     assert isinstance(me, Node)
     me.liveness.update([me.record, NodeRecord("b", "b", "127.0.0.1", free_port(), 1, "secret")])
@@ -156,7 +160,8 @@ def test_two_that_dial_at_once_both_connect(start: Callable[..., Node | Process]
             node.liveness.update(records)  # type: ignore[union-attr]
         for node in nodes:
             others = {r.incarnation for r in records} - {node.record.incarnation}
-            wait_for(lambda n=node, o=others: n.connected() == o and len(n.liveness._peers) == 4, 5.0, "all connections")
+            assert isinstance(node, Node)
+            node.wait_connections(4, others, "all connections")
         assert time.monotonic() - began_s < 1.5  # less than the time-out of a handshake
         assert all(node.lost.empty() for node in nodes)  # type: ignore[union-attr]
 
@@ -231,10 +236,10 @@ def test_a_reset_connection_with_a_living_listener_is_no_loss(start: Callable[..
         num_before = len(me.liveness._peers)
         sock, answer = _dial(me.record, _hello("b", me.record, "secret"))
         assert answer
-        wait_for(lambda n=num_before: len(me.liveness._peers) == n + 1, 5.0, "the second connection")
+        me.wait_connections(num_before + 1, {"b"}, "the second connection")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()  # a reset
-        wait_for(lambda n=num_before: len(me.liveness._peers) == n, 5.0, "the reset")
+        me.wait_connections(num_before, {"b"}, "the reset")
     peer.popen.send_signal(signal.SIGCONT)
     peer.kill()
     # The real death is the first and only thing that is reported.
@@ -266,3 +271,20 @@ def test_stop_ends_threads_and_sockets(start: Callable[..., Node | Process]) -> 
         socket.create_connection(("127.0.0.1", me.record.watch_port), timeout=1.0)
     wait_for(lambda: other.connected() == set(), 5.0, "the goodbye")
     assert other.lost.empty()
+    me.liveness.update([me.record])  # late, and without effect
+
+
+def test_stop_at_any_moment(start: Callable[..., Node | Process]) -> None:
+    """Stopped while connections come in, and one that was never started."""
+    for round_ in range(15):
+        me, other = start(Node, f"a{round_}"), start(Node, f"b{round_}")
+        assert isinstance(me, Node) and isinstance(other, Node)
+        for node in (me, other):
+            node.liveness.update([me.record, other.record])
+        me.liveness.stop()
+        other.liveness.stop()
+        assert not me.liveness._thread.is_alive()
+    never = Liveness("127.0.0.1", lambda who, why: None)
+    never.stop()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", never.port), timeout=1.0)

@@ -111,7 +111,7 @@ def block_and_be_freed() -> list[list[Any]]:
         deadline_s = time.monotonic() + 5
         while groups.aborted is None and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="generation|again|idle"):
+        with pytest.raises(RuntimeError, match=r"generation|again|idle"):
             groups.check()
         with contextlib.suppress(RuntimeError):
             model.reducer._reset_state()
@@ -149,7 +149,7 @@ def test_abort_frees_every_blocked_operation(make_job: MakeJob, mechanism: str) 
 
 
 def be_cut_in_full_traffic(rounds: int) -> list[float]:
-    """Abort at a random moment while collectives and messages of all sizes are under way; returns seconds to be freed."""
+    """Abort at a random moment while operations of all sizes are under way; returns seconds until freed."""
     import random
 
     import torch
@@ -162,10 +162,10 @@ def be_cut_in_full_traffic(rounds: int) -> list[float]:
         same = random.Random(round)  # what all ranks must agree on
         cut_at_s = [0.0]
 
-        def cut(after_s: float = same.random() * 0.02, cut_at_s: list[float] = cut_at_s) -> None:
+        def cut(after_s: float = same.random() * 0.02, cut_at_s: list[float] = cut_at_s, at: int = round + 1) -> None:
             time.sleep(after_s)
+            groups.abort("cut", at)
             cut_at_s[0] = time.monotonic()
-            groups.abort("cut")
 
         cutter = threading.Thread(target=cut)
         cutter.start()
@@ -336,7 +336,7 @@ def new_group_without_partner() -> list[str]:
     rebuild(groups, 4)
     dist.barrier(group=split)
     groups.abort("future", generation=6)
-    with pytest.raises(process_group.GroupsAborted, match="future|failed already"):
+    with pytest.raises(process_group.GroupsAborted, match=r"future|failed already"):
         groups.rebuild(store_of(4), 5, LONG)
     with pytest.raises(ValueError, match="cannot be connected again"):
         dist.new_group([0, 1], backend="ucc")

@@ -1,7 +1,8 @@
-"""A whole job in virtual time: real lifecycles, coordinators, plans and records; only processes and the wire are played.
+"""A whole job in virtual time: real lifecycles, coordinators, plans and records; only processes and the wire are
+played.
 
-Everything that could happen next is an action; a seeded walk picks one at a time, so any two things happen in any order: a
-view comes late, a write waits, a message overtakes an exit. Every command is checked the moment it is given.
+Everything that could happen next is an action; a seeded walk picks one at a time, so any two things happen in any
+order: a view comes late, a write waits, a message overtakes an exit. Every command is checked the moment it is given.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from swift_rendezvous.keys import (
     encode,
 )
 from swift_rendezvous.kv import Compare, Delete, Op, Put
-from swift_rendezvous.membership import Rules
+from swift_rendezvous.membership import Rules, losses
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.registration import enter_job
 from swift_rendezvous.view import Change, View, apply, apply_all
@@ -75,7 +76,7 @@ class Proc:
     def report(self) -> dict[str, Any]:
         replicas = list(range(self.node.sim.world_size)) if self.status == "holding" else []
         return {"rank": self.rank, "status": self.status, "iteration": self.iteration, "replicas": replicas,
-                "sections": 0, "layout_rebuilt": True}
+                "sections": 0}
 
 
 class SimNode:
@@ -94,7 +95,8 @@ class SimNode:
         self.lease = enter_job(sim.store, sim.keys, sim.job, self.record, 5)
         sim.sync()
         self.state = lc.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
-        self.coordinator = Coordinator(sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6), sim.say)
+        self.coordinator = Coordinator(
+            sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6), sim.say)
         self.writes: deque[tuple[str, list[Compare], list[Op], Callable[[], bool]]] = deque()
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
         self.peers_lost: list[lc.PeerLost] = []
@@ -188,7 +190,8 @@ class SimNode:
                 self.write("progress", [Put(keys.progress(number, slot), encode(record))])
             case lc.WriteResumed(number, slot, iteration, phases_s):
                 self.once("resumed", number)
-                self.write("resumed", [Put(keys.resumed(number, slot), encode(ResumedRecord(slot, iteration, dict(phases_s))))])
+                resumed = ResumedRecord(slot, iteration, dict(phases_s))
+                self.write("resumed", [Put(keys.resumed(number, slot), encode(resumed))])
             case lc.WriteFinished(number, record):
                 self.once("finished", number)
                 for proc in self.procs:
@@ -198,7 +201,8 @@ class SimNode:
             case lc.WriteExited(number, slot):
                 self.once("exited", number)
                 assert all(self.proc(r) is None for r in range(sim.num_workers)), "exited while processes live"
-                self.write("exited", [Put(keys.exited(number, slot), encode(ExitedRecord(slot, self.record.incarnation)))])
+                exited = ExitedRecord(slot, self.record.incarnation)
+                self.write("exited", [Put(keys.exited(number, slot), encode(exited))])
             case lc.ForgetSpare(node_id, _):
                 joined = self.state.view.joined.get(node_id, 0)
                 self.write("forget", [Delete(keys.node(node_id))],
@@ -210,7 +214,7 @@ class SimNode:
 
     def send_go(self, local_ranks: tuple[int, ...], number: int) -> None:
         view = self.state.view
-        assert view.plan is not None and view.store is not None and not view.plan.restart and not lc.losses(view)
+        assert view.plan is not None and view.store is not None and not view.plan.restart and not losses(view)
         for local_rank in local_ranks:
             proc = self.spoken_to(local_rank)
             if proc is None:
@@ -427,14 +431,17 @@ class Sim:
                 giver = self.at_rank(source)
                 assert giver is not None and (giver.status, giver.iteration) == ("holding", plan.iteration)
                 proc.status, proc.iteration = "holding", plan.iteration
-            proc.outbox.append(lc.WorkerResumed(proc.local_rank, proc.pid, proc.entered, proc.iteration, {"regroup": 0.1}))
+            proc.outbox.append(
+                lc.WorkerResumed(proc.local_rank, proc.pid, proc.entered, proc.iteration, {"regroup": 0.1}))
         proc.live = proc.entered
 
     def can_reduce(self, proc: Proc) -> bool:
         """Iteration t needs the gradients of all: each has given them, and gone on, or stands there and lives."""
         for rank in range(self.world_size):
             other = self.at_rank(rank)
-            if other is None or other.live != proc.live or other.status != "holding" or other.iteration < proc.iteration:
+            if other is None or other.live != proc.live or other.status != "holding":
+                return False
+            if other.iteration < proc.iteration:
                 return False
             if other.iteration == proc.iteration and (not other.alive or other.hung or other.stopped >= other.live):
                 return False

@@ -246,7 +246,7 @@ def _serve() -> None:
     import torch._dynamo
     import torch.distributed.device_mesh
     import torch.nn.parallel
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    import torch.testing._internal.distributed.fake_pg
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     torch.set_num_threads(1)

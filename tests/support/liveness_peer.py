@@ -1,5 +1,5 @@
-"""A node that only lives: `liveness_peer.py INCARNATION TOKEN` prints its port, learns its peers from its standard input,
-one JSON line of [incarnation, port, token] lists at a time, and prints whom it takes for lost."""
+"""A node that only lives: `liveness_peer.py INCARNATION TOKEN` prints its port, learns its peers from its standard
+input, one JSON line of [incarnation, port, token] lists at a time, and prints whom it takes for lost."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def generation(
 
 
 def failure(
-    kind: FailureKind, slot: int, ranks: tuple[int, ...] = (), *, left: int = 1, name: str | None = None, when_s: int = 0
+    kind: FailureKind, slot: int, ranks: tuple[int, ...] = (), *, left: int = 1, name: str | None = None,
+    when_s: int = 0,
 ) -> FailureRecord:
     name = name or f"n{slot}"
     exits = tuple(WorkerExit(slot * 2 + r, r, 100 + r, -9, name, timestamp_s=when_s) for r in ranks)

@@ -1,4 +1,4 @@
-"""The socket between an agent and its workers: whole messages in order, and every way in which the other side can go."""
+"""The socket between an agent and its workers: whole messages in order, and every way in which the other can go."""
 
 from __future__ import annotations
 
@@ -34,14 +34,20 @@ def frame(data: bytes) -> bytes:
 def test_messages_come_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
     ours, theirs = pair
     messages: list[Message] = [{"op": "go", "plan": {"ü": [1, 2.5, None]}}, {}, {"why": "x" * 200_000}, {"last": True}]
-    sender = threading.Thread(target=lambda: [ours.send(m) for m in messages])
+
+    def send() -> None:
+        for message in messages:
+            ours.send(message)
+
+    sender = threading.Thread(target=send)
     sender.start()
     assert [theirs.receive() for _ in messages] == messages
     sender.join()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=20), max_size=3), max_size=6), st.data())
+@given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=20), max_size=3), max_size=6),
+       st.data())
 def test_messages_cut_anywhere_are_put_together_again(messages: list[Message], data: st.DataObject) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

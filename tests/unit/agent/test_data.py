@@ -42,12 +42,13 @@ class Stream(IterableDataset[Any]):
 LOADERS: dict[str, Any] = {
     "in order": lambda: DataLoader(Counting(), batch_size=4),
     "shuffled": lambda: DataLoader(Counting(), batch_size=4, shuffle=True),
-    "own generator": lambda: DataLoader(Counting(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "own generator": lambda: DataLoader(
+        Counting(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "drop last": lambda: DataLoader(Counting(), batch_size=4, drop_last=True),
     "batch sampler": lambda: DataLoader(Counting(), batch_sampler=BatchSampler(RandomSampler(range(23)), 4, False)),
     "no batching": lambda: DataLoader(Counting(), batch_size=None, shuffle=True),
     "weighted": lambda: DataLoader(Counting(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 23, 23)),
-    "distributed": lambda: DataLoader(Counting(), batch_size=4, sampler=DistributedSampler(range(23), 2, 1)),
+    "distributed": lambda: DataLoader(Counting(), batch_size=4, sampler=DistributedSampler(Counting(), 2, 1)),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
     "a list": lambda: list(range(9)),
 }
@@ -123,7 +124,7 @@ def test_an_iterator_that_fails_to_start_leaves_the_loader_alone() -> None:
 
 
 def test_set_epoch_reaches_a_distributed_sampler_wherever_it_is() -> None:
-    sampler = DistributedSampler(range(23), 2, 0)
+    sampler: DistributedSampler[Any] = DistributedSampler(Counting(), 2, 0)
     set_epoch(DataLoader(Counting(), batch_size=4, sampler=sampler), 3)
     assert sampler.epoch == 3
     set_epoch(DataLoader(Counting(), batch_sampler=BatchSampler(sampler, 4, False)), 4)

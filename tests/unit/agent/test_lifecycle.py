@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -97,8 +97,8 @@ def training(me: str = "n0", max_restarts: int = 3) -> Agent:
 def next_generation(agent: Agent, number: int = 2, **changes: Any) -> list[lc.Command]:
     """A replaced generation, not planned yet."""
     new = generation(number, "replace", **{"store_slot": 1, **changes})
-    return agent.change(generation=new, generation_revision=10 * number, plan=None, store=None, failures={}, progress={},
-                        resumed={}, finished={}, exited={})
+    return agent.change(generation=new, generation_revision=10 * number, plan=None, store=None, failures={},
+                        progress={}, resumed={}, finished={}, exited={})
 
 
 def planned(agent: Agent) -> list[lc.Command]:
@@ -222,7 +222,7 @@ def test_deaths_add_up() -> None:
 def test_a_second_failure_at_any_step_of_a_recovery(step: int) -> None:
     """The replacement dies, too, after *step* steps; in generation 3 everything is as if it had died in 1."""
     agent = training()
-    script = [
+    script: list[Callable[[], object]] = [
         lambda: agent.change(failures={1: failure("workers", 1, (0,))}),
         lambda: agent.report(0, 1),
         lambda: agent.report(1, 1),

@@ -1,4 +1,4 @@
-"""Random walks through whole jobs in virtual time, and proof that they find mistakes: mutants of the lifecycle must fail."""
+"""Random walks through whole jobs in virtual time, and proof that they find mistakes: mutants must fail."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ MUTANTS = {
         "if worker is None or worker.generation < generation.number:\n            missing"),
     "goes before the plan": ("if lost or view.plan is None or view.plan.restart or view.store is None:",
                              "if view.plan is None or view.store is None:"),
-    "stops again and again": ("w.current and w.stop_sent < w.current and not w.released", "w.current and not w.released"),
+    "stops again and again": (
+        "w.current and w.stop_sent < w.current and not w.released", "w.current and not w.released"),
     "keeps an old report": ("state = _mark(state, ready, current=number, report=None)",
                             "state = _mark(state, ready, current=number, stopped=number)"),
     "never kills what hangs": ("and now_s - w.stop_sent_s >= state.stop_deadline_s]", "and False]"),
     "takes an old end for a new one": ("stop_sent_s=now_s, finished=None)", "stop_sent_s=now_s)"),
     "is silent about its end after a late loss": ("if losses(state.view) and not state.view.released:",
                                                   "if losses(state.view):"),
-    "does not come back when it was given up": ("if mine is None or mine.incarnation != state.incarnation:", "if False:"),
+    "does not come back when it was given up": (
+        "if mine is None or mine.incarnation != state.incarnation:", "if False:"),
     "believes a view of its former life": ("if view.revision < state.view.revision:", "if False:"),
     "does not repeat a loss in the next generation": (
         "issued = state.issued if view.number == state.view.number else frozenset()", "issued = state.issued"),

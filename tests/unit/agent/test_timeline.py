@@ -81,6 +81,7 @@ def test_nothing_is_told_after_the_release() -> None:
     assert story.observe(view(generation=None), 11.0) is None
 
 
-@pytest.mark.parametrize(("phases_s", "text"), [({}, ""), ({"agree": 0.003, "total": 1.2345}, "agree 3 ms, total 1234 ms")])
+@pytest.mark.parametrize(
+    ("phases_s", "text"), [({}, ""), ({"agree": 0.003, "total": 1.2345}, "agree 3 ms, total 1234 ms")])
 def test_describe(phases_s: dict[str, float], text: str) -> None:
     assert describe(phases_s) == text

@@ -201,7 +201,7 @@ def test_an_unfinished_backward_is_found_and_reset(world: None) -> None:
     def fail(_: torch.Tensor) -> None:
         raise ValueError("in the middle")
 
-    handle = list(model.parameters())[0].register_hook(fail)
+    handle = next(iter(model.parameters())).register_hook(fail)
     with pytest.raises(ValueError, match="in the middle"):
         backward(model)
     handle.remove()

@@ -84,7 +84,10 @@ class Worker:
 def make() -> Iterator[Callable[..., Worker]]:
     made: list[Worker] = []
 
-    def build(optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, 0.1), num: int = 1) -> Worker:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, 0.1)
+
+    def build(optimizer: Callable[[Any], torch.optim.Optimizer] = adam, num: int = 1) -> Worker:
         made.append(Worker(optimizer, num))
         return made[-1]
 
@@ -165,7 +168,8 @@ def test_steps_apart_are_taken_back(make: Callable[..., Worker], num_before: int
     worker.tracker.cut()
     assert worker.values() == before and not worker.tracker.mixed and not worker.tracker.updated
     now = list(worker.optimizers[0].state_dict()["state"].values())
-    assert len(now) == len(moments) and all(torch.equal(a[k], b[k]) for a, b in zip(now, moments, strict=True) for k in a)
+    assert len(now) == len(moments)
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(now, moments, strict=True) for k in a)
     # Run again, it gives what an undisturbed run gives.
     worker.enter(2)
     worker.iteration(apart=True)

@@ -9,16 +9,16 @@ import pytest
 from swift_agent.channel import ENV_SOCKET
 from swift_agent.worker_env import ENV_GENERATION, Placement, log_prefix, worker_env
 
-PLACE = Placement(slot=2, num_slots=4, num_workers=8, role="trainer", run_id="gpt", master_addr="10.0.0.7", master_port=4711,
-                  restart_count=1, max_restarts=3, generation=6, socket_path="/run/agent.sock")
+PLACE = Placement(slot=2, num_slots=4, num_workers=8, role="trainer", run_id="gpt", master_addr="10.0.0.7",
+                  master_port=4711, restart_count=1, max_restarts=3, generation=6, socket_path="/run/agent.sock")
 
 
 def test_ranks_belong_to_slots() -> None:
     env = worker_env(PLACE, 5, {})
     assert {k: env[k] for k in ("RANK", "ROLE_RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "ROLE_WORLD_SIZE",
                                 "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")} == {
-        "RANK": "21", "ROLE_RANK": "21", "LOCAL_RANK": "5", "GROUP_RANK": "2", "WORLD_SIZE": "32", "ROLE_WORLD_SIZE": "32",
-        "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}
+        "RANK": "21", "ROLE_RANK": "21", "LOCAL_RANK": "5", "GROUP_RANK": "2", "WORLD_SIZE": "32",
+        "ROLE_WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}
     everyone = [worker_env(replace(PLACE, slot=s), r, {})["RANK"] for s in range(4) for r in range(8)]
     assert everyone == [str(rank) for rank in range(32)]
 

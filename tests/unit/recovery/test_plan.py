@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 
@@ -18,13 +18,13 @@ from tests.support.records import generation
 ALL = (0, 1, 2)
 
 
-def holding(rank: int, iteration: int, replicas: Sequence[int] = ALL, *, sections: int = 0, rebuilt: bool = True) -> RankReport:
-    return RankReport(rank, "holding", iteration, sections, tuple(replicas), rebuilt)
+def holding(rank: int, iteration: int, replicas: Sequence[int] = ALL, *, sections: int = 0) -> RankReport:
+    return RankReport(rank, "holding", iteration, sections, tuple(replicas))
 
 
 def test_a_new_rank_gets_the_state_of_a_survivor() -> None:
     plan = make_plan([holding(0, 5), RankReport(1, "fresh"), holding(2, 5)], 3)
-    assert (plan.kind, plan.iteration, plan.sources, plan.layouts) == ("copy", 5, {1: 0}, {1: 0})
+    assert (plan.kind, plan.iteration, plan.sources) == ("copy", 5, {1: 0})
     assert "[1] are new" in plan.why and plan.targets_of(0) == [1] and plan.targets_of(2) == []
 
 
@@ -50,11 +50,11 @@ def test_sections_count_only_where_the_plan_goes_on() -> None:
     assert make_plan([holding(0, 4, sections=9), holding(1, 5, sections=2)], 3).sections == 2
 
 
-def test_bucket_layouts_come_from_where_they_are_settled() -> None:
-    plan = make_plan([holding(0, 1, rebuilt=False), holding(1, 2, rebuilt=True)], 3)
+def test_one_rank_of_each_set_leads_its_bucket_layout() -> None:
+    plan = make_plan([holding(0, 1), holding(1, 2)], 3)
     assert plan.layouts == {0: 1, 2: 1}
-    plan = make_plan([holding(0, 1, rebuilt=False), holding(1, 1, rebuilt=False)], 3)
-    assert plan.layouts == {2: 0}  # nobody has settled: the survivors keep theirs
+    plan = make_plan([holding(0, 3, (0, 2)), holding(1, 3, (1, 3)), holding(3, 3, (1, 3))], 4)
+    assert plan.layouts == {2: 0, 3: 1}
 
 
 def test_before_the_first_iteration() -> None:
@@ -91,16 +91,16 @@ def test_a_replica_set_beyond_the_world_is_not_trusted() -> None:
 STATES: tuple[Any, ...] = (None, "fresh", "setup", "empty", 3, 4, 5)
 
 
-def _reports(states: Iterable[Any], sets: Sequence[tuple[int, ...]], rebuilt: Sequence[bool]) -> list[RankReport]:
+def _reports(states: Iterable[Any], sets: Sequence[tuple[int, ...]]) -> list[RankReport]:
     set_of = {rank: members for members in sets for rank in members}
     return [
-        RankReport(rank, state) if isinstance(state, str) else holding(rank, state, set_of[rank], rebuilt=rebuilt[rank])
+        RankReport(rank, cast(Status, state)) if isinstance(state, str) else holding(rank, state, set_of[rank])
         for rank, state in enumerate(states) if state is not None
     ]
 
 
-def _check(states: tuple[Any, ...], sets: Sequence[tuple[int, ...]], rebuilt: Sequence[bool], plan: Plan) -> str:
-    where = f"{states} {sets} {rebuilt}: {plan}"
+def _check(states: tuple[Any, ...], sets: Sequence[tuple[int, ...]], plan: Plan) -> str:
+    where = f"{states} {sets}: {plan}"
     world = range(len(states))
     held = {rank: state for rank, state in enumerate(states) if isinstance(state, int)}
     exact = [i for i in (3, 4, 5) if all(any(held.get(rank) == i for rank in members) for members in sets)]
@@ -123,40 +123,36 @@ def _check(states: tuple[Any, ...], sets: Sequence[tuple[int, ...]], rebuilt: Se
         assert held.get(source) == plan.iteration, where
         assert source in set_of[rank] and source not in plan.sources, where
     assert all(rank in world for rank in plan.sources), where
-    # After the plan all ranks of a set have the same layout; sources of layouts live and are no targets.
+    # After the plan all ranks of a set have the layout of one that holds the state.
     for members in sets:
-        settled = [rank for rank in members if rank in held and rebuilt[rank]]
-        for rank in members:
-            source = plan.layouts.get(rank, rank)
-            assert source in held and source in members and source not in plan.layouts, where
-            assert not settled or rebuilt[source], where
+        leaders = {plan.layouts.get(rank, rank) for rank in members}
+        assert len(leaders) == 1 and leaders <= set(members), where
+        assert held.get(leaders.pop()) == plan.iteration, where
     assert sorted(t for r in world for t in plan.targets_of(r)) == sorted(plan.sources), where
     return "copy"
 
 
-def _check_all(num_ranks: int, sets: Sequence[tuple[int, ...]], every_layout: bool) -> set[str]:
-    layouts = list(itertools.product((False, True), repeat=num_ranks)) if every_layout else [(True,) * num_ranks]
+def _check_all(num_ranks: int, sets: Sequence[tuple[int, ...]]) -> set[str]:
     seen = set()
     for states in itertools.product(STATES, repeat=num_ranks):
-        for rebuilt in layouts:
-            reports = _reports(states, sets, rebuilt)
-            plan = make_plan(reports, num_ranks)
-            assert make_plan(reversed(reports), num_ranks) == plan  # reports come in any order
-            assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-            seen.add(_check(states, sets, rebuilt, plan))
+        reports = _reports(states, sets)
+        plan = make_plan(reports, num_ranks)
+        assert make_plan(reversed(reports), num_ranks) == plan  # reports come in any order
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+        seen.add(_check(states, sets, plan))
     return seen
 
 
 def test_every_situation_of_three_replicas() -> None:
-    assert _check_all(3, [(0, 1, 2)], every_layout=True) == {"fresh", "copy", "restart"}
+    assert _check_all(3, [(0, 1, 2)]) == {"fresh", "copy", "restart"}
 
 
 def test_every_situation_of_two_replica_sets_of_two() -> None:
-    assert _check_all(4, [(0, 2), (1, 3)], every_layout=False) == {"fresh", "copy", "restart"}
+    assert _check_all(4, [(0, 2), (1, 3)]) == {"fresh", "copy", "restart"}
 
 
 def test_every_situation_of_a_pair_and_a_single() -> None:
-    assert _check_all(3, [(0, 2), (1,)], every_layout=False) == {"fresh", "copy", "restart"}
+    assert _check_all(3, [(0, 2), (1,)]) == {"fresh", "copy", "restart"}
 
 
 @pytest.mark.parametrize("spoil", [
@@ -167,11 +163,11 @@ def test_every_situation_of_a_pair_and_a_single() -> None:
     lambda plan: Plan(**{**vars(plan), "layouts": {}}),
 ])  # fmt: skip
 def test_the_check_of_all_situations_notices_wrong_plans(spoil: Any) -> None:
-    states, sets, rebuilt = (5, 4, 4, 5), [(0, 1), (2, 3)], (True, False, False, True)
-    plan = make_plan(_reports(states, sets, rebuilt), 4)
-    assert _check(states, sets, rebuilt, plan) == "copy"
+    states, sets = (5, 4, 4, 5), [(0, 1), (2, 3)]
+    plan = make_plan(_reports(states, sets), 4)
+    assert _check(states, sets, plan) == "copy"
     with pytest.raises((AssertionError, KeyError)):
-        _check(states, sets, rebuilt, spoil(plan))
+        _check(states, sets, spoil(plan))
 
 
 # ---- reports, and the joint with the records ----
@@ -179,7 +175,7 @@ def test_the_check_of_all_situations_notices_wrong_plans(spoil: Any) -> None:
 
 def test_a_report_is_read_back_and_a_strange_one_refused() -> None:
     for status in get_args(Status):
-        report = RankReport(3, status, 7, 1, (1, 3), True)
+        report = RankReport(3, status, 7, 1, (1, 3))
         assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert RankReport.from_json({"rank": 2, "status": "fresh"}) == RankReport(2, "fresh")
     strange: list[dict[str, Any]] = [
@@ -201,5 +197,6 @@ def test_the_plan_of_a_generation_comes_from_its_records() -> None:
     record = plan_generation(generation(2, "replace"), records)
     assert (record.generation, record.restart) == (2, False)
     assert Plan.from_json(record.content).sources == {2: 0}
-    lost = plan_generation(generation(2, "replace"), {0: ProgressRecord(0, "n0.1", (RankReport(0, "setup").to_json(),))})
+    cut = ProgressRecord(0, "n0.1", (RankReport(0, "setup").to_json(),))
+    lost = plan_generation(generation(2, "replace"), {0: cut})
     assert lost.restart and lost.why

@@ -1,4 +1,4 @@
-"""Coordinators and watchers, with their threads, on one store: elections, takeovers in the middle of any write, fencing."""
+"""Coordinators and watchers, with their threads, on one store: elections, takeovers amid any write, fencing."""
 
 from __future__ import annotations
 
@@ -80,13 +80,15 @@ class Agent:
         self.keeper = self.lease.keep_alive()
         store.put(KEYS.node(name), encode(self.record), self.lease.id)
         self.lines: list[str] = []
-        way: KeyValueStore = self.tap  # type: ignore[assignment]
+        way: KeyValueStore = self.tap
         self.coordinator = Coordinator(way, KEYS, self.record, self.lease.id, planner, rules, self.lines.append)
         self.views: list[View] = []
         self.watcher = JobWatcher(way, KEYS, self.see)
 
     def see(self, view: View) -> None:
-        self.views.append(view)
+        # The watcher's thread may be faster with the second view than `start` with the first.
+        if not self.views or view.revision >= self.views[-1].revision:
+            self.views.append(view)
         self.coordinator.update(view)
 
     def start(self) -> None:
@@ -238,8 +240,8 @@ def test_a_coordinator_that_is_accused_and_alone_decides_itself(jobs: Callable[.
     assert job.agents["n0"].tap.num_writes < 20  # and does not elect itself over and over
 
 
-# Writes of n0 in the scenario: elect, generation 1, generation 2 (and forget n1), plan 2, generation 3, plan 3, release,
-# result.
+# Writes of n0 in the scenario: elect, generation 1, generation 2 (and forget n1), plan 2, generation 3, plan 3,
+# release, result.
 @pytest.mark.parametrize("lost_answer", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("at", range(1, 9))
 def test_takeover_in_the_middle_of_any_write(jobs: Callable[..., Job], at: int, lost_answer: bool) -> None:
@@ -254,7 +256,8 @@ def test_takeover_in_the_middle_of_any_write(jobs: Callable[..., Job], at: int, 
     def die_when_cut() -> None:
         wait_for(lambda: first.tap.num_writes >= at or died.is_set(), 15.0, f"write {at}")
         first.coordinator.stop()
-        job.store.delete(KEYS.coordinator)  # its lease runs out; its node record is spared, to keep the scenario's roster
+        # Its lease runs out; its node record is spared, to keep the scenario's roster.
+        job.store.delete(KEYS.coordinator)
 
     undertaker = threading.Thread(target=die_when_cut)
     undertaker.start()
@@ -346,7 +349,7 @@ def test_each_guard_alone_holds_back_a_stale_generation(jobs: Callable[..., Job]
 
 
 def test_a_release_that_is_out_holds_back_the_next_generation(jobs: Callable[..., Job]) -> None:
-    """The coordinator releases on a view that lacks a failure which is stored already; workers may have exited since."""
+    """The coordinator released on a view that lacks a failure which is stored already; workers may have exited."""
     job = jobs(["n0", "n1"])
     agent = job.agents["n0"]
     job.start("n0")

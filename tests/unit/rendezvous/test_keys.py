@@ -20,7 +20,7 @@ RECORDS: list[Any] = [
     k.WorkerExit(3, 1, 77, -9, "h", "Traceback ü", 12),
     generation(3, "replace", epoch=2, lost={1: (0, 1)}, num_restarts=2),
     failure("workers", 1, (0, 1)),
-    k.ProgressRecord(1, "n1.1", ({"rank": 2, "status": "holding", "replicas": [0, 2]}, {"rank": 3, "nested": {"a": [None]}})),
+    k.ProgressRecord(1, "n1.1", ({"rank": 2, "status": "holding", "replicas": [0, 2]}, {"nested": {"a": [None]}})),
     k.PlanRecord(2, {"kind": "copy", "sources": {"2": 0}}, "why", restart=True),
     k.ResumedRecord(0, 18, {"regroup": 0.25, "verify": 1.0}),
     k.FinishedRecord(0, "n0.1", {0: {"iteration": 5, "checksum": "ff"}, 11: {}}),

@@ -78,7 +78,8 @@ def test_a_replaced_generation_is_planned_once_all_slots_have_said_what_they_hol
 
 
 def test_a_plan_that_cannot_recover_in_place_restarts_all() -> None:
-    v = view(generation=generation(4, "replace", lost={1: (0,)}, num_restarts=1), plan=PlanRecord(4, {}, "no way", True))
+    v = view(generation=generation(4, "replace", lost={1: (0,)}, num_restarts=1),
+             plan=PlanRecord(4, {}, "no way", True))
     new = published(ask(v))
     assert (new.number, new.mode, new.epoch, new.num_restarts, new.lost) == (5, "restart", 5, 2, {})
     assert "no way" in new.why
@@ -237,8 +238,9 @@ def _situation(conditions: tuple[str, ...], num_spares: int, tracked: bool, rele
         elif kind:
             failures[slot] = failure(kind, slot, (0,) if kind == "workers" else ())  # type: ignore[arg-type]
     names = [f"n{slot}" for slot in range(len(conditions))]
-    return view(nodes=nodes, joined={name: i for i, name in enumerate(sorted(nodes))}, tracked=tracked, released=released,
-                job=JobRecord(len(conditions), 2, "command", 1), generation=generation(7, "replace", names, epoch=3),
+    return view(nodes=nodes, joined={name: i for i, name in enumerate(sorted(nodes))}, tracked=tracked,
+                released=released, job=JobRecord(len(conditions), 2, "command", 1),
+                generation=generation(7, "replace", names, epoch=3),
                 plan=PlanRecord(7, {}, "w"), failures=failures, exited=exited)
 
 
@@ -288,7 +290,8 @@ def _check(v: View, conditions: tuple[str, ...], decision: Decision) -> str:
         assert new.mode == ("restart" if restarts else "replace"), where
         assert new.epoch == (new.number if restarts else old.epoch), where
         assert new.store_slot not in vacated or len(vacated) == 3 or "worker died, worn" in conditions, where
-        assert set(new.lost) == {s for s, c in enumerate(conditions) if s in vacated or c.startswith("worker died")}, where
+        died = {slot for slot, c in enumerate(conditions) if c.startswith("worker died")}
+        assert set(new.lost) == vacated | died, where
         return "generation"
     if bad:
         assert decision.waiting, where

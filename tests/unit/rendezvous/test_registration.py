@@ -64,7 +64,7 @@ def test_another_command_is_refused_and_says_what_differs() -> None:
     for change, word in (({"num_nodes": 3}, "--nnodes 2, here 3"), ({"num_workers": 4}, "--nproc-per-node 2, here 4"),
                          ({"max_restarts": 1}, "--max-restarts"), ({"fingerprint": "x"}, "another script")):
         with pytest.raises(JobConflict, match=word):
-            enter_job(store, KEYS, replace(JOB, **change), node("n1"), 5)  # type: ignore[arg-type]
+            enter_job(store, KEYS, replace(JOB, **change), node("n1"), 5)
     assert stored_job(store) == JOB and registered(store) == [node("n0")]
     store.advance(10.0)  # refused nodes leave no lease behind that would not run out
 
@@ -109,7 +109,7 @@ def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:
                 return
             store.advance(0.25)
             if step == 5:
-                predecessor.refresh()  # its last sign of life: it outlives the newcomer's lease, were that not refreshed
+                predecessor.refresh()  # so that it outlives the newcomer's lease, were that not refreshed
 
     clock = threading.Thread(target=time_passes)
     clock.start()
@@ -185,7 +185,7 @@ def test_two_newcomers_with_different_commands_never_end_in_one_job(at: int) -> 
 def test_two_newcomers_with_the_same_command_both_get_in(at: int) -> None:
     store = MemoryStore()
     first = Interrupted(store, at, lambda: void(enter_job(store, KEYS, JOB, node("b"), 5)))
-    enter_job(first, KEYS, JOB, node("a"), 5)  # type: ignore[arg-type]
+    enter_job(first, KEYS, JOB, node("a"), 5)
     if first.num_calls <= at:
         enter_job(store, KEYS, JOB, node("b"), 5)
     assert stored_job(store) == JOB and registered(store) == [node("a"), node("b")]
@@ -197,7 +197,7 @@ def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int) -> None:
     lease = enter_job(store, KEYS, JOB, node("a"), 5)
     store.put(KEYS.generation, encode(generation(1, slots=("a", "z"))))
     leaving = Interrupted(store, at, lambda: void(enter_job(store, KEYS, JOB, node("b"), 5)))
-    leave_job(leaving, KEYS, node("a"), lease)  # type: ignore[arg-type]
+    leave_job(leaving, KEYS, node("a"), lease)
     if leaving.num_calls <= at:
         enter_job(store, KEYS, JOB, node("b"), 5)
     assert stored_job(store) == JOB and registered(store) == [node("b")]
@@ -208,7 +208,7 @@ def test_the_last_node_leaves_while_a_newcomer_enters(at: int) -> None:
     store = MemoryStore()
     lease = enter_job(store, KEYS, JOB, node("a"), 5)
     entering = Interrupted(store, at, lambda: leave_job(store, KEYS, node("a"), lease))
-    enter_job(entering, KEYS, JOB, node("b"), 5)  # type: ignore[arg-type]
+    enter_job(entering, KEYS, JOB, node("b"), 5)
     if entering.num_calls <= at:
         leave_job(store, KEYS, node("a"), lease)
     assert stored_job(store) == JOB and registered(store) == [node("b")]
@@ -249,7 +249,7 @@ def test_the_guard_of_a_registration_is_needed() -> None:
     for at in range(6):
         store = MemoryStore()
         try:
-            enter_job(Unguarded(store, at, between), KEYS, JOB, replace(node("a"), fingerprint="command"), 5)  # type: ignore[arg-type]
+            enter_job(Unguarded(store, at, between), KEYS, JOB, replace(node("a"), fingerprint="command"), 5)
         except RendezvousError:
             continue
         mixed.append(len({n.fingerprint for n in registered(store)}))

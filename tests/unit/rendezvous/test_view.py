@@ -43,7 +43,8 @@ class History:
         return self.watched
 
     def listed(self, rng: random.Random) -> View:
-        changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in self.store.get_prefix("/")[0]]
+        entries, _ = self.store.get_prefix("/")
+        changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries]
         if rng.random() < 0.5:
             changes = sorted(changes, key=lambda c: c.key)  # as etcd lists
         return apply_all(View(), KEYS, changes)
@@ -143,7 +144,8 @@ def test_result_and_preload() -> None:
     assert history.write(Delete(KEYS.preload)).preload == ()
 
 
-@pytest.mark.parametrize("key", ["nodes", "nodes/a/b", "failure/1", "failure/1/x", "failure/x/0", "plan/", "other/1", ""])
+@pytest.mark.parametrize(
+    "key", ["nodes", "nodes/a/b", "failure/1", "failure/1/x", "failure/x/0", "plan/", "other/1", ""])
 def test_strange_keys_change_nothing(key: str) -> None:
     view = apply(View(), KEYS, Change(KEYS.generation, encode(generation(1)), 5, 5))
     assert apply(view, KEYS, Change(KEYS.prefix + key, b"{}", 5, 5)) == view

@@ -1,0 +1,91 @@
+"""The native backend: where it is looked for, and what happens when it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift_agent import native
+from tests.support.gloo_job import NATIVE_DIR, REPOSITORY, native_library  # noqa: F401 - fixture
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: one process loads the library at most once."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_NATIVE_DIR": str(NATIVE_DIR), **environment},
+    )  # fmt: skip
+
+
+def test_the_path_tells_torch_python_and_source_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    monkeypatch.setenv("SWIFT_NATIVE_DIR", str(tmp_path))
+    path = native.library_path()
+    assert path.is_relative_to(tmp_path) and torch.__version__ in str(path)
+    other = tmp_path / "forward.cpp"
+    other.write_text(native.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(native, "SOURCE", other)
+    assert native.library_path() != path
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert "9.9.9" in str(native.library_path())
+    monkeypatch.delenv("SWIFT_NATIVE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert native.library_path().is_relative_to(tmp_path / "home" / ".cache" / "swift-agent")
+
+
+def test_it_is_used_only_if_built_and_wanted(native_library: None, tmp_path: Path) -> None:  # noqa: F811
+    code = "from swift_agent import native; m = native.load(); print(m and m.Forward(1, 3, 'gloo').name())"
+    assert run(code).stdout == "gloo\n"
+    assert run(code, SWIFT_NATIVE="0").stdout == "None\n"
+    assert run(code, SWIFT_NATIVE_DIR=str(tmp_path)).stdout == "None\n"
+    assert list(tmp_path.iterdir()) == [], "loading must not build"
+
+
+def test_a_damaged_library_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SWIFT_NATIVE_DIR", str(tmp_path))
+    path = native.library_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no library")
+    done = run("from swift_agent import native; native.load()", SWIFT_NATIVE_DIR=str(tmp_path))
+    assert done.returncode != 0 and "native build --force" in done.stderr
+
+
+@pytest.mark.parametrize(("compiler", "message"), [("/no/such/compiler", "no C++ compiler"), ("false", "exit code 1")])
+def test_a_failed_build_installs_nothing(compiler: str, message: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_NATIVE_DIR": str(tmp_path), "CXX": compiler}
+    command = [sys.executable, "-m", "swift_agent.native"]
+    done = subprocess.run([*command, "build"], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert "works without it" in done.stderr
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    done = subprocess.run([*command, "info"], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.startswith("not built: ")
+
+
+def test_a_forward_without_backend_says_why(native_library: None) -> None:  # noqa: F811
+    code = """
+import torch, torch.distributed as dist
+from swift_agent import native, torch_private
+forward = native.load().Forward(0, 1, "gloo")
+def attempt():
+    try:
+        forward.allreduce([torch.ones(1)]).wait()
+        print("done")
+    except dist.DistBackendError as error:
+        print(error)
+attempt()
+forward.exchange(torch_private.make_fake(0, 1))
+attempt()
+forward.exchange(None, "peer 3 is lost")
+attempt()
+forward.abort(); forward.shutdown(); forward.release()
+"""
+    lines = run(code).stdout.splitlines()
+    assert [line for line in lines if line] == [
+        "process group aborted: not connected yet", "done", "process group aborted: peer 3 is lost"
+    ]  # fmt: skip

@@ -1,0 +1,135 @@
+"""The store of a generation: a c10d store like torch's, that can be cut and asks for a token."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from swift_agent.generation_store import StoreClient, StoreServer
+
+SHORT = timedelta(milliseconds=50)
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    made = StoreServer("127.0.0.1", token=b"secret")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(server: StoreServer) -> Callable[[], StoreClient]:
+    return lambda: StoreClient("127.0.0.1", server.port, b"secret", timedelta(seconds=10))
+
+
+@pytest.mark.parametrize("make", ["ours", "torch"])
+def test_it_answers_like_torchs_store(make: str, connect: Callable[[], StoreClient]) -> None:
+    store = connect() if make == "ours" else dist.HashStore()
+    store.set("key", "value")
+    assert store.get("key") == b"value" and store.check(["key"]) and not store.check(["key", "other"])
+    assert store.add("counter", 2) == 2 and store.add("counter", -3) == -1
+    assert store.compare_set("new", "", "first") == b"first"
+    assert store.compare_set("new", "wrong", "second") == b"first"
+    assert store.compare_set("new", "first", "second") == b"second"
+    store.append("key", "s")
+    store.multi_set(["a", "b"], ["1", "2"])
+    assert store.multi_get(["b", "a", "key"]) == [b"2", b"1", b"values"]
+    assert store.num_keys() == 5 and store.delete_key("a") and not store.delete_key("a")
+    store.wait(["b"], SHORT)
+    with pytest.raises(RuntimeError):
+        store.wait(["b", "never"], SHORT)
+    assert store.get("b") == b"2", "the connection is usable after a timeout"
+
+
+def test_a_waiting_client_is_woken(connect: Callable[[], StoreClient]) -> None:
+    got: list[bytes] = []
+    waiting = connect()
+    thread = threading.Thread(target=lambda: got.append(waiting.get("late")))
+    thread.start()
+    connect().set("late", b"\0\xff")
+    thread.join(5)
+    assert got == [b"\0\xff"]
+
+
+def test_a_cut_frees_whoever_waits(connect: Callable[[], StoreClient]) -> None:
+    client = connect()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            dist.PrefixStore("through C++", client).get("never")
+        except dist.DistStoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)  # not needed for the result: lets it really wait
+    client.cut()
+    client.cut()
+    thread.join(5)
+    assert len(errors) == 1
+    clone = connect().clone()
+    clone.set("others", "live on")
+    with pytest.raises(dist.DistStoreError):
+        client.set("key", "value")
+
+
+def test_a_closed_server_frees_its_clients(server: StoreServer, connect: Callable[[], StoreClient]) -> None:
+    client = connect()
+    closer = threading.Timer(0.05, server.close)
+    closer.start()
+    with pytest.raises(dist.DistStoreError):
+        client.get("never")
+    closer.join()
+    with pytest.raises(dist.DistStoreError, match="cannot be reached"):
+        connect()
+
+
+def test_a_wrong_token_is_refused(server: StoreServer) -> None:
+    for token in (b"", b"secreT", b"secret "):
+        with pytest.raises(dist.DistStoreError, match="token"):
+            StoreClient("127.0.0.1", server.port, token, timedelta(seconds=5))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">I", 1 << 31), struct.pack(">III", 8, 100, 0), b"\0" * 64]
+)
+def test_garbage_ends_only_its_own_connection(
+    garbage: bytes, server: StoreServer, connect: Callable[[], StoreClient]
+) -> None:
+    client = connect()
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(garbage)
+        stranger.settimeout(5)
+        assert b"ok" not in stranger.recv(100)
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+
+
+def test_gloo_connects_over_it(connect: Callable[[], StoreClient]) -> None:
+    """Two groups in one process, so that both the blocking wait and the answer pass through it."""
+    results: dict[int, float] = {}
+
+    def member(rank: int) -> None:
+        store = connect()
+        group = dist.ProcessGroupGloo(  # type: ignore[attr-defined]
+            dist.PrefixStore("group", store), rank, 2, timedelta(seconds=10)
+        )
+        tensor = torch.tensor([float(rank + 1)])
+        group.allreduce([tensor]).wait()
+        results[rank] = tensor.item()
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert results == {0: 3.0, 1: 3.0}
