@@ -17,7 +17,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
@@ -38,12 +38,12 @@ class Failed(Exception):
     """A job did not do what was to be measured; the message ends with what its agents printed last."""
 
 
-class Ended(tuple[float, int, int]):
-    """The end of one iteration on one rank: `time_s`, `pid`, `iteration`."""
+class Ended(NamedTuple):
+    """The end of one iteration on one rank."""
 
-    time_s = property(lambda self: self[0])
-    pid = property(lambda self: self[1])
-    iteration = property(lambda self: self[2])
+    time_s: float
+    pid: int
+    iteration: int
 
 
 class Job(ABC):
@@ -96,7 +96,7 @@ class Job(ABC):
         if not path.exists():
             return []
         whole = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [Ended((float(time_s), int(pid), int(iteration))) for time_s, pid, iteration in whole]
+        return [Ended(float(time_s), int(pid), int(iteration)) for time_s, pid, iteration in whole]
 
     def last(self, rank: int) -> Ended:
         return self.log(rank)[-1]
@@ -222,7 +222,7 @@ class SwiftRun(Job):
         def ready() -> bool:
             active = {self.node_of(rank).pid for rank in range(WORLD_SIZE)}
             living = [agent for agent in self.agents if agent.poll() is None]
-            return len(living) == NUM_NODES + self.num_spares and all(
+            return all(
                 len(self.family(agent)) >= 2 + NUM_WORKERS + (1 if agent.pid in active else 0) for agent in living
             )
 

@@ -59,7 +59,6 @@ def kill(job: Job, what: str, measured: Measured, rng: random.Random) -> None:
             process.kill()
     if what == "node":
         agent.wait()
-        job.add_node()  # the next spare
     old = {each: log[-1].pid for each, log in enumerate(logs)}
 
     def first_new() -> int | None:
@@ -98,7 +97,8 @@ def run_job(job: Job, what: str, num_kills: int, measured: Measured, reference: 
             job.wait_ready()
             kill(job, what, measured, rng)
             if job.name == "swift-run":
-                job.wait_for(lambda wanted=number + 1: len(job.phases()) >= wanted, "record of the recovery", 10.0)
+                told = number + 1
+                job.wait_for(lambda told=told: len(job.phases()) >= told, "record of the recovery", 10.0)  # type: ignore[misc]
         measured.phases_s += job.phases()
         if reference is not None:
             job.wait_end(180.0)
@@ -117,7 +117,7 @@ def run_case(
         reference = undisturbed.weights
     ours, peer = Measured(), Measured()
     rounds = max(1, num_kills // per_job)
-    num_spares = 1 if what == "node" else 0
+    num_spares = per_job if what == "node" else 0
     for number in range(rounds):
         for launcher in ("torchrun", "swift-run") if number % 2 == 0 else ("swift-run", "torchrun"):
             if launcher == "torchrun":

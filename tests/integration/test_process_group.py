@@ -17,6 +17,7 @@ import pytest
 from tests.support.gloo_job import (  # noqa: F401 - fixtures
     TOKEN,
     Job,
+    control,
     hear,
     make_job,
     native_library,
@@ -148,6 +149,13 @@ def test_abort_frees_every_blocked_operation(make_job: MakeJob, mechanism: str) 
     print(f"{mechanism}: freed after {statistics.median(latencies_ms):.1f} ms (max {max(latencies_ms):.1f})")
 
 
+def meet(client: Any, round: int) -> None:
+    """A barrier of three ranks that uses no process group."""
+    if client.add(f"round/{round}", 1) == 3:
+        client.set(f"go/{round}", "")
+    client.get(f"go/{round}")
+
+
 def be_cut_in_full_traffic(rounds: int) -> list[float]:
     """Abort at a random moment while operations of all sizes are under way; returns seconds until freed."""
     import random
@@ -156,9 +164,10 @@ def be_cut_in_full_traffic(rounds: int) -> list[float]:
     import torch.distributed as dist
 
     groups = connect(1)
-    address = store_of(1)
+    address, meeting = store_of(1), control()
     longest_s = []
     for round in range(rounds):
+        meet(meeting, round)  # all are connected before anyone cuts: else this would test how connecting fails
         same = random.Random(round)  # what all ranks must agree on
         cut_at_s = [0.0]
 
@@ -372,12 +381,12 @@ def rebuild_often(rounds: int) -> dict[str, Any]:
     pair = dist.new_group([0, 1]) if rank() < 2 else dist.new_group([0, 1]) and None
     swaps = [groups.swaps_left]
     usage, took_ms = [], []
-    address = store_of(2)
+    address, meeting = store_of(2), control()
     for round in range(rounds):
         assert total() == 6
         if pair is not None:
             dist.all_reduce(torch.ones(4), group=pair)
-        dist.barrier()
+        meet(meeting, round)  # nobody cuts what another still uses
         groups.abort("next round")
         assert groups.wait_quiet(timedelta(seconds=10))
         started_s = time.perf_counter()
