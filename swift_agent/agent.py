@@ -1,8 +1,8 @@
 """The agent: one process per node, a single-threaded loop around the pure `lifecycle`.
 
-Everything that happens (a record changed, a worker spoke, a process died, a peer was lost, a signal came) becomes an event;
-the commands that follow are carried out here. The loop never waits for the store: records are written by a writer
-thread, read by a watcher thread, and the coordinator has a thread of its own.
+Everything that happens (a record changed, a worker spoke, a process died, a peer was lost, a signal came) becomes an
+event; the commands that follow are carried out here. The loop never waits for the store: records are written by a
+writer thread, read by a watcher thread, and the coordinator has a thread of its own.
 
     signals, pidfds, worker sockets, views --> lifecycle.on_event --> commands --> processes, messages, records
 
@@ -11,6 +11,7 @@ This module must never contain policy.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +26,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -149,8 +149,13 @@ class Agent:
         self._keep_alive = self._lease.keep_alive(lambda why: self._post(lambda: self._on_lease_lost(incarnation, why)))
         self._state = lc.AgentState(config.node_id, incarnation, config.max_restarts, config.stop_deadline_s)
         self._coordinator = Coordinator(
-            self._store, self._keys, self._me, self._lease.id, plan_generation,
-            Rules(config.replacement_timeout_s), lambda line: log.info("%s", line),
+            self._store,
+            self._keys,
+            self._me,
+            self._lease.id,
+            plan_generation,
+            Rules(config.replacement_timeout_s),
+            lambda line: log.info("%s", line),
         )
         self._watcher = JobWatcher(self._store, self._keys, lambda view: self._post(lambda: self._on_view(view)))
         self._liveness.start(self._me)
@@ -217,10 +222,8 @@ class Agent:
     def _post(self, action: Callable[[], None]) -> None:
         """Have *action* run in the loop; from any thread."""
         self._inbox.put(action)
-        try:
+        with contextlib.suppress(OSError):  # the agent has ended
             os.eventfd_write(self._wake_fd, 1)
-        except OSError:
-            pass  # the agent has ended
 
     def _drain_inbox(self) -> None:
         os.eventfd_read(self._wake_fd)
@@ -228,6 +231,8 @@ class Agent:
             self._inbox.get()()
 
     def _on_view(self, view: View) -> None:
+        if view.revision < self._state.view.revision:
+            return  # posted by the watcher of an earlier incarnation
         self._coordinator.update(view)
         self._liveness.update(view.nodes.values())
         self._event(lc.ViewChanged(view))
@@ -253,22 +258,29 @@ class Agent:
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel))
 
     def _on_stranger(self, channel: Channel) -> None:
-        self._selector.unregister(channel)
+        """The first message of a worker says which one it is; until then nothing else is taken from it."""
         try:
-            hello = channel.receive()
-            local_rank, generation = int(hello["local_rank"]), int(hello["generation"])
+            messages = channel.receive_ready()
+            if not messages:
+                return  # only a part of it so far
+            local_rank, generation = int(messages[0]["local_rank"]), int(messages[0]["generation"])
         except (ChannelClosed, KeyError, TypeError, ValueError):
+            self._selector.unregister(channel)
             channel.close()
             return
+        self._selector.unregister(channel)
         process = self._workers.processes.get(local_rank)
         if process is None or process.generation != generation or process.exit_code is not None:
             log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
             channel.close()
             return
         self._drop_channel(local_rank)
+        pid = process.pid
         self._channels[local_rank] = (channel, generation)
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, process.pid))
-        self._event(lc.HelloReceived(local_rank, process.pid))
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
+        self._event(lc.HelloReceived(local_rank, pid))
+        for message in messages[1:]:
+            self._on_message(local_rank, pid, message)
 
     def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
         try:
@@ -284,8 +296,11 @@ class Agent:
             case "report":
                 self._event(lc.ReportReceived(local_rank, pid, int(message["generation"]), message["report"]))
             case "resumed":
-                self._event(lc.WorkerResumed(local_rank, pid, int(message["generation"]), int(message["iteration"]),
-                                             message["phases_s"]))
+                self._event(
+                    lc.WorkerResumed(
+                        local_rank, pid, int(message["generation"]), int(message["iteration"]), message["phases_s"]
+                    )
+                )
             case "finished":
                 self._event(lc.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
             case "unfit":
@@ -373,12 +388,18 @@ class Agent:
             case lc.WriteFinished(generation, finished):
                 self._write("finished", [], [Put(keys.finished(generation, finished.slot), encode(finished))])
             case lc.WriteExited(generation, slot):
-                self._write("exited", [], [Put(keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation)))])
+                self._write(
+                    "exited", [], [Put(keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation)))]
+                )
             case lc.ForgetSpare(node_id, incarnation):
                 joined = self._state.view.joined.get(node_id, 0)
                 log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation])
-                self._write("forget", [Compare.create_revision(keys.node(node_id), "==", joined)],
-                            [Delete(keys.node(node_id))], fenced=False)
+                self._write(
+                    "forget",
+                    [Compare.create_revision(keys.node(node_id), "==", joined)],
+                    [Delete(keys.node(node_id))],
+                    fenced=False,
+                )
             case lc.Rejoin(why):
                 self._rejoin(why)
             case lc.EndJob():
@@ -388,13 +409,20 @@ class Agent:
         """Write a record of the current generation; it is dropped once that generation is over."""
         view, incarnation = self._state.view, self._state.incarnation
         if fenced:
-            guards = [Compare.mod_revision(self._keys.generation, "==", view.generation_revision),
-                      Compare.exists(self._keys.node(self._me.node_id)), *guards]
+            guards = [
+                Compare.mod_revision(self._keys.generation, "==", view.generation_revision),
+                Compare.exists(self._keys.node(self._me.node_id)),
+                *guards,
+            ]
         number = view.number
-        self._writer.submit(Write(
-            what, guards, ops,
-            wanted=lambda: self._state.view.number == number and self._state.incarnation == incarnation,
-        ))
+        self._writer.submit(
+            Write(
+                what,
+                guards,
+                ops,
+                wanted=lambda: self._state.view.number == number and self._state.incarnation == incarnation,
+            )
+        )
 
     def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
         view, config = self._state.view, self._config
@@ -418,8 +446,13 @@ class Agent:
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
         )
         ranks = [place.rank(local_rank) for local_rank in local_ranks]
-        log.info("generation %d: slot %d starts ranks %s (%s)", generation.number, slot, ranks,
-                 "standby" if warm else "new processes")
+        log.info(
+            "generation %d: slot %d starts ranks %s (%s)",
+            generation.number,
+            slot,
+            ranks,
+            "standby" if warm else "new processes",
+        )
         server_before = self._workers.server
         for process in self._workers.start(place, local_ranks, warm):
             self._watch_process(process)
@@ -455,8 +488,13 @@ class Agent:
         view = self._state.view
         assert view.plan is not None and view.store is not None and view.generation is not None
         store = view.store
-        return {"op": "go", "generation": number, "plan": view.plan.content, "world_size": view.generation.world_size,
-                "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": store.token}}
+        return {
+            "op": "go",
+            "generation": number,
+            "plan": view.plan.content,
+            "world_size": view.generation.world_size,
+            "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": store.token},
+        }
 
     def _host_store(self, generation: int) -> None:
         # A fresh port for every generation: no key of an older one can be read again.
@@ -526,8 +564,12 @@ class Agent:
         generation = view.generation
         assert generation is not None and view.plan is not None
         iteration = max(record.iteration for record in view.resumed.values())
-        log.info("recovered: generation %d goes on at iteration %d: %s", generation.number, iteration,
-                 timeline.describe(dict(phases)))
+        log.info(
+            "recovered: generation %d goes on at iteration %d: %s",
+            generation.number,
+            iteration,
+            timeline.describe(dict(phases)),
+        )
         details = {"phases_s": dict(phases), "iteration": iteration, "plan": view.plan.content}
         event = EventRecord(generation.number, "recovered", f"{generation.why}; {view.plan.why}", time.time(), details)
         self._write("event", [], [Put(self._keys.event(generation.number), encode(event))])
@@ -563,8 +605,14 @@ class Agent:
         if generation is not None and generation.slot_of(self._state.incarnation) is None:
             return
         assert self._end is not None
-        self._writer.submit(Write("result", [Compare.absent(self._keys.result)],
-                                  [Put(self._keys.result, encode(self._end))], wanted=lambda: True))
+        self._writer.submit(
+            Write(
+                "result",
+                [Compare.absent(self._keys.result)],
+                [Put(self._keys.result, encode(self._end))],
+                wanted=lambda: True,
+            )
+        )
         self._writer.flush(LEAVE_TIMEOUT_S)
 
     def _drop_channel(self, local_rank: int) -> None:
@@ -576,7 +624,13 @@ class Agent:
 
 def fingerprint(config: AgentConfig) -> str:
     """Equal for agents that were started with the same command."""
-    command = [config.nnodes, config.nproc, config.entry_kind, config.training_script, list(config.training_script_args)]
+    command = [
+        config.nnodes,
+        config.nproc,
+        config.entry_kind,
+        config.training_script,
+        list(config.training_script_args),
+    ]
     return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
 
 
@@ -601,5 +655,7 @@ def _local_host(config: AgentConfig) -> str:
             probe.connect(address)  # sends nothing: it only chooses a route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise JobStopped(f"cannot find this node's address on the way to {config.etcd.endpoints[0]}: {error}; "
-                         "name it with --local-addr") from None
+        raise JobStopped(
+            f"cannot find this node's address on the way to {config.etcd.endpoints[0]}: {error}; "
+            "name it with --local-addr"
+        ) from None

@@ -1,12 +1,14 @@
 """Messages between an agent and its workers over a Unix socket.
 
 One JSON object per message behind a 4-byte length; never pickle. The socket lies in a directory that only the user can
-enter, and the kernel vouches for the peer's user and process (SO_PEERCRED). A worker reads in a thread: a message reaches
-it in 0.1 ms even while its main thread is blocked in a collective, and end-of-file means that its agent has died.
+enter, and the kernel vouches for the peer's user and process (SO_PEERCRED). A worker reads in a thread: a message
+reaches it in 0.1 ms even while its main thread is blocked in a collective, and end-of-file means that its agent has
+died.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -59,10 +61,8 @@ class Channel:
         return self._take(None)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self.sock.close()
 
     def _fill(self) -> None:

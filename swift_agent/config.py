@@ -48,7 +48,8 @@ class AgentConfig:
 
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
-    `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory. *etcd* is None when the agent has to start a private server.
+    `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
+    *etcd* is None when the agent has to start a private server.
     """
 
     launch: LaunchConfig

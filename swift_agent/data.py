@@ -1,8 +1,8 @@
 """Batches of a loader from a given position on, without loading those before it.
 
-A map-style `DataLoader` is positioned by skipping indices: its sampler is run, its data set is not touched. Anything else
-that can be iterated is read ahead and thrown away, which costs the time to load it; an object with `state_dict` (such as a
-stateful loader) should be tracked instead. This module must never seed anything: the caller has.
+A map-style `DataLoader` is positioned by skipping indices: its sampler is run, its data set is not touched. Anything
+else that can be iterated is read ahead and thrown away, which costs the time to load it; an object with `state_dict`
+(such as a stateful loader) should be tracked instead. This module must never seed anything: the caller has.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class _Skipping:
-    """A sampler without its first *count* entries, once: a loader with persistent workers asks the same one in every pass."""
+    """A sampler without its first *count* entries, once: a loader with persistent workers asks the same one in every
+    pass.
+    """
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler, self._count = sampler, count
 
     def __iter__(self) -> Iterator[Any]:
-        # Runs when the first index is asked for: a loader with worker processes makes two iterators and uses the second.
+        # Runs when the first index is asked for: a loader with worker processes makes two iterators and uses the
+        # second.
         count, self._count = self._count, 0
         yield from itertools.islice(iter(self._sampler), count, None)
 

@@ -10,8 +10,8 @@ class SwiftError(RuntimeError):
 class PeerFailure(SwiftError):
     """A peer was lost while this code was in a collective.
 
-    Inside `@job.iteration` and `@job.resilient` the session catches it. Anywhere else it ends the script, and the job falls
-    back to a restart of all workers: decorate the code that communicates.
+    Inside `@job.iteration` and `@job.resilient` the session catches it. Anywhere else it ends the script, and the job
+    falls back to a restart of all workers: decorate the code that communicates.
     """
 
 

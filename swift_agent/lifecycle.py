@@ -27,7 +27,8 @@ class Worker:
     """One local process and what is known of it.
 
     *generation*: in which it was started. *current*: the last generation it was told to enter, 0 before the first.
-    *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that one.
+    *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that
+    one.
     """
 
     local_rank: int
@@ -147,8 +148,16 @@ class Tick:
 
 
 Event = (
-    ViewChanged | WorkerStarted | HelloReceived | ReportReceived | WorkerResumed | WorkerFinished | WorkerUnfit
-    | WorkerExited | PeerLost | Tick
+    ViewChanged
+    | WorkerStarted
+    | HelloReceived
+    | ReportReceived
+    | WorkerResumed
+    | WorkerFinished
+    | WorkerUnfit
+    | WorkerExited
+    | PeerLost
+    | Tick
 )
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -256,8 +265,21 @@ class EndJob:
 
 
 Command = (
-    StartWorkers | KillWorkers | SendStop | SendGo | SendRelease | HostStore | WriteTracked | WriteFailure
-    | WriteProgress | WriteResumed | WriteFinished | WriteExited | ForgetSpare | Rejoin | EndJob
+    StartWorkers
+    | KillWorkers
+    | SendStop
+    | SendGo
+    | SendRelease
+    | HostStore
+    | WriteTracked
+    | WriteFailure
+    | WriteProgress
+    | WriteResumed
+    | WriteFinished
+    | WriteExited
+    | ForgetSpare
+    | Rejoin
+    | EndJob
 )
 
 
@@ -374,8 +396,9 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
         worker = state.workers.get(local_rank)
         if worker is None or worker.generation < generation.epoch:
             missing.append(local_rank)
-        elif not worker.alive and not worker.done and worker.generation < generation.number:
-            if local_rank in generation.lost.get(slot, ()):
+        elif not worker.alive and not worker.done:
+            agreed = worker.generation < generation.number and local_rank in generation.lost.get(slot, ())
+            if agreed:
                 missing.append(local_rank)
     warm = generation.mode == "replace"
     # A cold process gets the store's address in its environment; a warm one is told when it asks.
@@ -423,16 +446,30 @@ def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
     # Who waits at its end stands in no collective, and may yet be released: only a new generation calls it back. Once
     # the workers are released nothing is recovered any more.
-    stop = [w for w in living if w.current and w.stop_sent < w.current and not w.released and not view.released
-            and (number > w.current or (lost and w.finished is None))]
+    stop = [
+        w
+        for w in living
+        if w.current
+        and w.stop_sent < w.current
+        and not w.released
+        and not view.released
+        and (number > w.current or (lost and w.finished is None))
+    ]
     for left in sorted({w.current for w in stop}):
         ranks = tuple(sorted(w.local_rank for w in stop if w.current == left))
         commands.append(SendStop(ranks, left, generation.why if number > left else "a failure was reported"))
         # An end that was reached in the generation that is over counts no more: the worker says so again in the next.
         state = _mark(state, ranks, stop_sent=left, stop_sent_s=now_s, finished=None)
-    hanging = [w.local_rank for w in state.workers.values()
-               if w.alive and not w.killed and w.current and w.stop_sent == w.current and w.stopped != w.current
-               and now_s - w.stop_sent_s >= state.stop_deadline_s]
+    hanging = [
+        w.local_rank
+        for w in state.workers.values()
+        if w.alive
+        and not w.killed
+        and w.current
+        and w.stop_sent == w.current
+        and w.stopped != w.current
+        and now_s - w.stop_sent_s >= state.stop_deadline_s
+    ]
     if hanging:
         why = f"could not be stopped within {state.stop_deadline_s:g} s (--stop-deadline)"
         commands.append(KillWorkers(tuple(hanging), why, graceful=False))

@@ -1,8 +1,9 @@
 """The standby server: a process with torch and its lazy imports loaded, from which replacement workers are forked.
 
-Importing torch, and what the first `DDP()` and the first optimizer import lazily, takes one to two seconds; a fork takes
-milliseconds. The server keeps a few forked processes waiting (standbys), so that a replacement runs user code as soon as
-its assignment arrives. A standby is forked twice: its parent is then the agent (a subreaper), which can wait for it.
+Importing torch, and what the first `DDP()` and the first optimizer import lazily, takes one to two seconds; a fork
+takes milliseconds. The server keeps a few forked processes waiting (standbys), so that a replacement runs user code
+as soon as its assignment arrives. A standby is forked twice: its parent is then the agent (a subreaper), which can
+wait for it.
 
     agent --"standbys n", "start", "preload"--> server --assignment--> standby: becomes the worker
 
@@ -12,6 +13,7 @@ Run as `python -u -m swift_agent.nursery FD AGENT_PID`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -50,13 +52,17 @@ class Standby:
 
 
 def import_all(modules: list[str] | tuple[str, ...]) -> list[str]:
-    """Import *modules*; returns those that failed or that started threads, with the reason. A thread would not live in a fork."""
+    """Import *modules*; returns those that failed or that started threads, with the reason. A thread would not live
+    in a fork.
+    """
     refused = []
     for name in modules:
         before = len(os.listdir("/proc/self/task"))
         try:
             importlib.import_module(name)
-        except Exception as error:  # a user's module may fail in any way; it is imported again, and reported, by the worker
+        except (
+            Exception
+        ) as error:  # a user's module may fail in any way; it is imported again, and reported, by the worker
             refused.append(f"{name}: {type(error).__name__}: {error}")
             continue
         if threading.active_count() > 1 or (len(os.listdir("/proc/self/task")) > before and name not in PRELOAD):
@@ -187,10 +193,8 @@ def main() -> None:
     die_with_parent(agent_pid)
     # Ctrl-C at a terminal reaches the whole foreground group; who stops is decided by the agent.
     os.setsid()
-    try:
+    with contextlib.suppress(ChannelClosed):  # the agent has ended
         Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()
-    except ChannelClosed:
-        pass  # the agent has ended
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ This module must never decide who lives.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -33,7 +34,9 @@ def become_subreaper() -> None:
 
 
 def reap(pid: int) -> int | None:
-    """The exit code of a child that has ended (negative: signal), None while it runs. Must be called once at most after that."""
+    """The exit code of a child that has ended (negative: signal), None while it runs. Must be called once at most
+    after that.
+    """
     try:
         waited, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -43,7 +46,7 @@ def reap(pid: int) -> int | None:
 
 def reap_strangers(known: set[int]) -> list[int]:
     """Reap ended children that are not *known*: orphans of workers that this process inherited. Returns their ids."""
-    reaped = []
+    reaped: list[int] = []
     while True:
         try:
             info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -57,7 +60,5 @@ def reap_strangers(known: set[int]) -> list[int]:
 
 def signal_group(pid: int, signum: int) -> None:
     """Signal the process group that *pid* leads: a worker and what it started. A group that is gone is no error."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
-    except ProcessLookupError:
-        pass

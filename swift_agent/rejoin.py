@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
@@ -62,7 +63,7 @@ class Rejoin:
                 self._groups.wait_quiet(timedelta(seconds=20))
 
     def _enter(self, go: Go) -> None:
-        job, tracked, plan = self._job, self._tracked, go.plan
+        job, plan = self._job, go.plan
         if plan.kind != "copy":
             raise SwiftError(f"generation {go.generation} asks a running worker to begin anew ({plan.why})")
         clock = _Clock()
@@ -83,7 +84,7 @@ class Rejoin:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
         if not self._tracked.keepers:
             return []
-        store = dist.PrefixStore("layouts", self._groups.store)
+        store = PrefixStore("layouts", self._groups.store)
         if mine is not None:
             store.set(str(self._job.rank), json.dumps(mine))
             return mine
@@ -110,7 +111,9 @@ class Rejoin:
         """A survivor that lacks the update gets the state, but keeps what its own script has done to small things."""
         job = self._job
         if job._owed is None or job._owed.iteration + 1 != iteration:
-            raise SwiftError(f"rank {job.rank} stands at iteration {job._here.iteration} and cannot skip to {iteration}")
+            raise SwiftError(
+                f"rank {job.rank} stands at iteration {job._here.iteration} and cannot skip to {iteration}"
+            )
         mine = type(job._point)(self._tracked.state)
         mine.take()
         receive_state(self._tracked.state, link, staged=True)
@@ -134,7 +137,9 @@ class Rejoin:
         if owed is None:
             return
         if owed.iteration != iteration:
-            raise SwiftError(f"rank {self._job.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}")
+            raise SwiftError(
+                f"rank {self._job.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}"
+            )
         owed.run()
 
     def _link(self, peer: int) -> GroupLink:

@@ -3,9 +3,10 @@
     init --> set-up (models, track) --> loop over batches: iteration, iteration, ... --> end
                                          '-- a peer fails --> recover --'
 
-The loop has two kinds of places. At a *point* (a batch is asked for, a section or the end is reached) user code is between
-two steps, and a replacement that starts its script there sees what the survivors see; what is small is kept there as the
-point's snapshot. Inside an *iteration* (or a `@job.resilient` section) user code may be cut and is run again.
+The loop has two kinds of places. At a *point* (a batch is asked for, a section or the end is reached) user code is
+between two steps, and a replacement that starts its script there sees what the survivors see; what is small is kept
+there as the point's snapshot. Inside an *iteration* (or a `@job.resilient` section) user code may be cut and is run
+again.
 
 Without an agent (plain `torchrun`, plain `python`) the same script runs, unprotected.
 """
@@ -124,9 +125,11 @@ class Job:
     ) -> None:
         """Name the state of this job, before its first iteration. May be called several times.
 
-        *model* and *optimizer*: one, a list, or a dict of names. *scheduler*, *scaler* and any keyword argument: objects
-        with `state_dict` and `load_state_dict`. *loader* is accepted for the record: `job.batches` positions it. *replicas*: the
-        global ranks that hold the same parameters, this one included; found out for DistributedDataParallel, otherwise all ranks.
+        *model* and *optimizer*: one, a list, or a dict of names. *scheduler*, *scaler* and any keyword argument:
+        objects with `state_dict` and `load_state_dict`. *loader* is accepted for the record: `job.batches` positions
+        it.
+        *replicas*: the global ranks that hold the same parameters, this one included; found out for
+        DistributedDataParallel, otherwise all ranks.
 
         Raises `UsageError` for state that could not be recovered (an optimizer over parameters of no tracked model,
         sharded parameters, LBFGS, objects without `state_dict`) and after the first iteration.
@@ -151,7 +154,9 @@ class Job:
             return
         self._begun = True
         if not self._pending["models"]:
-            raise UsageError("the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first.")
+            raise UsageError(
+                "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
+            )
         if self._seed is None:
             self._seed = torch.initial_seed()
         self._tracked = Tracked(self._pending, self._replicas, self.world_size, self._supervisor)
@@ -230,12 +235,16 @@ class Job:
                     return
                 yield before
                 if here.iteration == before and self._owed is None:
-                    raise UsageError("the body of job.iterations() called no @job.iteration function: it would never end.")
+                    raise UsageError(
+                        "the body of job.iterations() called no @job.iteration function: it would never end."
+                    )
         finally:
             self._loops -= 1
 
     def run(self, train: Callable[[int], Any], *, iterations: int) -> None:
-        """Call `train(t)` for every iteration t up to *iterations*; the form of the SWIFT paper. *train* need not be decorated."""
+        """Call `train(t)` for every iteration t up to *iterations*; the form of the SWIFT paper. *train* need not be
+        decorated.
+        """
         step = train if getattr(train, "_swift_iteration", False) else self.iteration(train)
         for number in self.iterations(iterations):
             step(number)
@@ -279,7 +288,9 @@ class Job:
         return run
 
     def close(self) -> None:
-        """The end of the run: wait until all ranks are there, so that nobody's state is missed. Called at exit if need be."""
+        """The end of the run: wait until all ranks are there, so that nobody's state is missed. Called at exit if
+        need be.
+        """
         if self._closed:
             return
         supervisor = self._supervisor
@@ -343,7 +354,9 @@ class Job:
         return result
 
     def _complete_iteration(self) -> None:
-        """Count the iteration, unless it was stopped before its update: then its results are those of a cut collective."""
+        """Count the iteration, unless it was stopped before its update: then its results are those of a cut
+        collective.
+        """
         supervisor, tracked = self._require_supervisor(), self._require_tracked()
         with supervisor.changed:
             if supervisor.interrupted and not tracked.updates.updated:
@@ -475,7 +488,9 @@ class Job:
         return is_communication_error(error) and supervisor.confirm(error)
 
     def _recover(self) -> None:
-        """Join the others in the newest generation; returns with live groups and the plan's state. May take several tries."""
+        """Join the others in the newest generation; returns with live groups and the plan's state. May take several
+        tries.
+        """
         self._wait_quiet()
         self._leave_ghost()
         self._rejoin.run()
@@ -522,7 +537,9 @@ class Job:
         os.kill(os.getpid(), 9)
 
     def take_place(self, position: Mapping[str, int], point: Mapping[str, Any], *, rng: bool) -> None:
-        """The state of another rank has arrived: continue from its point. A newcomer also takes its place in the loop."""
+        """The state of another rank has arrived: continue from its point. A newcomer also takes its place in the
+        loop.
+        """
         target = Position(**position)
         self._point.install(point, rng=rng)
         with self._require_supervisor().changed:
@@ -555,8 +572,9 @@ class Job:
         """The first iteration (or section) after a recovery is done: that is when the job runs again."""
         supervisor = self._require_supervisor()
         phases = {**self._phases_s, "iteration": time.monotonic() - self._recovered_s}
-        supervisor.send({"op": "resumed", "generation": self._recovered_in, "iteration": self._here.iteration,
-                         "phases_s": phases})
+        supervisor.send(
+            {"op": "resumed", "generation": self._recovered_in, "iteration": self._here.iteration, "phases_s": phases}
+        )
         self._recovered_in, self._phases_s = 0, {}
 
     def _send_modules(self) -> None:
@@ -570,8 +588,11 @@ class Job:
     def _end(self) -> dict[str, Any]:
         if self._tracked is None:
             return {}
-        return {"iteration": self._here.iteration, "replicas": list(self._tracked.replicas),
-                "checksum": f"{self._tracked.checksum():016x}"}
+        return {
+            "iteration": self._here.iteration,
+            "replicas": list(self._tracked.replicas),
+            "checksum": f"{self._tracked.checksum():016x}",
+        }
 
     def _require_tracked(self) -> Tracked:
         assert self._tracked is not None

@@ -1,7 +1,7 @@
 """`swift_agent.init()`: from a process of `swift-run` (or torchrun, or nothing) to a `Job`.
 
-Under an agent the worker says hello first, so that even a death inside this function is recovered in place, and waits to be
-told what it is: one of all that begin together, or a replacement that sets itself up alone.
+Under an agent the worker says hello first, so that even a death inside this function is recovered in place, and waits
+to be told what it is: one of all that begin together, or a replacement that sets itself up alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from swift_agent import process_group
 from swift_agent.channel import ENV_SOCKET, connect
@@ -39,11 +40,12 @@ def init(
 ) -> Job:
     """Join the job; instead of `torch.distributed.init_process_group(backend)`.
 
-    *backend*: "gloo", "nccl" or torch's "cpu:gloo,cuda:nccl"; by default nccl where CUDA is available, else gloo. *timeout*: of
-    collectives, as in torch. *rng*: with "iteration", all generators (Python, NumPy, torch CPU and CUDA) are seeded at each
-    iteration from (*seed*, rank, iteration), so that a replacement draws what its predecessor would have drawn; with "user"
-    they are left alone, and a replacement takes over the state of the rank it copies. *seed* defaults to
-    `torch.initial_seed()` when training begins, that is to the script's `torch.manual_seed`.
+    *backend*: "gloo", "nccl" or torch's "cpu:gloo,cuda:nccl"; by default nccl where CUDA is available, else gloo.
+    *timeout*: of collectives, as in torch. *rng*: with "iteration", all generators (Python, NumPy, torch CPU and
+    CUDA) are seeded at each iteration from (*seed*, rank, iteration), so that a replacement draws what its
+    predecessor would have drawn; with "user" they are left alone, and a replacement takes over the state of the rank
+    it copies. *seed* defaults to `torch.initial_seed()` when training begins, that is to the script's
+    `torch.manual_seed`.
 
     Afterwards the default process group exists. Raises `UsageError` if called twice or after `init_process_group`.
     """
@@ -79,7 +81,7 @@ def _without_agent(
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return Job(dist.get_rank(), local_rank, dist.get_world_size(), device, rng, seed, None, None)
 
@@ -117,8 +119,9 @@ def _create_groups(
             if created:
                 job._enter_ghost()
             else:
-                groups.init_default_group(backend, go.session_store, go.generation, job.rank, go.world_size,
-                                          timeout=timeout, solo=True)
+                groups.init_default_group(
+                    backend, go.session_store, go.generation, job.rank, go.world_size, timeout=timeout, solo=True
+                )
             groups.solo = True
             return
         go = supervisor.wait_go()
@@ -129,8 +132,16 @@ def _create_groups(
                 groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
             else:
                 created = True
-                groups.init_default_group(backend, go.session_store, go.generation, job.rank, go.world_size,
-                                          timeout=timeout, connect_timeout=CONNECT_TIMEOUT, store_token=go.token)
+                groups.init_default_group(
+                    backend,
+                    go.session_store,
+                    go.generation,
+                    job.rank,
+                    go.world_size,
+                    timeout=timeout,
+                    connect_timeout=CONNECT_TIMEOUT,
+                    store_token=go.token,
+                )
             with supervisor.changed:
                 if not supervisor.interrupted:
                     job._status = "setup"
@@ -148,8 +159,13 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
         if threading.current_thread() is threading.main_thread():
             if supervisor.interrupted or (is_communication_error(error) and supervisor.confirm(error)):
                 original_hook(kind, error, trace)
-                supervisor.send({"op": "unfit", "why": f"a collective outside an iteration was cut ({type(error).__name__}); "
-                                 "decorate the code with @job.resilient"})
+                supervisor.send(
+                    {
+                        "op": "unfit",
+                        "why": f"a collective outside an iteration was cut ({type(error).__name__}); "
+                        "decorate the code with @job.resilient",
+                    }
+                )
                 supervisor.wait_for_end()
             job._failed = True
             _record(error)

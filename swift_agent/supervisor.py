@@ -3,9 +3,9 @@
     agent: go(1) ............ stop(1) ............ go(2) ... release
     worker:      trains in 1          reports on 1        enters 2
 
-A thread reads the channel. On `stop` it raises the flag first, so that no optimizer step can begin any more, then aborts
-the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means that the
-agent is dead; its worker must not live on.
+A thread reads the channel. On `stop` it raises the flag first, so that no optimizer step can begin any more, then
+aborts the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means
+that the agent is dead; its worker must not live on.
 
 This module must never touch training state.
 """
@@ -66,9 +66,7 @@ class Supervisor:
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._thread = threading.Thread(target=self._read, name="swift-supervisor", daemon=True)
 
-    def start(
-        self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None]
-    ) -> None:
+    def start(self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None]) -> None:
         """Say hello and begin to listen. *report* and *abort* are called in the reading thread."""
         self._report, self._abort = report, abort
         self._channel.send({"op": "hello", **hello})
@@ -105,7 +103,9 @@ class Supervisor:
     def wait_go(self) -> Go:
         """Block until there is a generation to enter that has not been stopped already, and enter it."""
         with self.changed:
-            self.changed.wait_for(lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered))
+            self.changed.wait_for(
+                lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered)
+            )
             assert self._go is not None
             self._entered = self._go.generation
             return self._go
@@ -113,7 +113,9 @@ class Supervisor:
     def peek_go(self) -> Go:
         """Like `wait_go`, without entering: the decision is needed before the main thread is ready to join."""
         with self.changed:
-            self.changed.wait_for(lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered))
+            self.changed.wait_for(
+                lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered)
+            )
             assert self._go is not None
             return self._go
 

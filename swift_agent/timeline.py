@@ -58,7 +58,9 @@ class Timeline:
 
 
 def merge_phases(phases_s: dict[str, float], more_s: Mapping[str, float]) -> None:
-    """Fold the phases of another worker into *phases_s*: the slowest counts, except where all wait for the last to come."""
+    """Fold the phases of another worker into *phases_s*: the slowest counts, except where all wait for the last to
+    come.
+    """
     for name, seconds in more_s.items():
         known = phases_s.get(name, seconds)
         phases_s[name] = min(known, seconds) if name == "regroup" else max(known, seconds)

@@ -47,7 +47,9 @@ def check(pending: Pending) -> None:
             mistakes.append(f"{name} is a {type(model).__name__}, not a torch.nn.Module")
             continue
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            mistakes.append(f"{name} has sharded parameters (FSDP2, tensor parallel): these are not recovered in place yet")
+            mistakes.append(
+                f"{name} has sharded parameters (FSDP2, tensor parallel): these are not recovered in place yet"
+            )
     for name, optimizer in pending["optimizers"].items():
         if not isinstance(optimizer, torch.optim.Optimizer):
             mistakes.append(f"{name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
@@ -75,7 +77,9 @@ class Tracked:
         self.state = TrainingState(models, pending["optimizers"], pending["others"])
         self.updates = UpdateTracker(pending["optimizers"], supervisor)
         ddps = [
-            module for model in models.values() for module in model.modules()
+            module
+            for model in models.values()
+            for module in model.modules()
             if isinstance(module, DistributedDataParallel)
         ]
         self.replicas: list[int] = _replica_set(ddps, replicas, world_size)

@@ -1,9 +1,10 @@
 """Knows, at any instant, whether the update of this iteration has been made; through hooks of the optimizers.
 
-With one optimizer an iteration is untouched before its step and complete after it; the fence in front of the step and the
-report of the supervisor make that exact. With several, an iteration may be cut between two steps: unless their steps
-follow each other without a backward in between (then no peer failure can be noticed between them), the parameters and
-state that an earlier step overwrites are kept until the last one is done, so that the iteration can be taken back.
+With one optimizer an iteration is untouched before its step and complete after it; the fence in front of the step and
+the report of the supervisor make that exact. With several, an iteration may be cut between two steps: unless their
+steps follow each other without a backward in between (then no peer failure can be noticed between them), the
+parameters and state that an earlier step overwrites are kept until the last one is done, so that the iteration can be
+taken back.
 
 This module must never communicate.
 """
@@ -156,8 +157,9 @@ class UpdateTracker:
     # ---- reductions ----
 
     def _wait_for_gradients(self, name: str) -> None:
-        """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when every
-        reduction before it is known to be complete; the host waits for the device here, and gives up if stopped."""
+        """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when
+        every reduction before it is known to be complete; the host waits for the device here, and gives up if
+        stopped."""
         devices = [p.device for group in self._optimizers[name].param_groups for p in group["params"]]
         device = next((d for d in devices if d.type == "cuda"), None)
         if device is None:
@@ -198,9 +200,11 @@ class _Kept:
         self._state: list[tuple[Tensor, dict[str, Any] | None]] = []
         for parameter in parameters:
             entry = optimizer.state.get(parameter)
-            copy = None if not entry else {
-                key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()
-            }
+            copy = (
+                None
+                if not entry
+                else {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+            )
             self._state.append((parameter, copy))
 
     def put_back(self, optimizer: Optimizer) -> None:

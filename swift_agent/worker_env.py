@@ -1,7 +1,7 @@
 """The environment of a worker: the variables that torchrun sets, with the same meaning, and two of ours. Pure.
 
-Follows `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch; a test compares the result with what a real
-torchrun gives its workers.
+Follows `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch; a test compares the result with what a
+real torchrun gives its workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from string import Template
 from swift_agent.channel import ENV_SOCKET
 
 ENV_GENERATION = "SWIFT_GENERATION"
-"""The generation in which the process was started; a message of an older process of the same rank is not mistaken for it."""
+"""The generation in which the process was started; a message of an older process of the same rank is not mistaken
+for it.
+"""
 
 ENV_STARTED = "SWIFT_STARTED"
 """When a replacement was ordered, seconds since the epoch: the begin of its part of the recovery's timeline."""

@@ -43,7 +43,7 @@ def _seed_like_a_new_process() -> None:
     random.seed()
     numpy.random.seed()
     # A new process starts from torch's fixed default seed; the fork inherits exactly that state.
-    torch.random.default_generator.manual_seed(torch.random.default_generator.initial_seed())
+    torch.default_generator.manual_seed(torch.default_generator.initial_seed())
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import shutil
 import signal
-import select
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -183,7 +184,9 @@ class Workers:
         return self._process(place, local_rank, pid, env, None)
 
     def may_reap_strangers(self) -> bool:
-        """False while a worker may exist whose process id is not known yet: its end must not be taken for an orphan's."""
+        """False while a worker may exist whose process id is not known yet: its end must not be taken for an
+        orphan's.
+        """
         return not self._open_tickets
 
     def on_server_death(self) -> list[WorkerProcess]:
@@ -291,13 +294,9 @@ class Workers:
             (getattr(launch, "duplicate_stderr_filters", None), getattr(dest, "filtered_stderr", ""), dest.tee_stderrs),
         ):
             if needles:
-                stream = open(target, "w", errors="replace", buffering=1)  # closed in close_logs
+                stream = open(target, "w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close_logs
                 self._filtered.append(stream)
-                wanted = tuple(needles)
-                self._tails.append(
-                    TailLog(place.role, files, stream, prefixes,
-                            log_line_filter=lambda line, wanted=wanted: any(needle in line for needle in wanted))
-                )
+                self._tails.append(TailLog(place.role, files, stream, prefixes, log_line_filter=_contains_any(needles)))
         for tail in self._tails:
             tail.start()
 
@@ -307,6 +306,10 @@ class Workers:
         for stream in self._filtered:
             stream.close()
         self._tails, self._filtered = [], []
+
+
+def _contains_any(needles: Sequence[str]) -> Callable[[str], bool]:
+    return lambda line: any(needle in line for needle in needles)
 
 
 def _open(path: str | None) -> IO[bytes] | None:
@@ -326,7 +329,9 @@ def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> lis
 
 
 def _root_cause(error_file: str) -> tuple[str, int]:
-    """Message with traceback, and time, that the worker left in its error file (torch's format); empty if it left none."""
+    """Message with traceback, and time, that the worker left in its error file (torch's format); empty if it left
+    none.
+    """
     try:
         with open(error_file) as stream:
             data = json.load(stream)
@@ -338,4 +343,3 @@ def _root_cause(error_file: str) -> tuple[str, int]:
         return str(text), int(extra.get("timestamp", time.time()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "", int(time.time())
-

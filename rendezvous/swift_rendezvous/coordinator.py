@@ -158,8 +158,11 @@ class Coordinator:
         return slot is not None and slot in losses(view).nodes
 
     def _elect(self, view: View) -> None:
-        mine = Put(self._keys.coordinator, encode(CoordinatorRecord(self._me.node_id, self._me.incarnation)),
-                   lease_id=self._lease_id)
+        mine = Put(
+            self._keys.coordinator,
+            encode(CoordinatorRecord(self._me.node_id, self._me.incarnation)),
+            lease_id=self._lease_id,
+        )
         guard = Compare.mod_revision(self._keys.coordinator, "==", view.coordinator_revision)
         if self._store.transaction([guard], [mine]).succeeded:
             log.info("%s is the coordinator now", self._me.node_id)
@@ -212,9 +215,13 @@ class Coordinator:
         if number < 1:
             return []
         prefix = self._keys.prefix
-        per_slot = [DeletePrefix(f"{prefix}{name}/{number}/")
-                    for name in ("failure", "progress", "resumed", "finished", "exited")]
-        single = [Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))]
+        per_slot = [
+            DeletePrefix(f"{prefix}{name}/{number}/")
+            for name in ("failure", "progress", "resumed", "finished", "exited")
+        ]
+        single = [
+            Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))
+        ]
         old_event = [Delete(self._keys.event(number - NUM_EVENTS_KEPT))] if number > NUM_EVENTS_KEPT else []
         return [*per_slot, *single, *old_event]
 

@@ -134,7 +134,8 @@ class ProgressRecord:
 
 @dataclass(frozen=True)
 class StoreRecord:
-    """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call `init_process_group`;
+    """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call
+    `init_process_group`;
     *session_port* serves workers that call `swift_agent.init()` and know the *token*."""
 
     host: str
@@ -167,7 +168,9 @@ class ResumedRecord:
 
 @dataclass(frozen=True)
 class FinishedRecord:
-    """All workers of a slot have reached their end. *checksums*: rank -> [iteration, checksum, ranks of its replica set]."""
+    """All workers of a slot have reached their end. *checksums*: rank -> [iteration, checksum, ranks of its replica
+    set].
+    """
 
     slot: int
     incarnation: str
@@ -285,7 +288,9 @@ def encode(record: Any) -> bytes:
 
 
 def decode(cls: type[T], value: bytes) -> T:
-    """Read a record of type *cls*; raises :class:`RecordError` if *value* was not written by `encode` of this version."""
+    """Read a record of type *cls*; raises :class:`RecordError` if *value* was not written by `encode` of this
+    version.
+    """
     try:
         data = json.loads(value)
     except ValueError as error:

@@ -4,7 +4,8 @@
 must give the same answer for the same input, so that another agent can take over between any two writes. A slot is the
 place of a node in the job; ranks belong to slots and never move: a replacement takes the slot of the node it replaces.
 
-    no generation --enough nodes--> start --failure--> replace --failure--> replace ... --all finished--> release --> result
+    no generation --enough nodes--> start --failure--> replace --failure--> replace ... --all finished--> release -->
+    result
                                       '----failure of an untracked job----> restart (all workers, as torchrun)
 
 This module must never read a clock, talk to a store or log; times come in as arguments, reasons go out as data.
@@ -176,8 +177,15 @@ def _advance(view: View) -> Decision:
         return Decision((PublishPlan(),), why=generation.why)
     if view.plan.restart:
         why = f"all workers restart: {view.plan.why}"
-        new = replace(generation, number=generation.number + 1, mode="restart", lost={}, why=why,
-                      epoch=generation.number + 1, num_restarts=generation.num_restarts + 1)
+        new = replace(
+            generation,
+            number=generation.number + 1,
+            mode="restart",
+            lost={},
+            why=why,
+            epoch=generation.number + 1,
+            num_restarts=generation.num_restarts + 1,
+        )
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):
         return Decision((PublishResult(ResultRecord("succeeded", "all workers exited with code 0")),), why="all done")
@@ -204,7 +212,9 @@ def _release(view: View) -> Decision:
 
 
 def _lost_after_release(view: View, lost: Losses) -> Decision:
-    """The training is complete and every replica was at its end: nothing is recovered any more, but the truth is told."""
+    """The training is complete and every replica was at its end: nothing is recovered any more, but the truth is
+    told.
+    """
     exits = _exits(lost)
     if exits:
         why = f"rank {exits[0].rank} failed after the end of training"
@@ -218,9 +228,7 @@ def _lost_after_release(view: View, lost: Losses) -> Decision:
     return Decision((PublishResult(ResultRecord("succeeded", why)),), why=why)
 
 
-def _next_generation(
-    view: View, lost: Losses, rules: Rules, now_s: float, waiting_since_s: float | None
-) -> Decision:
+def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
     old = view.generation
     assert old is not None
     forget = tuple(
@@ -255,8 +263,11 @@ def _next_generation(
         slots[slot] = _owner(node)
         taken.append(f"{node.node_id} takes slot {slot}")
     keep = [slot for slot in range(len(slots)) if slot not in vacant]
-    replaced = [f"ranks {_ranks(old, slot, lost.workers[slot])} are replaced on {slots[slot].node_id}"
-                for slot in sorted(lost.workers) if slot not in vacant]
+    replaced = [
+        f"ranks {_ranks(old, slot, lost.workers[slot])} are replaced on {slots[slot].node_id}"
+        for slot in sorted(lost.workers)
+        if slot not in vacant
+    ]
     done = "all workers restart" if restart else ", ".join([*taken, *replaced])
     why = f"{what}; {done}"
     # A slot whose node is new has lost all its ranks; its agent starts all of them in any case.

@@ -87,8 +87,10 @@ def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
         differs.append(f"--max-restarts {other.max_restarts}, here {job.max_restarts}")
     if not differs:
         differs.append("another script or other arguments")
-    return (f"another job with the id {keys.job_id!r} is running ({'; '.join(differs)}). "
-            "Nothing was started; choose another --rdzv-id, or start this node with the same command")
+    return (
+        f"another job with the id {keys.job_id!r} is running ({'; '.join(differs)}). "
+        "Nothing was started; choose another --rdzv-id, or start this node with the same command"
+    )
 
 
 def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> None:
@@ -105,7 +107,9 @@ def _all_but_nodes(keys: Keys) -> list[Op]:
 
 
 def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) -> None:
-    """Remove this node's records; whoever is last removes the job's. Never raises: a lease that runs out does the rest."""
+    """Remove this node's records; whoever is last removes the job's. Never raises: a lease that runs out does the
+    rest.
+    """
     try:
         lease.revoke()
         job = store.get(keys.job)

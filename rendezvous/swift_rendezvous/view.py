@@ -1,8 +1,8 @@
 """What an agent knows of its job: the content of etcd under the job's prefix, as typed records.
 
-A `View` is immutable; `apply` folds one change into it. Only records of the current generation are kept: what belongs to
-an older one has no say any more, what belongs to a newer one arrives after that generation's record (etcd delivers in
-the order of revisions).
+A `View` is immutable; `apply` folds one change into it. Only records of the current generation are kept: what belongs
+to an older one has no say any more, what belongs to a newer one arrives after that generation's record (etcd delivers
+in the order of revisions).
 
 This module must never decide anything and never talk to a store.
 """

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class JobWatcher:
-    """Follows the keys of one job in a daemon thread. `listener` runs in that thread with every new view: keep it short."""
+    """Follows the keys of one job in a daemon thread. `listener` runs in that thread with every new view: keep it
+    short.
+    """
 
     def __init__(self, store: KeyValueStore, keys: Keys, listener: Callable[[View], None]) -> None:
         self._store = store

@@ -40,7 +40,9 @@ def make_agents(tmp_path: Path, etcd: str) -> Iterator[Callable[..., Agents]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[..., str]:
-    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made once."""
+    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made
+    once.
+    """
     known: dict[tuple[Any, ...], str] = {}
 
     def run(**orders: Any) -> str:
@@ -60,7 +62,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable
 
 
 def assert_recovered(outcome: Outcome, expected_hash: str, lost: set[int], num_faults: int = 1) -> None:
-    """All faults fired, all ended well, only *lost* ranks have a second process, and the state is that of no failure."""
+    """All faults fired, all ended well, only *lost* ranks have a second process, and the state is that of no
+    failure.
+    """
     text = outcome.text()
     assert outcome.fired == set(range(num_faults)), f"faults that fired: {outcome.fired}\n{text}"
     assert sorted(outcome.results) == [0, 1, 2, 3], text

@@ -18,14 +18,20 @@ FIRST = {"at": "backward", "iteration": 5, "rank": 1, "scope": "worker"}
 
 
 # Only a replacement passes through init and begin again.
-PLACES = [("init", 1), ("begin", 1), *((at, victim) for at in ("rebuild", "transfer", "verify") for victim in (0, 1, 2))]
+PLACES = [
+    ("init", 1),
+    ("begin", 1),
+    *((at, victim) for at in ("rebuild", "transfer", "verify") for victim in (0, 1, 2)),
+]
 
 
 @pytest.mark.parametrize(("at", "victim"), PLACES)
 def test_second_failure_during_recovery(
     at: str, victim: int, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
-    """Rank 1 dies in a backward; while it is being replaced, the source (0), the replacement (1) or a bystander (2) dies."""
+    """Rank 1 dies in a backward; while it is being replaced, the source (0), the replacement (1) or a bystander (2)
+    dies.
+    """
     second = {"at": at, "rank": victim, "scope": "worker", "after": 0}
     agents = make_agents(orders={"faults": [FIRST, second]}, max_restarts=5)
     for node in ("a", "b"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -39,14 +40,17 @@ def keys_left(endpoint: str, job_id: str) -> list[str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_whole_job(signum: signal.Signals, make_agents: Callable[..., Agents], etcd: str, tmp_path: Path) -> None:
+def test_signal_ends_the_whole_job(
+    signum: signal.Signals, make_agents: Callable[..., Agents], etcd: str, tmp_path: Path
+) -> None:
     agents = make_agents(orders={"iterations": 400, "pause_s": 0.05}, environment={"TMPDIR": str(tmp_path)})
     for node in ("a", "b", "c"):
         agents.start(node)
     wait_until(training(agents), "training begins", 60)
     family = {p.pid for agent in agents.running.values() for p in psutil.Process(agent.pid).children(recursive=True)}
     assert len(family) >= 4
-    agents.running["a"].send_signal(signum)
+    active = next(n for n in agents.running if "starts ranks" in (agents.directory / f"agent.{n}.log").read_text())
+    agents.running[active].send_signal(signum)
     outcome = agents.wait(45)
     assert all(code == 1 for code in outcome.exit_codes.values()), outcome.text()
     assert signum.name in outcome.text()
@@ -70,24 +74,31 @@ def test_workers_die_with_their_agent(make_agents: Callable[..., Agents]) -> Non
 
 
 def test_frozen_node_is_fenced(make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
-    """A node is frozen until a spare has its slot; when it wakes up it can do no harm, ends its workers and becomes a spare."""
+    """A node is frozen until a spare has its slot; when it wakes up it can do no harm, ends its workers and becomes
+    a spare.
+    """
     iterations = 200
     expected = undisturbed(iterations=iterations)
-    agents = make_agents(orders={"iterations": iterations, "pause_s": 0.05}, options=("--lease-ttl", "2", "--spares", "1"))
+    agents = make_agents(
+        orders={"iterations": iterations, "pause_s": 0.05}, options=("--lease-ttl", "2", "--spares", "1")
+    )
     for node in ("a", "b"):
         agents.start(node)
     wait_until(training(agents), "training begins", 60)
     agents.start("c")
     wait_until(lambda: "joined" in (agents.directory / "agent.c.log").read_text(), "the spare joins", 30)
-    frozen = [psutil.Process(agents.running["b"].pid), *psutil.Process(agents.running["b"].pid).children(recursive=True)]
+    frozen = [
+        psutil.Process(agents.running["b"].pid),
+        *psutil.Process(agents.running["b"].pid).children(recursive=True),
+    ]
     for process in frozen:
         process.suspend()
-    wait_until(lambda: "recovered" in "".join(p.read_text() for p in agents.directory.glob("agent.*.log")), "recovery", 45)
+    wait_until(
+        lambda: "recovered" in "".join(p.read_text() for p in agents.directory.glob("agent.*.log")), "recovery", 45
+    )
     for process in frozen:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
-        except psutil.NoSuchProcess:
-            pass
     wait_until(lambda: "comes back as a spare" in (agents.directory / "agent.b.log").read_text(), "b rejoins", 20)
     outcome = agents.wait(100)
     assert outcome.hashes == {expected}, outcome.text()
@@ -113,7 +124,9 @@ def test_late_node_takes_the_slot(make_agents: Callable[..., Agents], undisturbe
     agents = make_agents(orders={"faults": faults})
     for node in ("a", "b"):
         agents.start(node)
-    wait_until(lambda: "wait for a node" in "".join(p.read_text() for p in agents.directory.glob("agent.*.log")), "loss", 60)
+    wait_until(
+        lambda: "wait for a node" in "".join(p.read_text() for p in agents.directory.glob("agent.*.log")), "loss", 60
+    )
     agents.start("late")
     outcome = agents.wait(90)
     assert outcome.hashes == {undisturbed()}, outcome.text()
@@ -129,5 +142,5 @@ def test_restarts_used_up(make_agents: Callable[..., Agents]) -> None:
     outcome = agents.wait(60)
     assert outcome.fired == {0, 1}
     assert set(outcome.exit_codes.values()) == {1}, outcome.text()
-    assert "ChildFailedError" in outcome.text() and "SIGKILL" in outcome.text() or "Signal 9" in outcome.text()
+    assert ("ChildFailedError" in outcome.text() and "SIGKILL" in outcome.text()) or "Signal 9" in outcome.text()
     assert os.path.exists(agents.directory)

@@ -1,8 +1,8 @@
 """SIGKILL of a worker and of a whole node at every named moment of an iteration, and at the edges of a run.
 
-Each test asserts that its fault fired, that the survivors kept their processes and all their ranks, and that parameters,
-buffers and optimizer state at the end are bit for bit those of an undisturbed run. Rank 0, whose node hosts the c10d
-store, is among the victims.
+Each test asserts that its fault fired, that the survivors kept their processes and all their ranks, and that
+parameters, buffers and optimizer state at the end are bit for bit those of an undisturbed run. Rank 0, whose node
+hosts the c10d store, is among the victims.
 """
 
 from __future__ import annotations

@@ -33,10 +33,21 @@ def run_swift(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
         if script is not None:
             (tmp_path / "script.py").write_text(script)
             words.append(str(tmp_path / "script.py"))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1", **environment,
-               "TMPDIR": str(tmp_path)}
-        return subprocess.run([sys.executable, "-m", "swift_agent.run", *words], env=env, capture_output=True,
-                              text=True, timeout=60, check=False)
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+            "TMPDIR": str(tmp_path),
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "swift_agent.run", *words],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     yield run
     left = [p.name for p in tmp_path.iterdir() if p.name.startswith(("swift-agent", "torchelastic", "swift-etcd"))]
@@ -61,7 +72,9 @@ def etcd() -> Iterator[str]:
         (("--nnodes", "2", "--rdzv-endpoint", "host:port"), "host:port"),
     ],
 )
-def test_options(args: tuple[str, ...], message: str, run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_options(
+    args: tuple[str, ...], message: str, run_swift: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     done = run_swift(*args, script="print('started')")
     assert done.returncode == 2
     assert message in done.stderr
@@ -95,8 +108,16 @@ def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str
     secret.write_text("not-the-password")
     with EtcdCluster(tmp_path) as cluster:
         cluster.enable_login("trainer", "the-password", "/swift/")
-        login = ("--nnodes", "1", "--rdzv-endpoint", cluster.endpoints[0], "--etcd-user", "trainer",
-                 "--etcd-password-file", str(secret))
+        login = (
+            "--nnodes",
+            "1",
+            "--rdzv-endpoint",
+            cluster.endpoints[0],
+            "--etcd-user",
+            "trainer",
+            "--etcd-password-file",
+            str(secret),
+        )
         done = run_swift(*login, script="print('started')")
         assert done.returncode == 1 and "Traceback" not in done.stderr and "started" not in done.stdout
         assert "trainer" in done.stderr and "not-the-password" not in done.stderr
@@ -105,20 +126,27 @@ def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str
         assert done.returncode == 0 and "started" in done.stdout, done.stderr
 
 
-def test_two_jobs_with_one_id(run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path) -> None:
+def test_two_jobs_with_one_id(
+    run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path
+) -> None:
     """The second is refused; the first goes on and leaves no key."""
     script = tmp_path / "long.py"
-    script.write_text("import pathlib, sys, time\nprint('up', flush=True)\n"
-                      "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n")
+    script.write_text(
+        "import pathlib, sys, time\nprint('up', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
+    )
     done_flag = tmp_path / "done"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "swift_agent.run", "--rdzv-endpoint", etcd, "--rdzv-id", "same"]
     first = subprocess.Popen(
-        [sys.executable, "-m", "swift_agent.run", "--rdzv-endpoint", etcd, "--rdzv-id", "same", str(script), str(done_flag)],
+        [*command, str(script), str(done_flag)],
         env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
         assert first.stdout is not None and first.stdout.readline().strip() == "up"
-        second = run_swift("--rdzv-endpoint", etcd, "--rdzv-id", "same", "--nproc-per-node", "3", script="print('started')")
+        second = run_swift(
+            "--rdzv-endpoint", etcd, "--rdzv-id", "same", "--nproc-per-node", "3", script="print('started')"
+        )
         assert second.returncode == 1 and "same" in second.stderr and "--rdzv-id" in second.stderr
         assert "Traceback" not in second.stderr and "started" not in second.stdout
     finally:
@@ -132,9 +160,13 @@ def test_two_jobs_with_one_id(run_swift: Callable[..., subprocess.CompletedProce
     ("body", "message"),
     [
         ("swift.init()", "called before in this process"),
-        ("job.track(model=model, optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1))", "no tracked model"),
+        (
+            "job.track(model=model, optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1))",
+            "no tracked model",
+        ),
         ("job.track(model=model, optimizer=opt, scheduler=3)", "without state_dict"),
-        ("""
+        (
+            """
 job.track(model=model, optimizer=opt)
 @job.iteration
 def train(t):
@@ -144,25 +176,36 @@ def train(t):
 for t in job.iterations(2):
     train(t)
     job.track(model=model)
-""", "after the first iteration"),
-        ("""
+""",
+            "after the first iteration",
+        ),
+        (
+            """
 job.track(model=model, optimizer=opt)
 job.iteration(lambda: None)()
-""", "outside job.batches"),
-        ("""
+""",
+            "outside job.batches",
+        ),
+        (
+            """
 job.track(model=model, optimizer=opt)
 def train(t):
     model(torch.ones(1, 2)).sum().backward()
 job.run(train, iterations=2)
-""", "without a step"),
-        ("""
+""",
+            "without a step",
+        ),
+        (
+            """
 job.track(model=model, optimizer=opt)
 def train(t):
     model(torch.ones(1, 2)).sum().backward()
     opt.step()
     opt.step()
 job.run(train, iterations=2)
-""", "second step"),
+""",
+            "second step",
+        ),
         ("for batch in job.batches([1]): pass", "nothing is tracked"),
     ],
 )
@@ -173,8 +216,11 @@ def test_api_misuse(body: str, message: str, run_swift: Callable[..., subprocess
 
 
 def test_process_group_made_before(run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = run_swift("--standalone", script="import torch.distributed as dist, swift_agent as swift\n"
-                                            "dist.init_process_group('gloo')\nswift.init()\n")
+    done = run_swift(
+        "--standalone",
+        script="import torch.distributed as dist, swift_agent as swift\n"
+        "dist.init_process_group('gloo')\nswift.init()\n",
+    )
     assert done.returncode == 1 and "instead of init_process_group" in done.stderr
 
 

@@ -1,12 +1,13 @@
 """The training script of the fault tests: a small job in which exactly one fault (or several) fires at a named moment.
 
-Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank", "scope"}]}. A
-fault fires once in the whole job: the process that fires it creates its marker file first, and dies after that.
-Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
+Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank",
+"scope"}]}. A fault fires once in the whole job: the process that fires it creates its marker file first, and dies
+after that. Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -49,10 +50,8 @@ def die(scope: str) -> None:
         # The agent first: it must not see its workers die.
         os.kill(agent, signal.SIGKILL)
         for pid in others:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -120,8 +119,9 @@ class Net(nn.Module):
 
 def arm_private_places() -> None:
     """Places inside our own code and torch's, reached by wrapping: only in this script, never in the product."""
-    from swift_agent import process_group, rejoin, session
     from torch.optim import adamw
+
+    from swift_agent import process_group, rejoin, session
 
     def before(owner: object, name: str, at: str) -> None:
         original = getattr(owner, name)
@@ -143,8 +143,10 @@ def arm_private_places() -> None:
 
     def half(params: list[torch.Tensor], *args: object, **kwargs: object) -> object:
         # "Inside" the step: the first half of the parameters is updated, then the fault may fire.
-        wanted = any(o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
-                     for o in ORDERS.get("faults", ()))
+        wanted = any(
+            o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
+            for o in ORDERS.get("faults", ())
+        )
         if not wanted:
             return functional(params, *args, **kwargs)
         middle = len(params) // 2
@@ -162,8 +164,10 @@ def arm_private_places() -> None:
         adam_functional = adam.adam
 
         def half_adam(params: list[torch.Tensor], *args: object, **kwargs: object) -> object:
-            wanted = any(o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
-                         for o in ORDERS.get("faults", ()))
+            wanted = any(
+                o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
+                for o in ORDERS.get("faults", ())
+            )
             if not wanted:
                 return adam_functional(params, *args, **kwargs)
             middle = len(params) // 2
@@ -231,7 +235,7 @@ def build(job: swift.Job) -> None:
         fault("evaluated")
         return float(right)
 
-    times = open(DIR / f"times.{RANK}", "a", buffering=1)
+    times = open(DIR / f"times.{RANK}", "a", buffering=1)  # noqa: SIM115 - kept for the life of the process
     epoch_length = len(loader)
     for _ in job.epochs(ITERATIONS // epoch_length):
         for x, y in job.batches(loader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,9 @@ SOURCE_ROOTS = [str(ROOT / part) for part in (".", "rendezvous", "recovery", "lo
 
 @dataclass
 class Outcome:
-    """*results*: rank -> what it left; *pids*: rank -> process ids, oldest first; *output*: node -> text of its agent."""
+    """*results*: rank -> what it left; *pids*: rank -> process ids, oldest first; *output*: node -> text of its
+    agent.
+    """
 
     exit_codes: dict[str, int]
     results: dict[int, dict[str, Any]]
@@ -67,13 +70,15 @@ class Agents:
             **os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1",
             "FAULT_ORDERS": json.dumps(orders), "PYTHONWARNINGS": "ignore", **self.environment,
         }  # fmt: skip
-        log = open(self.directory / f"agent.{node_id}.log", "wb")
+        log = open(self.directory / f"agent.{node_id}.log", "wb")  # noqa: SIM115 - closed below
         self.running[node_id] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.directory)
         log.close()
         return self.running[node_id]
 
     def wait(self, timeout_s: float = 90.0) -> Outcome:
-        """Wait for all agents; what is still there at the deadline is killed, with all its children, and fails the test."""
+        """Wait for all agents; what is still there at the deadline is killed, with all its children, and fails the
+        test.
+        """
         began_s = time.monotonic()
         hung = []
         for node_id, process in self.running.items():
@@ -106,8 +111,6 @@ class Agents:
                 except psutil.NoSuchProcess:
                     continue
                 for member in family:
-                    try:
+                    with contextlib.suppress(psutil.NoSuchProcess):
                         member.send_signal(signal.SIGKILL)
-                    except psutil.NoSuchProcess:
-                        pass
                 process.wait()
