@@ -75,7 +75,7 @@ def new_loops(before: set[int]) -> list[list[Socket]]:
                 listens = listens or member.inode not in before
             else:
                 others.append(member)
-        if listens:
+        if listens and others not in found:  # the descriptor of a loop may have been duplicated for a moment, by `mute`
             found.append(others)
     return found
 
@@ -118,10 +118,13 @@ def mute(targets: Iterable[Socket]) -> None:
     """
     wanted = set(targets)
     for fd, kind, _ in list(_descriptors()):
-        if kind != "eventpoll" or not wanted:
+        if kind != "eventpoll" or wanted.isdisjoint(member for member, _ in _registrations(fd)):
             continue
-        # Of the duplicate, so that nobody can put another loop in its place meanwhile.
-        loop = os.dup(fd)
+        # Of a duplicate, so that nobody can put another loop in its place meanwhile.
+        try:
+            loop = os.dup(fd)
+        except OSError:
+            continue
         try:
             for member, pointer in _registrations(loop):
                 if member in wanted:

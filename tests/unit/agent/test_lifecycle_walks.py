@@ -50,11 +50,10 @@ MUTANTS = {
         "if worker is None or worker.generation < generation.number:\n            missing"),
     "goes before the plan": ("if lost or view.plan is None or view.plan.restart or view.store is None:",
                              "if view.plan is None or view.store is None:"),
-    "stops again and again": (
-        "w.current and w.stop_sent < w.current and not w.released", "w.current and not w.released"),
+    "stops again and again": ("        and w.stop_sent < w.current\n", ""),
     "keeps an old report": ("state = _mark(state, ready, current=number, report=None)",
                             "state = _mark(state, ready, current=number, stopped=number)"),
-    "never kills what hangs": ("and now_s - w.stop_sent_s >= state.stop_deadline_s]", "and False]"),
+    "never kills what hangs": ("and now_s - w.stop_sent_s >= state.stop_deadline_s\n", "and False\n"),
     "takes an old end for a new one": ("stop_sent_s=now_s, finished=None)", "stop_sent_s=now_s)"),
     "is silent about its end after a late loss": ("if losses(state.view) and not state.view.released:",
                                                   "if losses(state.view):"),
