@@ -12,8 +12,6 @@ This module must never contain policy.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import queue
@@ -21,23 +19,19 @@ import secrets
 import selectors
 import shutil
 import signal
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from swift_agent import host, timeline
 from swift_agent import lifecycle as lc
-from swift_agent import timeline
+from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.config import AgentConfig
-from swift_agent.console import show_decisions
-from swift_agent.errors import JobStopped
-from swift_agent.generation_store import StoreServer
+from swift_agent.hosting import GenerationStores
 from swift_agent.outcome import raise_outcome
 from swift_agent.planning import plan_generation
 from swift_agent.process import become_subreaper, reap_strangers
@@ -45,7 +39,6 @@ from swift_agent.worker_env import Placement
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
 from swift_rendezvous.coordinator import Coordinator
-from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.keys import (
     EventRecord,
     ExitedRecord,
@@ -61,7 +54,6 @@ from swift_rendezvous.keys import (
 from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Lease, Op, Put, RendezvousError
 from swift_rendezvous.liveness import Liveness
 from swift_rendezvous.membership import Rules
-from swift_rendezvous.private_etcd import PrivateEtcd
 from swift_rendezvous.registration import enter_job, leave_job
 from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
@@ -72,35 +64,19 @@ TICK_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 
 
-def launch_agent(config: AgentConfig) -> None:
-    """Run one node of the job to its end.
-
-    Returns when all workers of the job have succeeded. Raises `ChildFailedError` with the root cause if a worker ended
-    it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
-    signalled. In every case no process, socket, directory or key of this agent is left.
-    """
-    show_decisions(config.node_id)
-    if config.etcd is not None:
-        with EtcdStore(config.etcd) as store:
-            Agent(config, store).run()
-        return
-    with PrivateEtcd() as server, EtcdStore(server.config) as store:
-        Agent(config, store).run()
-
-
 class Agent:
     def __init__(self, config: AgentConfig, store: KeyValueStore) -> None:
         self._config, self._store = config, store
         self._keys = Keys(config.job_id)
-        self._host = config.local_addr or _local_host(config)
+        self._host = config.local_addr or host.local_host(config)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._directory = _private_directory()
+        self._directory = host.private_directory()
         self._listener = Listener(self._directory)
         self._workers = Workers(config, self._host)
         self._channels: dict[int, tuple[Channel, int]] = {}  # local rank -> channel, generation of the process
-        self._stores: dict[int, tuple[TCPStore, StoreServer]] = {}
+        self._stores = GenerationStores(self._host)
         self._timeline = timeline.Timeline()
         self._end: ResultRecord | None = None
         self._signal: SignalException | None = None
@@ -142,7 +118,7 @@ class Agent:
             watch_port=self._liveness.port,
             num_workers=config.nproc,
             token=secrets.token_hex(16),
-            fingerprint=fingerprint(config),
+            fingerprint=host.fingerprint(config),
         )
         job = JobRecord(config.nnodes, config.nproc, self._me.fingerprint, config.max_restarts)
         self._lease: Lease = enter_job(self._store, self._keys, job, self._me, config.lease_ttl_s)
@@ -187,9 +163,7 @@ class Agent:
         for channel, _ in self._channels.values():
             channel.close()
         self._workers.stop_all(0.0)
-        for _, session_store in self._stores.values():
-            session_store.close()
-        self._stores.clear()
+        self._stores.close()
         self._selector.close()
         self._listener.close()
         os.close(self._wake_fd)
@@ -209,7 +183,7 @@ class Agent:
             self._last_reap_s = now_s
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
-            self._event(lc.Tick())
+            self._event(msg.Tick())
 
     def _own_pids(self) -> set[int]:
         pids = {process.pid for process in self._workers.processes.values()}
@@ -235,14 +209,14 @@ class Agent:
             return  # posted by the watcher of an earlier incarnation
         self._coordinator.update(view)
         self._liveness.update(view.nodes.values())
-        self._event(lc.ViewChanged(view))
+        self._event(msg.ViewChanged(view))
         self._prepare_standbys(view)
         phases = self._timeline.observe(view, time.monotonic())
         if phases is not None and self._coordinator.acting:
             self._tell_recovery(view, phases)
 
     def _on_peer_lost(self, incarnation: str, evidence: str) -> None:
-        self._post(lambda: self._event(lc.PeerLost(incarnation, evidence)))
+        self._post(lambda: self._event(msg.PeerLost(incarnation, evidence)))
 
     def _on_lease_lost(self, incarnation: str, why: str) -> None:
         if incarnation == self._state.incarnation and self._end is None:
@@ -278,7 +252,7 @@ class Agent:
         pid = process.pid
         self._channels[local_rank] = (channel, generation)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
-        self._event(lc.HelloReceived(local_rank, pid))
+        self._event(msg.HelloReceived(local_rank, pid))
         for message in messages[1:]:
             self._on_message(local_rank, pid, message)
 
@@ -294,17 +268,17 @@ class Agent:
     def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
         match message.get("op"):
             case "report":
-                self._event(lc.ReportReceived(local_rank, pid, int(message["generation"]), message["report"]))
+                self._event(msg.ReportReceived(local_rank, pid, int(message["generation"]), message["report"]))
             case "resumed":
                 self._event(
-                    lc.WorkerResumed(
+                    msg.WorkerResumed(
                         local_rank, pid, int(message["generation"]), int(message["iteration"]), message["phases_s"]
                     )
                 )
             case "finished":
-                self._event(lc.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
+                self._event(msg.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
             case "unfit":
-                self._event(lc.WorkerUnfit(local_rank, pid, str(message["why"])))
+                self._event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
             case "suspect":
                 log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
             case "modules":
@@ -322,7 +296,7 @@ class Agent:
         self._drop_channel(process.local_rank)
         if end.exit_code != 0:
             log.info("%s", lc.describe_exit(end))
-        self._event(lc.WorkerExited(end))
+        self._event(msg.WorkerExited(end))
 
     def _on_server(self) -> None:
         server = self._workers.server
@@ -342,14 +316,14 @@ class Agent:
 
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
-        self._event(lc.WorkerStarted(process.local_rank, process.generation, process.pid))
+        self._event(msg.WorkerStarted(process.local_rank, process.generation, process.pid))
         worker = self._state.workers.get(process.local_rank)
         if worker is None or worker.generation != process.generation or worker.killed:
             self._workers.signal(process.local_rank, signal.SIGKILL)  # ordered, then not wanted any more
 
     # ---- what follows ----
 
-    def _event(self, event: lc.Event) -> None:
+    def _event(self, event: msg.Event) -> None:
         if self._end is not None:
             return
         step = lc.on_event(self._state, event, now_s=time.monotonic())
@@ -357,41 +331,41 @@ class Agent:
         for command in step.commands:
             self._execute(command)
 
-    def _execute(self, command: lc.Command) -> None:
+    def _execute(self, command: msg.Command) -> None:
         keys, me = self._keys, self._me
         match command:
-            case lc.StartWorkers(local_ranks, _, warm):
+            case msg.StartWorkers(local_ranks, _, warm):
                 self._start(local_ranks, warm)
-            case lc.KillWorkers(local_ranks, why, graceful):
+            case msg.KillWorkers(local_ranks, why, graceful):
                 log.info("ending local ranks %s: %s", list(local_ranks), why)
                 for local_rank in local_ranks:
                     self._end_worker(local_rank, graceful)
-            case lc.SendStop(local_ranks, generation, why):
+            case msg.SendStop(local_ranks, generation, why):
                 self._send(local_ranks, {"op": "stop", "generation": generation, "why": why})
-            case lc.SendGo(local_ranks, generation):
+            case msg.SendGo(local_ranks, generation):
                 self._send(local_ranks, self._go_message(generation))
-            case lc.SendRelease(local_ranks):
+            case msg.SendRelease(local_ranks):
                 self._send(local_ranks, {"op": "release"})
-            case lc.HostStore(generation):
+            case msg.HostStore(generation):
                 self._host_store(generation)
-            case lc.WriteTracked():
+            case msg.WriteTracked():
                 self._write("tracked", [], [Put(keys.tracked, b"1")])
-            case lc.WriteFailure(generation, failure):
+            case msg.WriteFailure(generation, failure):
                 log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
                 self._write("failure", [], [Put(keys.failure(generation, failure.slot), encode(failure))])
-            case lc.WriteProgress(generation, slot, reports):
+            case msg.WriteProgress(generation, slot, reports):
                 record = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
                 self._write("progress", [], [Put(keys.progress(generation, slot), encode(record))])
-            case lc.WriteResumed(generation, slot, iteration, phases_s):
+            case msg.WriteResumed(generation, slot, iteration, phases_s):
                 resumed = ResumedRecord(slot, iteration, dict(phases_s))
                 self._write("resumed", [], [Put(keys.resumed(generation, slot), encode(resumed))])
-            case lc.WriteFinished(generation, finished):
+            case msg.WriteFinished(generation, finished):
                 self._write("finished", [], [Put(keys.finished(generation, finished.slot), encode(finished))])
-            case lc.WriteExited(generation, slot):
+            case msg.WriteExited(generation, slot):
                 self._write(
                     "exited", [], [Put(keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation)))]
                 )
-            case lc.ForgetSpare(node_id, incarnation):
+            case msg.ForgetSpare(node_id, incarnation):
                 joined = self._state.view.joined.get(node_id, 0)
                 log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation])
                 self._write(
@@ -400,9 +374,9 @@ class Agent:
                     [Delete(keys.node(node_id))],
                     fenced=False,
                 )
-            case lc.Rejoin(why):
+            case msg.Rejoin(why):
                 self._rejoin(why)
-            case lc.EndJob():
+            case msg.EndJob():
                 self._end = self._state.view.result
 
     def _write(self, what: str, guards: list[Compare], ops: list[Op], fenced: bool = True) -> None:
@@ -497,14 +471,7 @@ class Agent:
         }
 
     def _host_store(self, generation: int) -> None:
-        # A fresh port for every generation: no key of an older one can be read again.
-        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        token = secrets.token_hex(16)
-        session_store = StoreServer(self._host, token=token.encode())
-        for number in [number for number in self._stores if number < generation - 1]:
-            self._stores.pop(number)[1].close()
-        self._stores[generation] = (store, session_store)
-        record = StoreRecord(self._host, store.port, session_store.port, token)
+        record = self._stores.open(generation)
         self._write("store", [], [Put(self._keys.store(generation), encode(record))])
 
     def _rejoin(self, why: str) -> None:
@@ -620,42 +587,3 @@ class Agent:
         if entry is not None:
             self._selector.unregister(entry[0])
             entry[0].close()
-
-
-def fingerprint(config: AgentConfig) -> str:
-    """Equal for agents that were started with the same command."""
-    command = [
-        config.nnodes,
-        config.nproc,
-        config.entry_kind,
-        config.training_script,
-        list(config.training_script_args),
-    ]
-    return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
-
-
-def _private_directory() -> str:
-    """A directory for the agent's socket, whose path the kernel limits to 107 bytes."""
-    directory = tempfile.mkdtemp(prefix="swift-agent-")
-    if len(directory) <= 90:
-        return directory
-    os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="swift-agent-", dir="/tmp")
-
-
-def _local_host(config: AgentConfig) -> str:
-    """The address at which the other nodes reach this one: that of the interface that leads to etcd."""
-    if config.etcd is None:
-        return "127.0.0.1"
-    host, _, port = config.etcd.endpoints[0].rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing: it only chooses a route
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise JobStopped(
-            f"cannot find this node's address on the way to {config.etcd.endpoints[0]}: {error}; "
-            "name it with --local-addr"
-        ) from None

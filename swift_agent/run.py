@@ -2,7 +2,7 @@
 
     swift-run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint etcd1:2379,etcd2:2379 train.py --lr 0.1
 
-With the rendezvous backend swift-etcd, the default, the agent of `swift_agent.agent` runs the job; with any other one
+With the rendezvous backend swift-etcd, the default, the agent of `swift_agent.launch` runs the job; with any other one
 torch's own launcher does, unchanged. This module must hold no policy of its own: it parses, chooses and reports.
 """
 
@@ -32,7 +32,7 @@ def run(ns: argparse.Namespace) -> None:
         _torchrun(ns)
         return
     config = AgentConfig.from_args(ns)
-    from swift_agent.agent import launch_agent  # late: a wrong command line is refused before grpc is loaded
+    from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded
 
     # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle

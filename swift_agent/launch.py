@@ -1,0 +1,25 @@
+"""Runs one node of a job: its etcd, shared or private, and its agent. Must hold no policy."""
+
+from __future__ import annotations
+
+from swift_agent.agent import Agent
+from swift_agent.config import AgentConfig
+from swift_agent.console import show_decisions
+from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.private_etcd import PrivateEtcd
+
+
+def launch_agent(config: AgentConfig) -> None:
+    """Run one node of the job to its end.
+
+    Returns when all workers of the job have succeeded. Raises `ChildFailedError` with the root cause if a worker ended
+    it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
+    signalled. In every case no process, socket, directory or key of this agent is left.
+    """
+    show_decisions(config.node_id)
+    if config.etcd is not None:
+        with EtcdStore(config.etcd) as store:
+            Agent(config, store).run()
+        return
+    with PrivateEtcd() as server, EtcdStore(server.config) as store:
+        Agent(config, store).run()

@@ -1,0 +1,219 @@
+"""What happens to an agent and what it does: the events and commands of `lifecycle`. Pure data.
+
+Events are facts in the past tense, commands are orders; neither knows how it came about or how it is carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swift_rendezvous.keys import FailureRecord, FinishedRecord, WorkerExit
+from swift_rendezvous.view import View
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ViewChanged:
+    view: View
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    local_rank: int
+    generation: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class HelloReceived:
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class ReportReceived:
+    local_rank: int
+    pid: int
+    generation: int
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerResumed:
+    local_rank: int
+    pid: int
+    generation: int
+    iteration: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WorkerFinished:
+    local_rank: int
+    pid: int
+    generation: int
+    end: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerUnfit:
+    """The worker lives but cannot go on in place."""
+
+    local_rank: int
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    exit: WorkerExit
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    incarnation: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    ViewChanged
+    | WorkerStarted
+    | HelloReceived
+    | ReportReceived
+    | WorkerResumed
+    | WorkerFinished
+    | WorkerUnfit
+    | WorkerExited
+    | PeerLost
+    | Tick
+)
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """*warm*: from the standby server. Cold processes are what torchrun would start."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+    warm: bool
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    """*graceful*: SIGTERM first, as torchrun; otherwise SIGKILL at once."""
+
+    local_ranks: tuple[int, ...]
+    why: str
+    graceful: bool
+
+
+@dataclass(frozen=True)
+class SendStop:
+    local_ranks: tuple[int, ...]
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class SendGo:
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendRelease:
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostStore:
+    """Start the c10d store of a generation on this node and publish its address."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class WriteTracked:
+    """Some worker uses `swift.init()`: from now on failures are recovered in place."""
+
+
+@dataclass(frozen=True)
+class WriteFailure:
+    generation: int
+    failure: FailureRecord
+
+
+@dataclass(frozen=True)
+class WriteProgress:
+    generation: int
+    slot: int
+    reports: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class WriteResumed:
+    generation: int
+    slot: int
+    iteration: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WriteFinished:
+    generation: int
+    record: FinishedRecord
+
+
+@dataclass(frozen=True)
+class WriteExited:
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class ForgetSpare:
+    """A node without a slot is lost: nobody may choose it as a replacement."""
+
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """The slot was given to another node: come back as a spare, under a new incarnation."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """The job has a result."""
+
+
+Command = (
+    StartWorkers
+    | KillWorkers
+    | SendStop
+    | SendGo
+    | SendRelease
+    | HostStore
+    | WriteTracked
+    | WriteFailure
+    | WriteProgress
+    | WriteResumed
+    | WriteFinished
+    | WriteExited
+    | ForgetSpare
+    | Rejoin
+    | EndJob
+)

@@ -1,0 +1,90 @@
+"""Training scripts of many shapes, each with one or two workers killed at an exact place.
+
+Every test asserts that its faults fired, that only the lost ranks have a second process, and that each rank ends with
+the state that it has after a run without failure, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import ROOT, Agents, Outcome
+
+SCRIPT = ROOT / "tests" / "support" / "varied_train.py"
+
+
+@pytest.fixture
+def run_form(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
+    def run(directory: Path, faults: list[dict[str, Any]], **orders: Any) -> Outcome:
+        directory.mkdir(exist_ok=True)
+        orders["faults"] = [{"scope": "worker", **fault} for fault in faults]
+        agents = make_agents(directory, orders=orders, script=SCRIPT)
+        for node in ("a", "b"):
+            agents.start(node)
+        return agents.wait(60)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[int, str]]:
+    return {}
+
+
+@pytest.fixture
+def check(
+    run_form: Callable[..., Outcome], known: dict[str, dict[int, str]], tmp_path: Path
+) -> Callable[..., Outcome]:
+    """Run a form without and with *faults* and compare; each form runs once without."""
+
+    def compare(form: str, *faults: dict[str, Any], **orders: Any) -> Outcome:
+        plain = {key: value for key, value in orders.items() if key != "hold"}
+        key = repr((form, sorted(plain.items())))
+        if key not in known:
+            undisturbed = run_form(tmp_path / "undisturbed", [], form=form, **plain)
+            assert set(undisturbed.exit_codes.values()) == {0}, undisturbed.text()
+            known[key] = {rank: result["hash"] for rank, result in undisturbed.results.items()}
+        outcome = run_form(tmp_path / "disturbed", list(faults), form=form, **orders)
+        text = outcome.text()
+        assert outcome.fired == set(range(len(faults))), f"faults that fired: {outcome.fired}\n{text}"
+        assert set(outcome.exit_codes.values()) == {0}, text
+        again = {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
+        assert again == {fault["rank"] for fault in faults}, f"ranks with a second process: {again}\n{text}"
+        hashes = {rank: result["hash"] for rank, result in outcome.results.items()}
+        assert len(hashes) == 4 and hashes == known[key], text
+        return outcome
+
+    return compare
+
+
+def kill(rank: int, at: str, iteration: int, **more: Any) -> dict[str, Any]:
+    return {"rank": rank, "at": at, "iteration": iteration, **more}
+
+
+CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "two replica sets of a device mesh": ("mesh", [kill(1, "forward", 4), kill(2, "before_step", 8)], {}),
+    "scaler, clipping, scheduler outside": ("scaler", [kill(1, "backward", 4), kill(0, "before_step", 8)], {}),
+    "scaler, cut after the step": ("scaler", [kill(1, "after_step", 5), kill(2, "after_metric", 6)], {"metric": True}),
+    "loader processes": ("loader_workers", [kill(1, "loaded", 2), kill(0, "backward", 6)], {}),
+    "loader processes that stay": ("loader_workers", [kill(2, "loaded", 6)], {"persistent": True}),
+    "shuffled by each rank": ("shuffled", [kill(1, "data", 2), kill(0, "forward", 7)], {}),
+    "shuffled, loader processes": ("shuffled", [kill(1, "forward", 6)], {"num_workers": 1}),
+    "job.run": ("run_form", [kill(0, "backward", 3), kill(3, "before_step", 9)], {}),
+    "plain range, generators of the user": ("plain_range", [kill(1, "backward", 5), kill(2, "evaluate", 8)], {}),
+    "between two steps": ("adversaries", [kill(1, "between_steps", 0), kill(0, "between_steps", 6)], {}),
+    "evaluation among the batches": ("evaluation_inside", [kill(1, "evaluate", 4), kill(0, "backward", 9)], {}),
+    "end of an evaluation among the batches": ("evaluation_inside", [kill(2, "evaluated", 6)], {}),
+    "two iterations with a batch": ("two_per_batch", [kill(1, "forward", 3), kill(0, "before_step", 9)], {}),
+    "first of two iterations with a batch": ("two_per_batch", [kill(2, "backward", 8)], {}),
+    "numbered loop, then batches": ("loops_in_turn", [kill(1, "backward", 2), kill(0, "backward", 9)], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_form(case: str, check: Callable[..., Outcome]) -> None:
+    form, faults, orders = CASES[case]
+    check(form, *faults, **orders)
