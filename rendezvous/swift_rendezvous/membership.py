@@ -13,7 +13,6 @@ This module must never read a clock, talk to a store or log; times come in as ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from swift_rendezvous.keys import (
@@ -320,11 +319,3 @@ def _owner(node: NodeRecord) -> Owner:
 def _is_alive(view: View, owner: Owner) -> bool:
     node = view.nodes.get(owner.node_id)
     return node is not None and node.incarnation == owner.incarnation
-
-
-def same_command(mine: NodeRecord, others: Mapping[str, NodeRecord]) -> str | None:
-    """None if every node of the job was started with the same command, else the id of one that was not."""
-    for node_id, other in sorted(others.items()):
-        if other.fingerprint != mine.fingerprint:
-            return node_id
-    return None
