@@ -8,7 +8,7 @@ else that can be iterated is read ahead and thrown away, which costs the time to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,25 +32,50 @@ class _Skipping:
         return max(0, len(self._sampler) - self._count)  # type: ignore[arg-type]
 
 
-def iterate(loader: Iterable[Any], skip: int) -> Iterator[Any]:
-    """Iterate *loader*, leaving out its first *skip* batches."""
-    if skip == 0:
-        return iter(loader)
+class _Begun:
+    """A sampler from which *count* entries and one more have been taken; that one comes first."""
+
+    def __init__(self, sampler: Iterable[Any], count: int) -> None:
+        self._sampler = sampler
+        self._rest = iter(sampler)
+        for _ in itertools.islice(self._rest, count):
+            pass
+        self._first = list(itertools.islice(self._rest, 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(self._first, self._rest)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+def iterate(loader: Iterable[Any], skip: int, before_first: Callable[[], None] = lambda: None) -> Iterator[Any]:
+    """Iterate *loader*, leaving out its first *skip* batches.
+
+    *before_first* is called where batches have to be read ahead, before the first: to seed what the others had seeded.
+    """
     # Persistent workers that run already keep the sampler they were started with, so it cannot be exchanged.
     running = getattr(loader, "_iterator", None) is not None
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not running:
-        return _skip_indices(loader, skip)
+        return _at_index(loader, skip)
     iterator = iter(loader)
+    if skip:
+        before_first()
     for _ in itertools.islice(iterator, skip):
         pass
     return iterator
 
 
-def _skip_indices(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
+def _at_index(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
+    if skip == 0 and loader.num_workers:
+        return iter(loader)
     # The loader looks at its sampler when the iterator is made. It refuses to have the attribute set, hence object.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
-    object.__setattr__(loader, name, _Skipping(sampler, skip))
+    # Without workers a sampler would first be asked, and draw its seed, with the first batch: where that is depends on
+    # *skip*. So it is asked here; with workers, the iterator does it when it is made.
+    stand_in = _Skipping(sampler, skip) if loader.num_workers else _Begun(sampler, skip)
+    object.__setattr__(loader, name, stand_in)
     try:
         return iter(loader)
     finally:

@@ -96,16 +96,19 @@ class Rejoin:
         targets = plan.targets_of(job.rank)
         state = self._tracked.state
         if targets:
-            extra = {"position": asdict(job._point_at), "point": job._point.tree()}
+            extra = {"position": asdict(job._point_at), "point": job._point.tree(), "start": job.start_tree()}
             send_state(state, extra, [self._link(target) for target in targets])
         if job.rank not in plan.sources:
             return
         link = self._link(plan.sources[job.rank])
-        if job._status == "holding" and not self._tracked.updates.mixed:
+        skips = job._owed is not None and job._owed.iteration < plan.iteration
+        if job._status == "holding" and (skips or not self._tracked.updates.mixed):
             self._roll_forward(link, plan.iteration)
             return
         extra = receive_state(state, link, staged=False)
-        job.take_place(extra["position"], extra["point"], rng=job._rng == "user")
+        job.take_place(
+            extra["position"], extra["point"], extra["start"], plan.iteration, rng=job._rng == "user"
+        )
 
     def _roll_forward(self, link: GroupLink, iteration: int) -> None:
         """A survivor that lacks the update gets the state, but keeps what its own script has done to small things."""
@@ -114,13 +117,14 @@ class Rejoin:
             raise SwiftError(
                 f"rank {job.rank} stands at iteration {job._here.iteration} and cannot skip to {iteration}"
             )
-        mine = type(job._point)(self._tracked.state)
+        mine = self._tracked.script_side()
         mine.take()
         receive_state(self._tracked.state, link, staged=True)
         mine.restore(buffers=False)
         with self._supervisor.changed:
             job._here.iteration = iteration
             job._owed = None
+            self._tracked.updates.mixed = False
 
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""

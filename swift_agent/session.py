@@ -94,6 +94,11 @@ class Job:
         self._ghosting = False
         self._owed: _Owed | None = None
         self._ghost_sections = 0
+        # A newcomer holds the state before iteration `_ghost_iterations`, its script is still before that; what is
+        # small then comes into force when the script gets there.
+        self._ghost_iterations = 0
+        self._catch_up: Mapping[str, Any] | None = None
+        self._moved = False  # an iteration or section has begun since the last point, and `_start` is its snapshot
         self._closed = False
         self._failed = False
         self._loops = 0
@@ -198,18 +203,22 @@ class Job:
             here.passes += 1  # the others have been through it
             return
         skip = 0
-        if target is not None and number == target.passes:
+        arrives = target is not None and number == target.passes
+        if target is not None and arrives:
             skip = target.batch
             self._arrive(target)
         here.batch = skip
         data.set_epoch(loader, here.epoch if here.epoch or here.epoch_passes else number)
         self._seed_for(_SEED_PASS, number)
-        batches = data.iterate(loader, skip)
+        # What shuffles may draw when the iterator is made or when its first batch is asked for.
+        batches = data.iterate(loader, skip, lambda: self._seed_for(_SEED_PASS, number))
+        if arrives:
+            self._point.restore_generators()
         self._loops += 1
         try:
             while True:
                 self._at_point()
-                self._seed_for(_SEED_DATA, here.iteration)
+                self._seed_for(*((_SEED_DATA, here.iteration) if here.batch else (_SEED_PASS, number)))
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -217,15 +226,19 @@ class Job:
                 here.batch += 1
                 yield batch
         finally:
+            # Also when the script leaves the loop early.
             self._loops -= 1
-        here.passes, here.batch = number + 1, 0
+            here.passes, here.batch = number + 1, 0
 
     def iterations(self, num_iterations: int) -> Iterator[int]:
         """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader."""
         self._begin()
         here = self._here
         if self._target is not None:
+            if self._target.iteration >= num_iterations:
+                return  # the others have been through it
             self._arrive(self._target)
+            self._point.restore_generators()
         self._loops += 1
         try:
             while True:
@@ -233,6 +246,7 @@ class Job:
                 before = here.iteration
                 if before >= num_iterations:
                     return
+                self._seed_for(_SEED_DATA, before)  # the body may draw its data
                 yield before
                 if here.iteration == before and self._owed is None:
                     raise UsageError(
@@ -299,6 +313,7 @@ class Job:
             return
         if self._begun:
             self._target = None
+            self._keep_start()
         while True:
             if supervisor.interrupted:
                 if not self._begun:
@@ -321,8 +336,10 @@ class Job:
             if supervisor is None:
                 self._seed_for(_SEED_ITERATION, here.iteration)
                 return self._run_plainly(call)
+            if here.iteration < self._ghost_iterations:
+                return self._iteration_as_ghost(call)
             try:
-                self._start.take(rng=self._rng == "user")
+                self._keep_start()
                 self._seed_for(_SEED_ITERATION, here.iteration)
                 tracked.begin(here.iteration)
                 self._inside = "iteration"
@@ -408,17 +425,38 @@ class Job:
 
     def _as_ghost(self, call: Callable[[], R], number: int) -> R:
         tracked = self._require_tracked()
+        # Owed: its layouts are those before the update.
+        tracked.restore_layouts(tracked.layouts_for(self._here.iteration))
         tracked.begin(number, ghost=True)
         self._seed_for(_SEED_ITERATION, number)
-        with tracked.without_reduction(self._here.iteration):
+        with tracked.without_reduction(finite=self._here.iteration > number):
             try:
                 return call()
             finally:
                 tracked.updates.cut()
 
+    def _iteration_as_ghost(self, call: Callable[[], R]) -> R:
+        """The others have finished this iteration, and a newcomer has its update: run it for its result."""
+        tracked, groups = self._require_tracked(), self._require_groups()
+        tracked.begin(self._here.iteration, ghost=True)
+        self._seed_for(_SEED_ITERATION, self._here.iteration)
+        if groups.aborted is not None:
+            self._enter_ghost()
+        with contextlib.nullcontext() if self._ghosting else groups.local(), tracked.without_reduction(finite=False):
+            try:
+                result = call()
+            finally:
+                tracked.updates.cut()
+        with self._require_supervisor().changed:
+            self._here.iteration += 1
+        return result
+
     def _as_owed(self, call: Callable[[], Any]) -> None:
         """The replica that had the update is lost too: the iteration is run after all, for its effect."""
         tracked = self._require_tracked()
+        # What the script has done since then, to a scheduler for one, stays done.
+        since = tracked.script_side()
+        since.take(rng=self._rng == "user")
         self._start.restore()
         self._seed_for(_SEED_ITERATION, self._here.iteration)
         tracked.begin(self._here.iteration)
@@ -433,7 +471,10 @@ class Job:
                 if tracked.updates.updated:
                     self._here.iteration += 1
                     self._owed = None
+                    tracked.updates.updated = False
+            since.restore(buffers=False)
             raise
+        since.restore(buffers=False)
         self._owed = None
 
     def _section(self, call: Callable[[], R]) -> R:
@@ -444,10 +485,14 @@ class Job:
                 here.sections += 1
                 return call()
             try:
+                if here.sections >= self._ghost_sections:
+                    self._keep_start()
                 if supervisor.interrupted:
                     self._recover()
                 if here.sections < self._ghost_sections:
                     return self._section_as_ghost(call)
+                self._keep_start()  # what was received belongs to it, too
+                self._seed_for(_SEED_SECTION, here.sections)
                 self._inside = "section"
                 result = call()
                 with supervisor.changed:
@@ -458,6 +503,9 @@ class Job:
                 if not self._was_cut(error):
                     raise
                 del error
+                if self._inside:
+                    self._wait_quiet()
+                    self._start.restore()
                 self._inside = ""
                 continue
             if self._recovered_in:
@@ -501,18 +549,40 @@ class Job:
     def _at_point(self) -> None:
         """User code is between two steps: keep the point, and join the others if a peer has failed."""
         if self._supervisor is not None:
-            self._point.take(rng=self._rng == "user")
-            self._point_at = replace(self._here)
+            # Who owes an iteration holds the state before it: a newcomer that gets this must begin before it as well.
+            if self._owed is None:
+                self._keep_point()
             if self._supervisor.interrupted:
                 self._recover()
                 # What was received belongs to this point, too.
-                self._point.take(rng=self._rng == "user")
-                self._point_at = replace(self._here)
+                self._keep_point()
+
+    def _keep_point(self) -> None:
+        self._point.take(rng=self._rng == "user")
+        self._point_at = replace(self._here)
+        self._moved = False
+
+    def _keep_start(self) -> None:
+        """An iteration or section begins: keep what is small. A newcomer has caught up here."""
+        if self._supervisor is None or self._owed is not None:
+            return
+        if self._catch_up is not None:
+            self._start.install(self._catch_up, rng=self._rng == "user")
+            self._catch_up = None
+        self._start.take(rng=self._rng == "user")
+        self._moved = True
+
+    def start_tree(self) -> Mapping[str, Any] | None:
+        """What is small, for a newcomer, where it differs from that of the point: inside an iteration or section."""
+        if self._catch_up is not None:
+            return self._catch_up
+        return self._start.tree() if self._moved else None
 
     def _arrive(self, target: Position) -> None:
         """A replacement has reached the point at which it joined: from here on it is like the others."""
         self._here.iteration = target.iteration
         self._here.passes = target.passes
+        self._here.sections = target.sections  # those among the batches that are skipped are not called again
         self._target = None
 
     def _enter_ghost(self) -> None:
@@ -536,9 +606,12 @@ class Job:
         self._require_supervisor().note(f"{why}: this worker has itself replaced")
         os.kill(os.getpid(), 9)
 
-    def take_place(self, position: Mapping[str, int], point: Mapping[str, Any], *, rng: bool) -> None:
-        """The state of another rank has arrived: continue from its point. A newcomer also takes its place in the
-        loop.
+    def take_place(
+        self, position: Mapping[str, int], point: Mapping[str, Any], start: Mapping[str, Any] | None, iteration: int, *,
+        rng: bool,
+    ) -> None:  # fmt: skip
+        """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
+        place in the loop; *start* is what is small where *iteration*, or the section after it, begins.
         """
         target = Position(**position)
         self._point.install(point, rng=rng)
@@ -547,6 +620,9 @@ class Job:
             if self._status == "empty":
                 self._here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
                 self._target = target
+                self._ghost_iterations, self._catch_up = iteration, start
+            elif start is not None:
+                self._start.install(start, rng=rng)
             self._point_at = target
             self._status = "holding"
 
@@ -558,6 +634,7 @@ class Job:
                 status = "empty"
             elif self._inside == "iteration" and tracked.updates.updated:
                 iteration += 1
+            iteration = max(iteration, self._ghost_iterations)
         replicas = tuple(tracked.replicas) if tracked is not None else ()
         return RankReport(self.rank, status, iteration, self._here.sections, replicas).to_json()
 

@@ -23,6 +23,7 @@ from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
 from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
+from swift_recovery.snapshot import Snapshot
 from swift_recovery.state import TrainingState
 
 Pending = Mapping[str, Mapping[str, Any]]
@@ -130,16 +131,37 @@ class Tracked:
                 live.copy_(saved)
 
     @contextlib.contextmanager
-    def without_reduction(self, iteration: int) -> Iterator[None]:
-        """Forward and backward of tracked DDP models stay local; they keep the buckets of *iteration*."""
-        self.restore_layouts(self.layouts_for(iteration))
+    def without_reduction(self, *, finite: bool) -> Iterator[None]:
+        """Forward and backward of tracked DDP models stay local.
+
+        *finite*: the update was made, so the gradients of all ranks together were finite. A GradScaler has to come to
+        the same decision, and gradients of this rank alone say nothing about it: it is shown zeros.
+        """
         with contextlib.ExitStack() as stack:
             for keeper in self.keepers:
                 stack.enter_context(keeper.ddp.no_sync())
+            if finite and self._scaled:
+                for parameter in self.state.parameters():
+                    if parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(_clear_gradient)  # type: ignore[no-untyped-call]
+                        stack.callback(hook.remove)
             yield
+
+    def script_side(self) -> Snapshot:
+        """A snapshot, still empty, of what only the script changes: not of a GradScaler, which sees all ranks'
+        gradients.
+        """
+        state = self.state
+        others = {n: other for n, other in state.others.items() if not isinstance(other, torch.amp.GradScaler)}
+        return Snapshot(TrainingState(state.models, state.optimizers, others))
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())
+
+
+def _clear_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.detach().zero_()
 
 
 def _replica_set(ddps: list[DistributedDataParallel], given: Sequence[int] | None, world_size: int) -> list[int]:

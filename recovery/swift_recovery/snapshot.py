@@ -141,6 +141,10 @@ class Snapshot:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach().zero_()
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Put back the generators alone, if the snapshot has them."""
         if self._generators is not None:
             restore_generators(self._generators)
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.job import ROOT, Agents, Outcome
 
+pytestmark = pytest.mark.timeout(200)  # most tests run a job twice
+
 SCRIPT = ROOT / "tests" / "support" / "varied_train.py"
 
 
@@ -25,7 +27,7 @@ def run_form(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
         agents = make_agents(directory, orders=orders, script=SCRIPT)
         for node in ("a", "b"):
             agents.start(node)
-        return agents.wait(60)
+        return agents.wait(90)
 
     return run
 
@@ -66,19 +68,17 @@ def kill(rank: int, at: str, iteration: int, **more: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
-    "two replica sets of a device mesh": ("mesh", [kill(1, "forward", 4), kill(2, "before_step", 8)], {}),
+    "two replica sets of a device mesh": ("mesh", [kill(1, "forward", 4), kill(2, "forward", 8)], {}),
     "scaler, clipping, scheduler outside": ("scaler", [kill(1, "backward", 4), kill(0, "before_step", 8)], {}),
     "scaler, cut after the step": ("scaler", [kill(1, "after_step", 5), kill(2, "after_metric", 6)], {"metric": True}),
     "loader processes": ("loader_workers", [kill(1, "loaded", 2), kill(0, "backward", 6)], {}),
     "loader processes that stay": ("loader_workers", [kill(2, "loaded", 6)], {"persistent": True}),
     "shuffled by each rank": ("shuffled", [kill(1, "data", 2), kill(0, "forward", 7)], {}),
-    "shuffled, loader processes": ("shuffled", [kill(1, "forward", 6)], {"num_workers": 1}),
     "job.run": ("run_form", [kill(0, "backward", 3), kill(3, "before_step", 9)], {}),
     "plain range, generators of the user": ("plain_range", [kill(1, "backward", 5), kill(2, "evaluate", 8)], {}),
     "between two steps": ("adversaries", [kill(1, "between_steps", 0), kill(0, "between_steps", 6)], {}),
     "evaluation among the batches": ("evaluation_inside", [kill(1, "evaluate", 4), kill(0, "backward", 9)], {}),
     "end of an evaluation among the batches": ("evaluation_inside", [kill(2, "evaluated", 6)], {}),
-    "two iterations with a batch": ("two_per_batch", [kill(1, "forward", 3), kill(0, "before_step", 9)], {}),
     "first of two iterations with a batch": ("two_per_batch", [kill(2, "backward", 8)], {}),
     "numbered loop, then batches": ("loops_in_turn", [kill(1, "backward", 2), kill(0, "backward", 9)], {}),
 }
@@ -88,3 +88,41 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 def test_form(case: str, check: Callable[..., Outcome]) -> None:
     form, faults, orders = CASES[case]
     check(form, *faults, **orders)
+
+
+def losses(outcome: Outcome, rank: int) -> dict[int, float]:
+    lines = (outcome.directory / f"losses.{rank}").read_text().splitlines()
+    return {int(line.split()[0]): float(line.split()[1]) for line in lines}
+
+
+@pytest.mark.parametrize("source_lost", [False, True], ids=["source stays", "source lost"])
+def test_survivor_ahead(source_lost: bool, check: Callable[..., Outcome]) -> None:
+    """Rank 3 dies when rank 0 has made the update and ranks 1 and 2, held back, have not: they skip the iteration.
+
+    Then rank 0 dies before it has handed its state on: ranks 1 and 2 have to make the skipped update after all.
+    """
+    faults = [kill(3, "before_step", 4)]
+    if source_lost:
+        faults.append({"rank": 0, "at": "transfer", "after": 0})
+    hold = {"iteration": 4, "ahead": 0, "behind": [1, 2], "victim": 3}
+    outcome = check("ahead", *faults, hold=hold)
+    text = outcome.text()
+    assert "ranks [1, 2] take over the state of iteration 5 from ranks [0]" in text, text
+    if source_lost:
+        assert "get the state of iteration 4" in text, text
+    for rank in (1, 2):
+        # The script saw every iteration, the skipped one with a result of its own.
+        assert sorted(losses(outcome, rank)) == list(range(12))
+
+
+def test_collective_outside_an_iteration(run_form: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Nothing can be repeated in place: all workers are started again, one line says why, and the job ends well."""
+    outcome = run_form(tmp_path / "job", [kill(1, "barrier", 2)], form="barrier")
+    text = outcome.text()
+    assert outcome.fired == {0} and set(outcome.exit_codes.values()) == {0}, text
+    # Rank 1 may have been replaced once before it is clear that all have to begin again.
+    assert all(len(pids) == 2 for rank, pids in outcome.pids.items() if rank != 1), f"{outcome.pids}\n{text}"
+    assert len({result["hash"] for result in outcome.results.values()}) == 1 and len(outcome.results) == 4
+    assert {result["iterations"] for result in outcome.results.values()} == {4}
+    why = [line for line in text.splitlines() if "outside an iteration was cut" in line and "@job.resilient" in line]
+    assert why, text

@@ -119,7 +119,7 @@ class Net(nn.Module):
 
 def arm_private_places() -> None:
     """Places inside our own code and torch's, reached by wrapping: only in this script, never in the product."""
-    from torch.optim import adamw
+    from torch.optim import adam
 
     from swift_agent import process_group, rejoin, session
 
@@ -138,46 +138,26 @@ def arm_private_places() -> None:
     before(rejoin.Rejoin, "_compare", "verify")
     before(session.Job, "_begin", "begin")
     before(session.Job, "close", "close")
-    single = adamw._single_tensor_adamw if hasattr(adamw, "_single_tensor_adamw") else None
-    functional = adamw.adamw
+    functional = adam.adam
 
     def half(params: list[torch.Tensor], *args: object, **kwargs: object) -> object:
         # "Inside" the step: the first half of the parameters is updated, then the fault may fire.
         wanted = any(
-            o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
-            for o in ORDERS.get("faults", ())
+            order["at"] == "step" and order["rank"] == RANK and order["iteration"] == now["iteration"]
+            for order in ORDERS.get("faults", ())
         )
         if not wanted:
             return functional(params, *args, **kwargs)
         middle = len(params) // 2
-        first = [value[:middle] if isinstance(value, list) and len(value) == len(params) else value for value in args]
-        functional(params[:middle], *first, **kwargs)
+
+        def part(which: slice) -> list[object]:
+            return [value[which] if isinstance(value, list) and len(value) == len(params) else value for value in args]
+
+        functional(params[:middle], *part(slice(middle)), **kwargs)
         fault("step")
-        rest = [value[middle:] if isinstance(value, list) and len(value) == len(params) else value for value in args]
-        return functional(params[middle:], *rest, **kwargs)
+        return functional(params[middle:], *part(slice(middle, None)), **kwargs)
 
-    del single
-    adamw.adamw = half
-    if hasattr(torch.optim._adamw if hasattr(torch.optim, "_adamw") else adamw, "adamw"):
-        from torch.optim import adam
-
-        adam_functional = adam.adam
-
-        def half_adam(params: list[torch.Tensor], *args: object, **kwargs: object) -> object:
-            wanted = any(
-                o["at"] == "step" and o["rank"] == RANK and o["iteration"] == now["iteration"]
-                for o in ORDERS.get("faults", ())
-            )
-            if not wanted:
-                return adam_functional(params, *args, **kwargs)
-            middle = len(params) // 2
-            cut = [v[:middle] if isinstance(v, list) and len(v) == len(params) else v for v in args]
-            adam_functional(params[:middle], *cut, **kwargs)
-            fault("step")
-            rest = [v[middle:] if isinstance(v, list) and len(v) == len(params) else v for v in args]
-            return adam_functional(params[middle:], *rest, **kwargs)
-
-        adam.adam = half_adam
+    adam.adam = half  # what AdamW calls, too
 
 
 def build(job: swift.Job) -> None:

@@ -96,7 +96,7 @@ def before_step(job: swift.Job) -> None:
         if RANK in order["behind"]:
             mark(f"behind.{RANK}")
             wait_until(lambda: job._supervisor.interrupted)
-        elif RANK == order["victim"]:
+        elif order["victim"] == RANK:
             wait_until(lambda: (DIR / "ahead").exists())
             wait_until(lambda: all((DIR / f"behind.{rank}").exists() for rank in order["behind"]))
     fault("before_step")
@@ -104,7 +104,7 @@ def before_step(job: swift.Job) -> None:
 
 def after_step() -> None:
     order = ORDERS.get("hold")
-    if order and order["iteration"] == now["iteration"] and RANK == order["ahead"]:
+    if order and order["iteration"] == now["iteration"] and order["ahead"] == RANK:
         mark("ahead")
     fault("after_step")
 
@@ -143,7 +143,7 @@ def mesh(job: swift.Job) -> State:
 
     for number in job.iterations(ITERATIONS):
         seen.append(float(train(number)))
-    return [net], [optimizer], [], seen
+    return [net], [optimizer], [], seen[-1:]
 
 
 def scaler(job: swift.Job) -> State:
@@ -162,7 +162,7 @@ def scaler(job: swift.Job) -> State:
         now["iteration"] = job.iteration_number
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        factor = 1e38 if RANK == ORDERS.get("overflow_rank", 3) and job.iteration_number in (4, 6) else 1.0
+        factor = 1e38 if RANK == 3 and job.iteration_number in (4, 6) else 1.0
         scale.scale(loss * factor).backward()
         scale.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -207,7 +207,8 @@ def shuffled(job: swift.Job) -> State:
     net = Net()
     model = replicated(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(Points(16), batch_size=4, shuffle=True, num_workers=ORDERS.get("num_workers", 0))
+    num_workers = ORDERS.get("num_workers", 0)
+    loader = DataLoader(Points(16, augment=not num_workers), batch_size=4, shuffle=True, num_workers=num_workers)
     job.track(model=model, optimizer=optimizer, loader=loader)
     train = make_step(job, model, optimizer)
     for _ in job.epochs(3):

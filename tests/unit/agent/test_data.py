@@ -81,6 +81,18 @@ def test_what_is_skipped_is_not_loaded(name: str) -> None:
     assert loader.dataset.loaded == seen and len(seen) < 23
 
 
+@pytest.mark.parametrize("name", ["shuffled", "batch sampler", "no batching", "weighted"])
+def test_the_order_is_drawn_before_the_first_batch(name: str) -> None:
+    """The session seeds before each batch: what a sampler draws must not depend on which batch is the first."""
+    orders = []
+    for skip, seed in ((0, 2), (3, 9)):
+        torch.manual_seed(1)
+        iterator = iterate(LOADERS[name](), skip)
+        torch.manual_seed(seed)
+        orders.append([batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in iterator])
+    assert orders[0][3:] == orders[1]
+
+
 def test_the_random_state_after_a_pass_is_that_of_a_whole_pass() -> None:
     after = []
     for skip in (0, 4):
