@@ -62,3 +62,13 @@ def signal_group(pid: int, signum: int) -> None:
     """Signal the process group that *pid* leads: a worker and what it started. A group that is gone is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
+
+
+def signal_living(pid: int, signum: int) -> None:
+    """Like `signal_group`, for a child that has not been reaped: its id cannot belong to anybody else."""
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:
+        # A standby that was forked a moment ago leads no group yet; it must not escape.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)

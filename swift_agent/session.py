@@ -173,9 +173,16 @@ class Job:
         if self._status == "empty":
             self._phases_s["set-up"] = time.monotonic() - self._created_s
             self._recover()
-        else:
-            with self._supervisor.changed:
-                self._status = "holding"
+            return
+        with self._supervisor.changed:
+            self._status = "holding"
+        try:
+            # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
+            # then never cuts a collective of somebody's set-up, which could not be repeated.
+            self._require_groups().all_gather_ints([self.rank])
+        except Exception as error:
+            if not self._was_cut(error):
+                raise
 
     # ---- the loop ----
 

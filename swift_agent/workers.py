@@ -27,7 +27,7 @@ from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 from swift_agent import torch_private
 from swift_agent.channel import Channel, Message
 from swift_agent.config import AgentConfig
-from swift_agent.process import reap, signal_group
+from swift_agent.process import reap, signal_group, signal_living
 from swift_agent.worker_env import ENV_STARTED, Placement, log_prefix, worker_env
 from swift_rendezvous.keys import WorkerExit
 
@@ -179,7 +179,7 @@ class Workers:
         pid = int(message["pid"])
         if local_rank in self.processes:
             # The order was overtaken, or the first standby for it died: its rank has a process or a verdict already.
-            signal_group(pid, signal.SIGKILL)
+            signal_living(pid, signal.SIGKILL)
             return None
         return self._process(place, local_rank, pid, env, None)
 
@@ -220,7 +220,7 @@ class Workers:
     def signal(self, local_rank: int, signum: int) -> None:
         process = self.processes.get(local_rank)
         if process is not None and process.exit_code is None:
-            signal_group(process.pid, signum)
+            signal_living(process.pid, signum)
 
     def forget(self, process: WorkerProcess) -> None:
         if process.pidfd >= 0:
@@ -231,12 +231,12 @@ class Workers:
         """End all workers (SIGTERM, after *grace_s* SIGKILL), the standby server and the log tails."""
         living = [p for p in self.processes.values() if p.exit_code is None]
         for process in living:
-            signal_group(process.pid, signal.SIGTERM)
+            signal_living(process.pid, signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
         for process in living:
             _wait_end(process.pidfd, max(0.0, deadline_s - time.monotonic()))
             if self.collect(process) is None and process.exit_code is None:
-                signal_group(process.pid, signal.SIGKILL)
+                signal_living(process.pid, signal.SIGKILL)
                 _wait_end(process.pidfd, 10.0)
                 self.collect(process)
         for process in self.processes.values():
