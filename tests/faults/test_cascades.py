@@ -91,20 +91,19 @@ def test_fifty_kills(make_agents: Callable[..., Agents], undisturbed: Callable[.
         reached = latest
         victim = killed % 3
         pids = [int(line) for line in (agents.directory / f"pids.{victim}").read_text().split()]
+        if killed in (10, kills - 1):  # all ranks train: nothing comes and goes
+            pid = int((agents.directory / f"pids.{survivor}").read_text().split()[-1])
+            sizes.append((len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd")), _rss_mb(pid)))
         os.kill(pids[-1], signal.SIGKILL)
         killed += 1
-        pid = int((agents.directory / f"pids.{survivor}").read_text().split()[-1])
-        if killed in (10, kills):
-            sizes.append((len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd")), _rss_mb(pid)))
     outcome = agents.wait(100)
     assert outcome.hashes == {expected}, outcome.text()
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
     assert len(outcome.pids[survivor]) == 1, outcome.text()
     early, late = sizes
-    # Sampled in the middle of a recovery, when a few threads and connections come and go.
-    assert late[0] <= early[0] + 4 and late[1] <= early[1] + 6, f"threads and files of the survivor grew: {sizes}"
+    assert late[0] <= early[0] + 2 and late[1] <= early[1] + 4, f"threads and files of the survivor grew: {sizes}"
     assert late[2] < early[2] + 40, f"the memory of the survivor grew: {sizes}"
-    print(json.dumps({"kills": killed, "threads, files and MB after 10 and 50 kills": sizes}))
+    print(json.dumps({"kills": killed, "threads, files and MB after 10 and 49 kills": sizes}))
 
 
 def _rss_mb(pid: int) -> float:

@@ -62,7 +62,7 @@ def test_demo_shows_a_recovery_and_equal_results(short_tmp_path: Path) -> None:
     assert left_in(short_tmp_path) == []
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(90)
 def test_interrupt_ends_the_demo_without_leftovers(short_tmp_path: Path) -> None:
     with start(short_tmp_path) as demo:
         assert demo.stdout is not None
@@ -70,7 +70,7 @@ def test_interrupt_ends_the_demo_without_leftovers(short_tmp_path: Path) -> None
             if "epoch 2/" in line:  # all workers train
                 break
         demo.send_signal(signal.SIGINT)
-        output, _ = demo.communicate(timeout=120)
+        output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130, output
     assert left_in(short_tmp_path) == []  # processes are looked for by the fixture of all tests
 
