@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.plan import Plan
 from swift_recovery.replica import GroupLink, receive_state, send_state
-
-if TYPE_CHECKING:
-    from swift_agent.session import Job
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +38,17 @@ CONNECT_TIMEOUT = timedelta(minutes=10)
 
 
 class Rejoin:
-    """One object per worker. *phases_s*: seconds per phase of the last successful run."""
+    """One object per worker. *phases_s*: seconds per phase of the last successful run.
 
-    def __init__(self, job: Job, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked) -> None:
-        self._job, self._supervisor, self._groups, self._tracked = job, supervisor, groups, tracked
+    *wait_quiet* returns when nothing of stopped groups touches a tensor any more.
+    """
+
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
+        wait_quiet: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
+        self._device, self._wait_quiet = device, wait_quiet
         self.phases_s: dict[str, float] = {}
 
     def run(self) -> None:
@@ -60,24 +64,25 @@ class Rejoin:
                     raise
                 if not self._supervisor.confirm(error):
                     raise
-                self._groups.wait_quiet(timedelta(seconds=20))
+                del error  # its traceback holds tensors of the cut transfer
+                self._wait_quiet()
 
     def _enter(self, go: Go) -> None:
-        job, plan = self._job, go.plan
+        place, plan = self._place, go.plan
         if plan.kind != "copy":
             raise SwiftError(f"generation {go.generation} asks a running worker to begin anew ({plan.why})")
         clock = _Clock()
-        leads = job.rank not in plan.layouts
+        leads = place.rank not in plan.layouts
         layouts = self._tracked.layouts_for(plan.iteration) if leads else None
         self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
         clock.mark("regroup")
         self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
-        self._exchange_state(go)
+        self._exchange_state(plan)
         clock.mark("transfer")
         self._compare()
         clock.mark("verify")
         self._pay_debt(plan.iteration)
-        job._ghost_sections = max(job._ghost_sections, plan.sections)
+        place.ghost_sections = max(place.ghost_sections, plan.sections)
         self.phases_s = clock.phases_s
 
     def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
@@ -86,45 +91,24 @@ class Rejoin:
             return []
         store = PrefixStore("layouts", self._groups.store)
         if mine is not None:
-            store.set(str(self._job.rank), json.dumps(mine))
+            store.set(str(self._place.rank), json.dumps(mine))
             return mine
-        content: list[Layout | None] = json.loads(store.get(str(plan.layouts[self._job.rank])))
+        content: list[Layout | None] = json.loads(store.get(str(plan.layouts[self._place.rank])))
         return content
 
-    def _exchange_state(self, go: Go) -> None:
-        job, plan = self._job, go.plan
-        targets = plan.targets_of(job.rank)
-        state = self._tracked.state
+    def _exchange_state(self, plan: Plan) -> None:
+        place, state = self._place, self._tracked.state
+        targets = plan.targets_of(place.rank)
         if targets:
-            extra = {"position": asdict(job._point_at), "point": job._point.tree(), "start": job.start_tree()}
-            send_state(state, extra, [self._link(target) for target in targets])
-        if job.rank not in plan.sources:
+            send_state(state, place.offer(), [self._link(target) for target in targets])
+        if place.rank not in plan.sources:
             return
-        link = self._link(plan.sources[job.rank])
-        skips = job._owed is not None and job._owed.iteration < plan.iteration
-        if job._status == "holding" and (skips or not self._tracked.updates.mixed):
-            self._roll_forward(link, plan.iteration)
-            return
-        extra = receive_state(state, link, staged=False)
-        job.take_place(
-            extra["position"], extra["point"], extra["start"], plan.iteration, rng=job._rng == "user"
-        )
-
-    def _roll_forward(self, link: GroupLink, iteration: int) -> None:
-        """A survivor that lacks the update gets the state, but keeps what its own script has done to small things."""
-        job = self._job
-        if job._owed is None or job._owed.iteration + 1 != iteration:
-            raise SwiftError(
-                f"rank {job.rank} stands at iteration {job._here.iteration} and cannot skip to {iteration}"
-            )
-        mine = self._tracked.script_side()
-        mine.take()
-        receive_state(self._tracked.state, link, staged=True)
-        mine.restore(buffers=False)
-        with self._supervisor.changed:
-            job._here.iteration = iteration
-            job._owed = None
-            self._tracked.updates.mixed = False
+        link = self._link(plan.sources[place.rank])
+        skips = place.owed is not None and place.owed.iteration < plan.iteration
+        if place.status == "holding" and (skips or not self._tracked.updates.mixed):
+            place.roll_forward(plan.iteration, lambda: receive_state(state, link, staged=True))
+        else:
+            place.take_over(receive_state(state, link, staged=False), plan.iteration)
 
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""
@@ -137,19 +121,19 @@ class Rejoin:
 
     def _pay_debt(self, iteration: int) -> None:
         """An update that was promised by a replica which is lost as well is made after all."""
-        owed = self._job._owed
+        owed = self._place.owed
         if owed is None:
             return
         if owed.iteration != iteration:
             raise SwiftError(
-                f"rank {self._job.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}"
+                f"rank {self._place.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}"
             )
         owed.run()
 
     def _link(self, peer: int) -> GroupLink:
         group = dist.group.WORLD
         assert group is not None
-        device = torch.device("cpu") if dist.get_backend() != "nccl" else self._job.device
+        device = torch.device("cpu") if dist.get_backend() != "nccl" else self._device
         return GroupLink(group, peer, device)
 
 

@@ -10,9 +10,10 @@ import atexit
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from swift_agent import process_group
 from swift_agent.channel import ENV_SOCKET, connect
 from swift_agent.errors import UsageError
+from swift_agent.place import Place, RngMode, Seeds
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
-from swift_agent.session import Job, is_communication_error
+from swift_agent.running import Protected, Unprotected, is_communication_error
+from swift_agent.session import Job
 from swift_agent.supervisor import Supervisor
-from swift_agent.worker_env import ENV_GENERATION
+from swift_agent.worker_env import ENV_GENERATION, ENV_STARTED
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 
@@ -35,7 +38,7 @@ def init(
     backend: str | None = None,
     *,
     timeout: timedelta | None = None,
-    rng: Literal["iteration", "user"] = "iteration",
+    rng: RngMode = "iteration",
     seed: int | None = None,
 ) -> Job:
     """Join the job; instead of `torch.distributed.init_process_group(backend)`.
@@ -75,7 +78,7 @@ def _device() -> torch.device:
 
 
 def _without_agent(
-    backend: str, timeout: timedelta | None, device: torch.device, rng: Literal["iteration", "user"], seed: int | None
+    backend: str, timeout: timedelta | None, device: torch.device, rng: RngMode, seed: int | None
 ) -> Job:
     """Under torchrun as any script; started as `python train.py`, a job of one rank."""
     if "RANK" in os.environ:
@@ -83,29 +86,35 @@ def _without_agent(
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return Job(dist.get_rank(), local_rank, dist.get_world_size(), device, rng, seed, None, None)
+    rank = dist.get_rank()
+    place = Place(rank, Seeds(rng, seed, rank), threading.Condition())
+    return Job(rank, local_rank, dist.get_world_size(), device, place, Unprotected(place), None)
 
 
 def _with_agent(
     socket_path: str, backend: str, timeout: timedelta | None, device: torch.device,
-    rng: Literal["iteration", "user"], seed: int | None,
+    rng: RngMode, seed: int | None,
 ) -> Job:  # fmt: skip
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Not LOCAL_RANK: with --virtual-local-rank that is 0 for all.
     local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])
     supervisor = Supervisor(connect(socket_path), rank)
     groups = process_group.install()
-    job = Job(rank, local_rank, world_size, device, rng, seed, supervisor, groups)
+    place = Place(rank, Seeds(rng, seed, rank), supervisor.changed)
+    started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
+    protected = Protected(place, supervisor, groups, device, started_s)
     hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}
-    supervisor.start(hello, job.report, groups.abort)
-    _create_groups(job, supervisor, groups, backend, timeout)
+    supervisor.start(hello, place.report, groups.abort)
+    _create_groups(protected, place, supervisor, groups, backend, timeout)
+    job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
     _install_hooks(job, supervisor)
     return job
 
 
 def _create_groups(
-    job: Job, supervisor: Supervisor, groups: ProcessGroups, backend: str, timeout: timedelta | None
-) -> None:
+    protected: Protected, place: Place, supervisor: Supervisor, groups: ProcessGroups, backend: str,
+    timeout: timedelta | None,
+) -> None:  # fmt: skip
     """Create the default group: with all others if all begin, alone if this worker replaces another."""
     created = False
     while True:
@@ -115,12 +124,12 @@ def _create_groups(
         if solo:
             # Its set-up needs nobody, and nobody its set-up. It enters the generation when its loop begins.
             with supervisor.changed:
-                job._status = "empty"
+                place.status = "empty"
             if created:
-                job._enter_ghost()
+                protected.enter_ghost()
             else:
                 groups.init_default_group(
-                    backend, go.session_store, go.generation, job.rank, go.world_size, timeout=timeout, solo=True
+                    backend, go.session_store, go.generation, place.rank, go.world_size, timeout=timeout, solo=True
                 )
             groups.solo = True
             return
@@ -136,7 +145,7 @@ def _create_groups(
                     backend,
                     go.session_store,
                     go.generation,
-                    job.rank,
+                    place.rank,
                     go.world_size,
                     timeout=timeout,
                     connect_timeout=CONNECT_TIMEOUT,
@@ -144,7 +153,7 @@ def _create_groups(
                 )
             with supervisor.changed:
                 if not supervisor.interrupted:
-                    job._status = "setup"
+                    place.status = "setup"
                     return
         except (GroupsAborted, RebuildFailed) as error:
             if not supervisor.confirm(error):
@@ -167,12 +176,13 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
                     }
                 )
                 supervisor.wait_for_end()
-            job._failed = True
+            job._fail()
             _record(error)
         original_hook(kind, error, trace)
 
     def exit_(status: Any = None, /) -> None:
-        job._failed = job._failed or status not in (None, 0)
+        if status not in (None, 0):
+            job._fail()
         original_exit(status)
 
     def destroy(group: Any = None) -> None:

@@ -2,18 +2,30 @@
 
 import hashlib
 import struct
-import time
+from collections.abc import Iterator
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swift_recovery.checksum import _SMALL_BYTES, ROW_WORDS, _weights, checksum
+from swift_recovery import checksum as module
+from swift_recovery.checksum import _SMALL_BYTES, ROW_WORDS, _DeviceStream, _HostStream, _weights, checksum
 from swift_recovery.errors import StateError
 
 SIZES = [1, 3, 4, 5, 1000, ROW_WORDS * 4 - 1, ROW_WORDS * 4 + 3, _SMALL_BYTES, _SMALL_BYTES + 1, 300_001]
+
+
+@pytest.fixture(autouse=True, scope="module", params=[_HostStream, lambda: _DeviceStream(torch.device("cpu"))],
+                ids=["host", "device"])  # fmt: skip
+def stream(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to compute it, on the CPU; what is particular to a GPU is only where the sums are made."""
+    before = module._stream_on
+    module._stream_on = lambda device: request.param()
+    yield
+    module._stream_on = before
 
 
 def random_bytes(size: int, seed: int = 0) -> Tensor:
@@ -94,31 +106,24 @@ def test_weights_are_those_of_splitmix64() -> None:
     assert len({w & 0xFFFFFFFF for w in weights}) == ROW_WORDS
 
 
-def test_the_value_is_that_of_the_definition() -> None:
+def test_the_value_is_that_of_the_definition(request: pytest.FixtureRequest) -> None:
     tensors = [torch.arange(50_000, dtype=torch.int32), torch.arange(3.0), torch.tensor([True])]
     data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    value = xxhash.xxh3_64(data).intdigest() if "host" in request.node.name else sum_of_words(data)
+    digest = hashlib.blake2b(struct.pack("<3q", 200_000, 12, 1), digest_size=8).digest()
+    mixed = (int.from_bytes(digest, "little") * 0x9E3779B97F4A7C15 + value) % (1 << 64)
+    assert checksum(tensors) % (1 << 64) == mixed
+
+
+def sum_of_words(data: bytes) -> int:
     weights = [int(w) for w in _weights(torch.device("cpu"))]
     words = [int.from_bytes(data[i : i + 4].ljust(4, b"\0"), "little", signed=True) for i in range(0, len(data), 4)]
     starts = range(0, len(words), ROW_WORDS)
     rows = [sum(w * x for w, x in zip(weights, words[start:], strict=False)) for start in starts]
-    value = sum(w * row for w, row in zip(weights, rows, strict=False)) % (1 << 64)
-    digest = hashlib.blake2b(struct.pack("<3q", 200_000, 12, 1), digest_size=8).digest()
-    mixed = (int.from_bytes(digest, "little") * 0x9E3779B97F4A7C15 + value) % (1 << 64)
-    assert checksum(tensors) % (1 << 64) == mixed
+    return sum(w * row for w, row in zip(weights, rows, strict=False)) % (1 << 64)
 
 
 def test_tensors_without_memory_are_refused() -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         with pytest.raises(StateError):
             checksum([tensor])
-
-
-def test_it_is_faster_than_a_disk() -> None:
-    tensor = torch.zeros(16 << 20, dtype=torch.float32)
-    best_s = float("inf")
-    for _ in range(5):
-        start_s = time.perf_counter()
-        checksum([tensor])
-        best_s = min(best_s, time.perf_counter() - start_s)
-    # Measured 3.5 GB/s on one core; a tenth of that means that something is copied or converted.
-    assert tensor.nbytes / best_s > 0.35e9

@@ -1,0 +1,198 @@
+"""Where one worker stands in the training loop, and what small state it keeps in case an iteration is cut.
+
+The main thread moves it; the supervisor's thread reads it for a report, and `rejoin` moves it to where another rank
+stands. What a report reads changes only under the lock. This module must never communicate.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from swift_agent.errors import SwiftError
+from swift_agent.tracking import Tracked
+from swift_recovery.progress import RankReport, Status
+from swift_recovery.snapshot import Snapshot, seed_all
+
+RngMode = Literal["iteration", "user"]
+
+
+class Purpose(enum.IntEnum):
+    """What a seed is for: the *tag* of `randomness.seed_all`."""
+
+    ITERATION = 1
+    DATA = 2
+    PASS = 3
+    SECTION = 4
+
+
+class Seeds:
+    """Seeds of one rank. With mode "user" generators are left alone, and kept in snapshots instead."""
+
+    def __init__(self, mode: RngMode, seed: int | None, rank: int) -> None:
+        self.keeps_generators = mode == "user"
+        self._seed, self._rank = seed, rank
+
+    def settle(self) -> None:
+        """Training begins: without a seed of its own the job takes the script's."""
+        if self._seed is None:
+            self._seed = torch.initial_seed()
+
+    def use(self, purpose: Purpose, index: int) -> None:
+        if not self.keeps_generators:
+            assert self._seed is not None
+            seed_all(self._seed, self._rank, purpose, index)
+
+
+@dataclass
+class Position:
+    """Where the loop stands: all that a replacement needs to start its script at the same point.
+
+    *passes* counts finished passes over a loader, *batch* the batches taken in the current one, *sections* the finished
+    `@job.resilient` calls. The `epoch_*` fields are the counts at the begin of the current epoch of `job.epochs`.
+    """
+
+    iteration: int = 0
+    epoch: int = 0
+    passes: int = 0
+    batch: int = 0
+    sections: int = 0
+    epoch_passes: int = 0
+    epoch_sections: int = 0
+
+
+@dataclass
+class Owed:
+    """An iteration that the script believes done, while its update is still to come from a replica."""
+
+    iteration: int
+    run: Callable[[], Any]
+
+
+class Place:
+    """One per worker. *lock* is the supervisor's: it guards *status*, *inside*, *owed* and the counts of *here*.
+
+    *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
+    newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
+    effect, and what is small comes into force when the script gets there.
+    """
+
+    def __init__(self, rank: int, seeds: Seeds, lock: threading.Condition) -> None:
+        self.rank, self.seeds, self.lock = rank, seeds, lock
+        self.status: Status = "fresh"
+        self.inside: Literal["", "iteration", "section"] = ""
+        self.here = Position()
+        self.target: Position | None = None
+        self.owed: Owed | None = None
+        self.ghost_iterations = 0
+        self.ghost_sections = 0
+        self.tracked: Tracked | None = None
+        self._point_at = Position()
+        self._catch_up: Mapping[str, Any] | None = None
+        self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
+
+    def hold(self, tracked: Tracked) -> None:
+        """The loop begins: from here on there is state to keep."""
+        self.tracked = tracked
+        self.point = Snapshot(tracked.state)
+        self.start = Snapshot(tracked.state)
+
+    # ---- snapshots ----
+
+    def keep_point(self) -> None:
+        """User code is between two steps. Not while an iteration is owed: who owes holds the state before it, so a
+        newcomer that gets this must begin before it as well."""
+        self.point.take(rng=self.seeds.keeps_generators)
+        self._point_at = replace(self.here)
+        self._moved = False
+
+    def keep_start(self) -> None:
+        """An iteration or section begins. A newcomer has caught up here."""
+        if self.owed is not None:
+            return
+        if self._catch_up is not None:
+            self.start.install(self._catch_up, rng=self.seeds.keeps_generators)
+            self._catch_up = None
+        self.start.take(rng=self.seeds.keeps_generators)
+        self._moved = True
+
+    # ---- the loop ----
+
+    def arrive(self) -> None:
+        """A replacement has reached the point at which it joined: from here on it is like the others."""
+        assert self.target is not None
+        self.here.iteration = self.target.iteration
+        self.here.passes = self.target.passes
+        self.here.sections = self.target.sections  # those among the batches that are skipped are not called again
+        self.target = None
+
+    def enter(self, what: Literal["iteration", "section"]) -> None:
+        self.inside = what
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside = ""
+
+    # ---- between ranks ----
+
+    def offer(self) -> dict[str, Any]:
+        """What goes to a replacement besides parameters and optimizer state; for `take_over`, through the codec.
+
+        *start* is what is small where an iteration or section began, if that differs from the point.
+        """
+        start = self._catch_up
+        if start is None and self._moved:
+            start = self.start.tree()
+        return {"position": asdict(self._point_at), "point": self.point.tree(), "start": start}
+
+    def take_over(self, offer: Mapping[str, Any], iteration: int) -> None:
+        """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
+        place in the loop.
+        """
+        assert self.tracked is not None
+        target, start = Position(**offer["position"]), offer["start"]
+        rng = self.seeds.keeps_generators
+        self.point.install(offer["point"], rng=rng)
+        with self.lock:
+            self.tracked.updates.mixed = False
+            if self.status == "empty":
+                self.here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
+                self.target = target
+                self.ghost_iterations, self._catch_up = iteration, start
+            elif start is not None:
+                self.start.install(start, rng=rng)
+            self._point_at = target
+            self.status = "holding"
+
+    def roll_forward(self, iteration: int, receive: Callable[[], Any]) -> None:
+        """A survivor that owes the update before *iteration* gets it by *receive*, but keeps what its own script has
+        done to small things. If *receive* raises, everything is as before."""
+        assert self.tracked is not None
+        if self.owed is None or self.owed.iteration + 1 != iteration:
+            here = self.here.iteration
+            raise SwiftError(f"rank {self.rank} stands at iteration {here} and cannot skip to {iteration}")
+        mine = self.tracked.script_side()
+        mine.take()
+        receive()
+        mine.restore(buffers=False)
+        with self.lock:
+            self.here.iteration = iteration
+            self.owed = None
+            self.tracked.updates.mixed = False
+
+    def report(self) -> dict[str, Any]:
+        """What this rank holds; called by the supervisor's thread with the lock held, after the fence is up."""
+        tracked, status, iteration = self.tracked, self.status, self.here.iteration
+        if tracked is not None and status == "holding":
+            if tracked.updates.mixed:
+                status = "empty"
+            elif self.inside == "iteration" and tracked.updates.updated:
+                iteration += 1
+            iteration = max(iteration, self.ghost_iterations)
+        replicas = tuple(tracked.replicas) if tracked is not None else ()
+        return RankReport(self.rank, status, iteration, self.here.sections, replicas).to_json()

@@ -1,0 +1,415 @@
+"""Runs what a script has marked: iterations and sections. `Protected` under an agent, `Unprotected` without one.
+
+An iteration is run again if a peer fails before the update; if a replica has made the update, its function is run once
+more as a *ghost*, without communication and without effect, so that the script gets its result, and the update is
+received at the next point.
+
+    iterate --> begin --> function --> counted
+                  |          '-- cut before the update, nobody has it ---> restore, recover, again
+                  |          '-- cut after the update ------------------> ghost, then go on; recover at the next point
+                  |          '-- cut before it, a replica has it --------> ghost, then go on owing the update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from swift_agent import tracking
+from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.place import Owed, Place, Purpose
+from swift_agent.process_group import ProcessGroups
+from swift_agent.rejoin import Rejoin
+from swift_agent.supervisor import Supervisor
+from swift_agent.tracking import Tracked
+
+R = TypeVar("R")
+
+# Operations of stopped groups end within milliseconds, if at all.
+QUIET_TIMEOUT = timedelta(seconds=20)
+
+
+class Running(Protocol):
+    """What a `Job` needs; `begin` comes first, once."""
+
+    def begin(self, tracked: Tracked) -> None:
+        """The first point of the loop: from here on this worker holds state, or gets it from a survivor."""
+
+    def at_point(self) -> None:
+        """User code is between two steps."""
+
+    def iterate(self, call: Callable[[], R]) -> R:
+        """Run one iteration until it counts; its result."""
+
+    def section(self, call: Callable[[], R]) -> R:
+        """Run a `@job.resilient` section until it counts; its result."""
+
+    def close(self) -> None:
+        """The end of the run: return once no other rank can need this one."""
+
+
+class Unprotected:
+    """Without an agent: the same order of seeds and counts, so that the same script trains the same model."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def begin(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+
+    def at_point(self) -> None: ...
+
+    def iterate(self, call: Callable[[], R]) -> R:
+        place, tracked = self._place, self._tracked
+        place.seeds.use(Purpose.ITERATION, place.here.iteration)
+        tracked.begin(place.here.iteration)
+        place.enter("iteration")
+        try:
+            result = call()
+        finally:
+            place.leave()
+        tracked.updates.finish()
+        place.here.iteration += 1
+        return result
+
+    def section(self, call: Callable[[], R]) -> R:
+        place = self._place
+        place.seeds.use(Purpose.SECTION, place.here.sections)
+        place.here.sections += 1
+        return call()
+
+    def close(self) -> None: ...
+
+
+class Protected:
+    """Under an agent. *created_s*: when the script's set-up began, on the monotonic clock; *started_s*: seconds from
+    the agent's order to that."""
+
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, device: torch.device, started_s: float | None
+    ) -> None:
+        self._place, self.supervisor, self._groups, self._device = place, supervisor, groups, device
+        self._tracked: Tracked | None = None
+        self._ghosts = contextlib.ExitStack()
+        self._ghosting = False
+        self._modules_sent = False
+        self._created_s = time.monotonic()
+        self._phases_s: dict[str, float] = {} if started_s is None else {"start": started_s}
+        self._recovered_in = 0
+        self._recovered_s = 0.0
+
+    def begin(self, tracked: Tracked) -> None:
+        place = self._place
+        self._tracked = tracked
+        self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet)
+        if place.status == "empty":
+            self._phases_s["set-up"] = time.monotonic() - self._created_s
+            self._recover()
+            return
+        with place.lock:
+            place.status = "holding"
+        try:
+            # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
+            # then never cuts a collective of somebody's set-up, which could not be repeated.
+            self._groups.all_gather_ints([place.rank])
+        except Exception as error:
+            if not self._was_cut(error):
+                raise
+
+    def at_point(self) -> None:
+        place = self._place
+        if place.owed is None:
+            place.keep_point()
+        if self.supervisor.interrupted:
+            self._recover()
+            # What was received belongs to this point, too. Nothing is owed any more.
+            place.keep_point()
+
+    def close(self) -> None:
+        supervisor, place = self.supervisor, self._place
+        if self._tracked is not None:
+            place.target = None
+            place.keep_start()
+        while True:
+            if supervisor.interrupted:
+                if self._tracked is None:
+                    supervisor.wait_for_end()  # nothing can be recovered: the agent starts all workers again
+                self._recover()
+            if self._recovered_in:
+                self._tell_resumed()
+            supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
+            if supervisor.wait_release():
+                break
+        supervisor.close()
+
+    def enter_ghost(self) -> None:
+        """Collectives of the stopped groups return at once, with local values, until the next recovery."""
+        if not self._ghosting:
+            self._ghosts.enter_context(self._groups.ghost())
+            self._ghosting = True
+
+    # ---- iterations ----
+
+    def iterate(self, call: Callable[[], R]) -> R:
+        place, tracked = self._place, self._require_tracked()
+        while True:
+            number = place.here.iteration
+            if number < place.ghost_iterations:
+                return self._iteration_as_newcomer(call)
+            try:
+                place.keep_start()
+                place.seeds.use(Purpose.ITERATION, number)
+                tracked.begin(number)
+                place.enter("iteration")
+                self.supervisor.check()
+                result = call()
+                self._complete_iteration()
+            except Exception as error:
+                if not self._was_cut(error):
+                    raise
+                del error  # its traceback holds the activations of the cut iteration
+                if not self._cut_iteration():
+                    continue
+                return self._pass_over(call)
+            if self._recovered_in:
+                self._tell_resumed()
+            if not self._modules_sent:
+                self._send_modules()
+            return result
+
+    def _complete_iteration(self) -> None:
+        """Count the iteration, unless it was stopped before its update: then its results are those of a cut
+        collective.
+        """
+        place, updates = self._place, self._require_tracked().updates
+        with place.lock:
+            if self.supervisor.interrupted and not updates.updated:
+                raise PeerFailure("stopped before the update")
+            if not updates.num_steps:
+                self._require_tracked().check_gradients_used()
+            updates.finish()
+            place.inside = ""
+            place.here.iteration += 1
+
+    def _cut_iteration(self) -> bool:
+        """The iteration was interrupted. False: it has to be run again, on recovered groups. True: its update exists
+        already, here or on a replica, and the script goes on after it."""
+        place, updates = self._place, self._require_tracked().updates
+        updates.cut()
+        self._wait_quiet()
+        if updates.updated:
+            return True
+        plan = self.supervisor.peek_go().plan
+        if plan.kind == "copy" and plan.iteration > place.here.iteration:
+            return True
+        place.start.restore()
+        place.leave()
+        # The point's state may be replaced by this; the iteration's own begins anew.
+        self._recover()
+        return False
+
+    def _pass_over(self, call: Callable[[], R]) -> R:
+        """Give the script the result of an iteration that it need not run: without communication, without effect.
+
+        The state after the iteration is here already, or comes when the others are joined at the next point.
+        """
+        place, tracked = self._place, self._require_tracked()
+        number, owes = place.here.iteration, not tracked.updates.updated
+        buffers = None if owes else tracked.copy_buffers()
+        place.start.restore()
+        with place.lock:
+            place.inside = ""
+            if not owes:
+                place.here.iteration += 1
+                tracked.updates.updated = False
+        self.enter_ghost()
+        result = self._as_ghost(call, number)
+        if buffers is not None:
+            tracked.put_buffers(buffers)
+        if owes:
+            place.owed = Owed(number, lambda: self._pay(call))
+        return result
+
+    def _as_ghost(self, call: Callable[[], R], number: int) -> R:
+        place, tracked = self._place, self._require_tracked()
+        # Owed: its layouts are those before the update.
+        tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
+        tracked.begin(number, ghost=True)
+        place.seeds.use(Purpose.ITERATION, number)
+        with tracked.without_reduction(finite=place.here.iteration > number):
+            try:
+                return call()
+            finally:
+                tracked.updates.cut()
+
+    def _iteration_as_newcomer(self, call: Callable[[], R]) -> R:
+        """The others have finished this iteration, and this newcomer has its update: run it for its result."""
+        place, tracked = self._place, self._require_tracked()
+        tracked.begin(place.here.iteration, ghost=True)
+        place.seeds.use(Purpose.ITERATION, place.here.iteration)
+        if self._groups.aborted is not None:
+            self.enter_ghost()
+        local = contextlib.nullcontext() if self._ghosting else self._groups.local()
+        with local, tracked.without_reduction(finite=False):
+            try:
+                result = call()
+            finally:
+                tracked.updates.cut()
+        with place.lock:
+            place.here.iteration += 1
+        return result
+
+    def _pay(self, call: Callable[[], Any]) -> None:
+        """The replica that had the update is lost too: the iteration is run after all, for its effect."""
+        place, tracked = self._place, self._require_tracked()
+        # What the script has done since then, to a scheduler for one, stays done.
+        since = tracked.script_side()
+        since.take(rng=place.seeds.keeps_generators)
+        place.start.restore()
+        place.seeds.use(Purpose.ITERATION, place.here.iteration)
+        tracked.begin(place.here.iteration)
+        place.enter("iteration")
+        try:
+            call()
+            self._complete_iteration()
+        except BaseException:
+            tracked.updates.cut()
+            with place.lock:
+                place.inside = ""
+                if tracked.updates.updated:
+                    place.here.iteration += 1
+                    place.owed = None
+                    tracked.updates.updated = False
+            since.restore(buffers=False)
+            raise
+        since.restore(buffers=False)
+        place.owed = None
+
+    # ---- sections ----
+
+    def section(self, call: Callable[[], R]) -> R:
+        place, supervisor = self._place, self.supervisor
+        while True:
+            place.seeds.use(Purpose.SECTION, place.here.sections)
+            try:
+                if place.here.sections >= place.ghost_sections:
+                    place.keep_start()
+                if supervisor.interrupted:
+                    self._recover()
+                if place.here.sections < place.ghost_sections:
+                    return self._section_as_ghost(call)
+                place.keep_start()  # what was received belongs to it, too
+                place.seeds.use(Purpose.SECTION, place.here.sections)
+                place.enter("section")
+                result = call()
+                with place.lock:
+                    supervisor.check()  # what a cut collective gave must not be handed out
+                    place.inside = ""
+                    place.here.sections += 1
+            except Exception as error:
+                if not self._was_cut(error):
+                    raise
+                del error
+                if place.inside:
+                    self._wait_quiet()
+                    place.start.restore()
+                place.leave()
+                continue
+            if self._recovered_in:
+                self._tell_resumed()
+            return result
+
+    def _section_as_ghost(self, call: Callable[[], R]) -> R:
+        """The others have finished this section: run it for its result, with local values only."""
+        if self._groups.aborted is None:
+            with self._groups.local():
+                result = call()
+        else:
+            result = call()
+        with self._place.lock:
+            self._place.here.sections += 1
+        return result
+
+    # ---- failures ----
+
+    def _was_cut(self, error: Exception) -> bool:
+        """Whether *error* comes from the failure of a peer. Everything else is the script's own."""
+        if isinstance(error, UsageError):
+            return False
+        if self.supervisor.interrupted:
+            return True
+        return is_communication_error(error) and self.supervisor.confirm(error)
+
+    def _recover(self) -> None:
+        """Join the others in the newest generation; returns with live groups and the plan's state. May take several
+        tries.
+        """
+        self._wait_quiet()
+        self._leave_ghost()
+        self._rejoin.run()
+        self._phases_s |= self._rejoin.phases_s
+        self._recovered_in = self.supervisor.generation
+        self._recovered_s = time.monotonic()
+
+    def _leave_ghost(self) -> None:
+        if self._ghosting:
+            self._ghosts.close()
+            self._ghosting = False
+
+    def _wait_quiet(self) -> None:
+        """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""
+        self.supervisor.wait_aborted()
+        if not self._groups.wait_quiet(QUIET_TIMEOUT):
+            self.supervisor.note("operations of the stopped process groups do not end: this worker has itself replaced")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # ---- messages ----
+
+    def _tell_resumed(self) -> None:
+        """The first iteration (or section) after a recovery is done: that is when the job runs again."""
+        phases = {**self._phases_s, "iteration": time.monotonic() - self._recovered_s}
+        self.supervisor.send(
+            {
+                "op": "resumed",
+                "generation": self._recovered_in,
+                "iteration": self._place.here.iteration,
+                "phases_s": phases,
+            }
+        )
+        self._recovered_in, self._phases_s = 0, {}
+
+    def _send_modules(self) -> None:
+        """Once: what the script has imported, so that standbys import it ahead."""
+        self._modules_sent = True
+        if self._place.rank == 0:
+            self.supervisor.send({"op": "modules", "names": tracking.imported_packages()})
+
+    def _end(self) -> dict[str, Any]:
+        if self._tracked is None:
+            return {}
+        return {
+            "iteration": self._place.here.iteration,
+            "replicas": list(self._tracked.replicas),
+            "checksum": f"{self._tracked.checksum():016x}",
+        }
+
+    def _require_tracked(self) -> Tracked:
+        assert self._tracked is not None
+        return self._tracked
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether *error* is what torch raises when a connection of a process group breaks."""
+    if isinstance(error, (dist.DistError, PeerFailure)):
+        return True
+    text = str(error).lower()
+    marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out")
+    return isinstance(error, RuntimeError) and any(mark in text for mark in marks)
