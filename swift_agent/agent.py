@@ -15,13 +15,12 @@ import contextlib
 import logging
 import os
 import queue
-import secrets
 import selectors
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -33,35 +32,36 @@ from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.config import AgentConfig
 from swift_agent.hosting import GenerationStores
 from swift_agent.outcome import raise_outcome
-from swift_agent.planning import plan_generation
-from swift_agent.process import become_subreaper, reap_strangers
+from swift_agent.presence import Listeners, Presence
+from swift_agent.process import become_subreaper, expect_children, reap_strangers
+from swift_agent.standby import StandbyServer
 from swift_agent.worker_env import Placement
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
-from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     EventRecord,
     ExitedRecord,
-    JobRecord,
     Keys,
-    NodeRecord,
     ProgressRecord,
     ResultRecord,
     ResumedRecord,
     StoreRecord,
     encode,
 )
-from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Lease, Op, Put, RendezvousError
-from swift_rendezvous.liveness import Liveness
-from swift_rendezvous.membership import Rules
-from swift_rendezvous.registration import enter_job, leave_job
+from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Op, Put, StoreUnavailable
+from swift_rendezvous.registration import JobConflict, JobOver
 from swift_rendezvous.view import View
-from swift_rendezvous.watcher import JobWatcher
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
+# After SIGTERM; torchrun's default.
+DEFAULT_GRACE_S = 30.0
+SUCCESS_GRACE_S = 5.0
+# A node that was in the job for less than this before it was given up waits longer and longer before it comes back.
+BRIEF_S = 30.0
+MAX_REJOIN_DELAY_S = 30.0
 
 
 class Agent:
@@ -78,117 +78,121 @@ class Agent:
         self._channels: dict[int, tuple[Channel, int]] = {}  # local rank -> channel, generation of the process
         self._stores = GenerationStores(self._host)
         self._timeline = timeline.Timeline()
+        self._presence: Presence
+        self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
         self._end: ResultRecord | None = None
         self._signal: SignalException | None = None
-        self._preloaded: tuple[str, ...] = ()
+        self._num_signals = 0
         self._last_reap_s = 0.0
+        self._rejoin_delay_s = 0.0
+        self._closed = False
+        self._post_lock = threading.Lock()
 
     # ---- life ----
 
     def run(self) -> None:
+        expect_children()
         become_subreaper()
-        restore = self._install_signal_handlers()
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._writer = Writer(self._store)
-        try:
-            self._join()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            stack.callback(self._install_signal_handlers())
+            self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._writer = Writer(self._store, lambda why: self._post(lambda: self._stop(why)))
+            stack.callback(self._writer.stop)
+            self._enter(None)
             try:
+                self._on_view(self._presence.first_view)
                 while self._end is None:
                     self._turn()
-            finally:
-                self._leave()
-        finally:
-            self._close()
-            restore()
+            except BaseException:
+                # A defect of this agent: its node must not look alive while nobody looks after its workers.
+                self._workers.end_all(0.0)
+                self._presence.abandon()
+                raise
+            self._leave()
         if self._signal is not None:
             raise self._signal
-        assert self._end is not None
         raise_outcome(self._end, self._config)
 
-    def _join(self) -> None:
-        """Become a node of the job: lease, record, watch. Also after this node was given up by the others."""
+    def _enter(self, known_job: int | None) -> None:
+        """Become a node of the job. What it looks like is `first_view` of the presence."""
         config = self._config
-        self._liveness = Liveness(self._host, self._on_peer_lost)
-        incarnation = secrets.token_hex(8)
-        self._me = NodeRecord(
-            node_id=config.node_id,
-            incarnation=incarnation,
-            host=self._host,
-            watch_port=self._liveness.port,
-            num_workers=config.nproc,
-            token=secrets.token_hex(16),
-            fingerprint=host.fingerprint(config),
+        listeners = Listeners(
+            view=lambda view: self._post(lambda: self._on_view(view)),
+            peer_lost=lambda incarnation, why: self._post(lambda: self._event(msg.PeerLost(incarnation, why))),
+            lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
         )
-        job = JobRecord(config.nnodes, config.nproc, self._me.fingerprint, config.max_restarts)
-        self._lease: Lease = enter_job(self._store, self._keys, job, self._me, config.lease_ttl_s)
-        self._keep_alive = self._lease.keep_alive(lambda why: self._post(lambda: self._on_lease_lost(incarnation, why)))
-        self._state = lc.AgentState(config.node_id, incarnation, config.max_restarts, config.stop_deadline_s)
-        self._coordinator = Coordinator(
-            self._store,
-            self._keys,
-            self._me,
-            self._lease.id,
-            plan_generation,
-            Rules(config.replacement_timeout_s),
-            lambda line: log.info("%s", line),
+        self._presence = Presence(config, self._store, self._keys, self._host, listeners, known_job)
+        self._entered_s = time.monotonic()
+        self._state = lc.AgentState(
+            config.node_id,
+            self._presence.me.incarnation,
+            config.max_restarts,
+            config.stop_deadline_s,
+            restarts_used=self._state.restarts_used,
         )
-        self._watcher = JobWatcher(self._store, self._keys, lambda view: self._post(lambda: self._on_view(view)))
-        self._liveness.start(self._me)
-        self._coordinator.start()
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
-        first = self._watcher.start()
-        self._on_view(first)
 
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
-        config = self._config
-        failed = self._signal is not None or self._end is None or self._end.state != "succeeded"
-        grace_s = config.launch.shutdown_timeout if config.launch.shutdown_timeout is not None else 30
+        assert self._end is not None
+        grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signal is not None:
-            self._publish_stop(self._signal)
-        self._workers.stop_all(float(grace_s) if failed else 5.0)
+            self._publish_stop(self._end)
+        self._workers.end_all(grace_s, in_hurry=lambda: self._num_signals > 1)
         self._writer.flush(LEAVE_TIMEOUT_S)
-        self._disconnect()
-        leave_job(self._store, self._keys, self._me, self._lease)
+        self._presence.leave()
 
-    def _disconnect(self) -> None:
-        self._coordinator.stop()
-        self._watcher.stop()
-        self._keep_alive.stop()
-        self._liveness.stop()
+    def _grace_s(self) -> float:
+        grace_s = self._config.launch.shutdown_timeout
+        return DEFAULT_GRACE_S if grace_s is None else float(grace_s)
 
     def _close(self) -> None:
-        self._writer.stop()
-        for channel, _ in self._channels.values():
-            channel.close()
-        self._workers.stop_all(0.0)
-        self._stores.close()
-        self._selector.close()
-        self._listener.close()
-        os.close(self._wake_fd)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if not self._config.keep_logs and self._config.launch.logs_specs is not None:
-            shutil.rmtree(self._config.launch.logs_specs.root_log_dir, ignore_errors=True)
+        """Whatever happens in one of these, the others are done."""
+        with contextlib.ExitStack() as stack:
+            if not self._config.keep_logs and self._config.launch.logs_specs is not None:
+                stack.callback(shutil.rmtree, self._config.launch.logs_specs.root_log_dir, ignore_errors=True)
+            stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            stack.callback(self._close_wake_fd)
+            stack.callback(self._listener.close)
+            stack.callback(self._selector.close)
+            stack.callback(self._stores.close)
+            stack.callback(self._workers.close)
+            for channel, _ in self._channels.values():
+                stack.callback(channel.close)
+
+    def _close_wake_fd(self) -> None:
+        with self._post_lock:
+            self._closed = True
+            os.close(self._wake_fd)
 
     def _turn(self) -> None:
         """Wait for something to happen and handle it."""
         ready = self._selector.select(TICK_S)
         # The standby server first: it announces a process before that process can speak.
-        for key, _ in sorted(ready, key=lambda item: item[0].data != self._on_server):
-            if key.fileobj in self._selector.get_map():
+        for key, _ in sorted(ready, key=lambda item: not isinstance(item[0].fileobj, StandbyServer)):
+            if self._is_registered(key):
                 key.data()
         now_s = time.monotonic()
         if now_s - self._last_reap_s >= TICK_S:
             self._last_reap_s = now_s
+            self._workers.check_server(now_s)
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
             self._event(msg.Tick())
 
+    def _is_registered(self, key: selectors.SelectorKey) -> bool:
+        """Not if an earlier handler of this turn has closed it, and maybe given its number to something new."""
+        try:
+            return self._selector.get_key(key.fileobj).data is key.data
+        except (KeyError, ValueError):
+            return False
+
     def _own_pids(self) -> set[int]:
         pids = {process.pid for process in self._workers.processes.values()}
         if self._workers.server is not None:
-            pids.add(self._workers.server.process.pid)
+            pids.add(self._workers.server.pid)
         return pids
 
     # ---- what happens ----
@@ -196,8 +200,9 @@ class Agent:
     def _post(self, action: Callable[[], None]) -> None:
         """Have *action* run in the loop; from any thread."""
         self._inbox.put(action)
-        with contextlib.suppress(OSError):  # the agent has ended
-            os.eventfd_write(self._wake_fd, 1)
+        with self._post_lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _drain_inbox(self) -> None:
         os.eventfd_read(self._wake_fd)
@@ -207,16 +212,17 @@ class Agent:
     def _on_view(self, view: View) -> None:
         if view.revision < self._state.view.revision:
             return  # posted by the watcher of an earlier incarnation
-        self._coordinator.update(view)
-        self._liveness.update(view.nodes.values())
+        self._presence.update(view)
+        mistake = host.mistaken_address(self._presence.me, view.nodes.values())
+        if mistake:
+            self._stop(mistake)
         self._event(msg.ViewChanged(view))
+        if self._end is not None:
+            return
         self._prepare_standbys(view)
         phases = self._timeline.observe(view, time.monotonic())
-        if phases is not None and self._coordinator.acting:
+        if phases is not None and self._presence.coordinator.acting:
             self._tell_recovery(view, phases)
-
-    def _on_peer_lost(self, incarnation: str, evidence: str) -> None:
-        self._post(lambda: self._event(msg.PeerLost(incarnation, evidence)))
 
     def _on_lease_lost(self, incarnation: str, why: str) -> None:
         if incarnation == self._state.incarnation and self._end is None:
@@ -298,19 +304,17 @@ class Agent:
             log.info("%s", lc.describe_exit(end))
         self._event(msg.WorkerExited(end))
 
-    def _on_server(self) -> None:
-        server = self._workers.server
-        if server is None:
-            return
+    def _on_server(self, server: StandbyServer) -> None:
         try:
-            messages = server.channel.receive_ready()
+            messages = server.receive()
         except ChannelClosed:
-            self._selector.unregister(server.channel)
+            self._selector.unregister(server)
             for process in self._workers.on_server_death():
                 self._watch_process(process)
+            self._prepare_standbys(self._state.view)
             return
         for message in messages:
-            started = self._workers.on_server_message(message)
+            started = self._workers.on_server_message(server, message)
             if started is not None:
                 self._watch_process(started)
 
@@ -319,7 +323,7 @@ class Agent:
         self._event(msg.WorkerStarted(process.local_rank, process.generation, process.pid))
         worker = self._state.workers.get(process.local_rank)
         if worker is None or worker.generation != process.generation or worker.killed:
-            self._workers.signal(process.local_rank, signal.SIGKILL)  # ordered, then not wanted any more
+            self._workers.signal_process(process, signal.SIGKILL)  # ordered, then not wanted any more
 
     # ---- what follows ----
 
@@ -332,7 +336,7 @@ class Agent:
             self._execute(command)
 
     def _execute(self, command: msg.Command) -> None:
-        keys, me = self._keys, self._me
+        keys, me = self._keys, self._presence.me
         match command:
             case msg.StartWorkers(local_ranks, _, warm):
                 self._start(local_ranks, warm)
@@ -376,6 +380,9 @@ class Agent:
                 )
             case msg.Rejoin(why):
                 self._rejoin(why)
+            case msg.LeaveJob(result):
+                log.warning("%s", result.why)
+                self._end = result
             case msg.EndJob():
                 self._end = self._state.view.result
 
@@ -385,7 +392,7 @@ class Agent:
         if fenced:
             guards = [
                 Compare.mod_revision(self._keys.generation, "==", view.generation_revision),
-                Compare.exists(self._keys.node(self._me.node_id)),
+                Compare.exists(self._keys.node(self._presence.me.node_id)),
                 *guards,
             ]
         number = view.number
@@ -427,26 +434,25 @@ class Agent:
             ranks,
             "standby" if warm else "new processes",
         )
-        server_before = self._workers.server
-        for process in self._workers.start(place, local_ranks, warm):
+        with self._watching_server():
+            started = self._workers.start(place, local_ranks, warm)
+        for process in started:
             self._watch_process(process)
-        self._watch_server(server_before)
 
     def _end_worker(self, local_rank: int, graceful: bool) -> None:
-        if not graceful:
-            self._workers.signal(local_rank, signal.SIGKILL)
-            return
-        self._workers.signal(local_rank, signal.SIGTERM)
         process = self._workers.processes.get(local_rank)
-        grace_s = self._config.launch.shutdown_timeout or 30
-
-        def insist() -> None:
-            if process is not None and process.exit_code is None:
-                self._workers.signal(local_rank, signal.SIGKILL)
-
-        timer = threading.Timer(grace_s, lambda: self._post(insist))
-        timer.daemon = True
-        timer.start()
+        if process is None:
+            return
+        grace_s = self._grace_s()
+        if not graceful or grace_s == 0:
+            self._workers.signal_process(process, signal.SIGKILL)
+            return
+        self._workers.signal_process(process, signal.SIGTERM)
+        insist = threading.Timer(
+            grace_s, lambda: self._post(lambda: self._workers.signal_process(process, signal.SIGKILL))
+        )
+        insist.daemon = True
+        insist.start()
 
     def _send(self, local_ranks: tuple[int, ...], message: Message) -> None:
         for local_rank in local_ranks:
@@ -475,24 +481,37 @@ class Agent:
         self._write("store", [], [Put(self._keys.store(generation), encode(record))])
 
     def _rejoin(self, why: str) -> None:
+        """Come back under a new incarnation, as a spare, as soon as the store lets us. Nothing else happens meanwhile:
+        without a place in the job there is nothing to look after."""
         log.warning("%s; its workers are ended and it comes back as a spare", why)
         for process in self._workers.processes.values():
             if process.exit_code is None:
                 self._selector.unregister(process.pidfd)
-                self._workers.signal(process.local_rank, signal.SIGKILL)
         for local_rank in list(self._channels):
             self._drop_channel(local_rank)
-        if self._workers.server is not None:
-            self._selector.unregister(self._workers.server.channel)
-        self._workers.stop_all(0.0)
-        self._workers = Workers(self._config, self._host)
-        self._preloaded = ()
-        self._disconnect()
-        try:
-            self._lease.revoke()
-        except RendezvousError as error:
-            log.debug("the old lease was not revoked: %s", error)
-        self._join()
+        self._workers.end_all(0.0)
+        self._presence.abandon()
+        # A node that is given up again and again (only some can reach it) must not keep the others busy.
+        brief = time.monotonic() - self._entered_s < BRIEF_S
+        self._rejoin_delay_s = min(MAX_REJOIN_DELAY_S, max(1.0, 2 * self._rejoin_delay_s)) if brief else 0.0
+        self._wait_for_signal(self._rejoin_delay_s)
+        while self._signal is None:
+            try:
+                self._enter(self._presence.job)
+                self._on_view(self._presence.first_view)
+                return
+            except JobOver as error:
+                self._end = ResultRecord("stopped", str(error))
+                return
+            except (StoreUnavailable, JobConflict) as error:
+                log.warning("cannot come back yet: %s", error)
+                self._wait_for_signal(1.0)
+        self._end = ResultRecord("stopped", "stopped while it was away from the job")
+
+    def _wait_for_signal(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self._signal is None and time.monotonic() < deadline_s:
+            time.sleep(0.1)
 
     # ---- standbys ----
 
@@ -502,21 +521,20 @@ class Agent:
         if generation is None or self._config.entry_kind not in ("script", "module"):
             return
         spare = generation.slot_of(self._state.incarnation) is None
-        modules = tuple(dict.fromkeys((*self._config.preload, *view.preload)))
         if not spare and not view.preload:
             return
-        before = self._workers.server
-        if before is None:
-            self._workers.want_standbys(self._config.nproc if spare else self._config.num_standbys)
-            self._watch_server(before)
-        if modules != self._preloaded:
-            self._preloaded = modules
-            self._workers.preload(modules)
+        modules = tuple(dict.fromkeys((*self._config.preload, *view.preload)))
+        with self._watching_server():
+            self._workers.prepare(self._config.nproc if spare else self._config.num_standbys, modules)
 
-    def _watch_server(self, before: object) -> None:
+    @contextlib.contextmanager
+    def _watching_server(self) -> Iterator[None]:
+        """A standby server that is started inside is listened to."""
+        before = self._workers.server
+        yield
         server = self._workers.server
         if server is not None and server is not before:
-            self._selector.register(server.channel, selectors.EVENT_READ, self._on_server)
+            self._selector.register(server, selectors.EVENT_READ, lambda: self._on_server(server))
 
     def _on_modules(self, local_rank: int, names: list[str]) -> None:
         """What the script has imported is imported ahead everywhere. One rank's list is enough."""
@@ -558,25 +576,31 @@ class Agent:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         received = signal.Signals(number)
+        self._num_signals += 1
         if self._signal is None:
             self._signal = SignalException(f"Process {os.getpid()} got signal: {number}", received)
-        self._post(lambda: self._stop_by_signal(received))
+        why = f"node {self._config.node_id} got {received.name}"
+        # Not `_post`: the main thread may hold its lock.
+        self._inbox.put(lambda: self._stop(why))
+        os.eventfd_write(self._wake_fd, 1)
 
-    def _stop_by_signal(self, received: signal.Signals) -> None:
-        log.info("got %s: the job ends", received.name)
-        self._end = ResultRecord("stopped", f"node {self._config.node_id} got {received.name}")
+    def _stop(self, why: str) -> None:
+        if self._end is None:
+            log.info("%s: the job ends here", why)
+            self._end = ResultRecord("stopped", why)
 
-    def _publish_stop(self, _exception: SignalException) -> None:
-        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs."""
+    def _publish_stop(self, result: ResultRecord) -> None:
+        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs, or was given up."""
         generation = self._state.view.generation
         if generation is not None and generation.slot_of(self._state.incarnation) is None:
             return
-        assert self._end is not None
+        me = self._presence.me
+        mine = Compare.value(self._keys.node(me.node_id), "==", encode(me))
         self._writer.submit(
             Write(
                 "result",
-                [Compare.absent(self._keys.result)],
-                [Put(self._keys.result, encode(self._end))],
+                [Compare.absent(self._keys.result), mine],
+                [Put(self._keys.result, encode(result))],
                 wanted=lambda: True,
             )
         )

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size
 
+from swift_agent import torch_private
 from swift_agent.errors import SwiftError
 from swift_agent.options import SWIFT_BACKEND
 from swift_rendezvous.etcd_config import EtcdConfig
@@ -71,6 +72,7 @@ class AgentConfig:
     num_standbys: int
     preload: tuple[str, ...]
     replacement_timeout_s: float
+    join_timeout_s: float
     lease_ttl_s: int
     stop_deadline_s: float
     keep_logs: bool = True
@@ -104,6 +106,7 @@ class AgentConfig:
         own_id = ns.standalone or (etcd is None and ns.rdzv_id == "none")
         job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
         _check_name("--rdzv-id", job_id, mistakes)
+        join_timeout_s = _join_timeout_s(ns, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -134,6 +137,7 @@ class AgentConfig:
             num_standbys=ns.standbys,
             preload=preload,
             replacement_timeout_s=ns.replacement_timeout,
+            join_timeout_s=join_timeout_s,
             lease_ttl_s=ns.lease_ttl,
             stop_deadline_s=ns.stop_deadline,
             keep_logs=ns.log_dir is not None,
@@ -188,6 +192,22 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
     if not 0 < ns.stop_deadline < math.inf:
         mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
+
+
+def _join_timeout_s(ns: argparse.Namespace, mistakes: list[str]) -> float:
+    """How long the first nodes wait for the others: the option and the default of torch's own rendezvous."""
+    try:
+        text = torch_private.parse_rendezvous_config(ns.rdzv_conf).get("join_timeout", "600")
+    except ValueError as error:
+        mistakes.append(f"--rdzv-conf {ns.rdzv_conf}: {error}; type for example --rdzv-conf join_timeout=600")
+        return 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        mistakes.append(f"--rdzv-conf join_timeout={text}: must be above 0 s; type for example join_timeout=600")
+    return seconds
 
 
 def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:

@@ -4,13 +4,16 @@ to anybody."""
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 import socket
 import tempfile
+from collections.abc import Iterable
 
 from swift_agent.config import AgentConfig
 from swift_agent.errors import JobStopped
+from swift_rendezvous.keys import NodeRecord
 
 
 def fingerprint(config: AgentConfig) -> str:
@@ -38,15 +41,40 @@ def local_host(config: AgentConfig) -> str:
     """The address at which the other nodes reach this one: that of the interface that leads to etcd."""
     if config.etcd is None:
         return "127.0.0.1"
-    host, _, port = config.etcd.endpoints[0].rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    problems = []
+    for endpoint in config.etcd.endpoints:
+        host, _, port = endpoint.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(address)  # sends nothing: it only chooses a route
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problems.append(f"{endpoint}: {error}")
+    raise JobStopped(
+        f"cannot find this node's address on the way to etcd ({'; '.join(problems)}); name it with --local-addr"
+    )
+
+
+def mistaken_address(me: NodeRecord, nodes: Iterable[NodeRecord]) -> str:
+    """What is wrong with the address under which this node is known, or "". Pure.
+
+    On the machine that runs etcd the way to etcd is the loopback interface, at which no other machine finds it.
+    """
+    if not _is_loopback(me.host):
+        return ""
+    elsewhere = sorted(node.node_id for node in nodes if not _is_loopback(node.host))
+    if not elsewhere:
+        return ""
+    return (
+        f"node {me.node_id} is known as {me.host}, where {', '.join(elsewhere[:3])} cannot reach it: "
+        "start it with --local-addr ADDRESS"
+    )
+
+
+def _is_loopback(host: str) -> bool:
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing: it only chooses a route
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise JobStopped(
-            f"cannot find this node's address on the way to {config.etcd.endpoints[0]}: {error}; "
-            "name it with --local-addr"
-        ) from None
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

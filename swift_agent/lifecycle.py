@@ -24,6 +24,7 @@ from swift_agent.lifecycle_messages import (
     HelloReceived,
     HostStore,
     KillWorkers,
+    LeaveJob,
     PeerLost,
     Rejoin,
     ReportReceived,
@@ -46,7 +47,7 @@ from swift_agent.lifecycle_messages import (
     WriteTracked,
 )
 from swift_agent.timeline import merge_phases
-from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, WorkerExit
+from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, ResultRecord, WorkerExit
 from swift_rendezvous.membership import losses
 from swift_rendezvous.view import View
 
@@ -173,6 +174,11 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     if slot is None:
         if state.workers:
             why = f"generation {generation.number} gave the slot of {state.node_id} to another node"
+            failed = tuple(w.exit for w in state.workers.values() if w.exit and w.exit.exit_code and not w.killed)
+            if failed and state.restarts_used >= state.max_restarts:
+                # Coming back as a spare, it would be asked to fail again, and the next node as well, for ever.
+                why = f"{why}: {'; '.join(map(describe_exit, failed))}, and no restart is left (--max-restarts)"
+                return _once(state, ("leave",), LeaveJob(ResultRecord("failed", why, failed)), commands)
             return _once(state, ("rejoin",), Rejoin(why), commands)
         return Step(state, tuple(commands))
     state = _count_restart(state, generation, slot)
@@ -253,9 +259,13 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         evidence = "; ".join(f"rank {_rank(generation, slot, w)}: {w.unfit}" for w in unfit)
         failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
-    gone = [w for w in state.workers.values() if w.done and w.hello and not view.released]
-    if gone and generation.mode == "replace" and view.plan is None:
-        # It left before the others had finished, with state that nobody can ask for any more.
+    gone: list[Worker] = []
+    if generation.mode == "replace" and not view.released:
+        # It left before the others had finished, with state that nobody can ask for any more; or it was to replace
+        # another and never came to that.
+        done = [w for w in state.workers.values() if w.done]
+        gone = [w for w in done if (view.plan is None if w.hello else w.generation > generation.epoch)]
+    if gone:
         evidence = f"ranks {[_rank(generation, slot, w) for w in gone]} had exited before the job was finished"
         failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))

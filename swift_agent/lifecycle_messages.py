@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swift_rendezvous.keys import FailureRecord, FinishedRecord, WorkerExit
+from swift_rendezvous.keys import FailureRecord, FinishedRecord, ResultRecord, WorkerExit
 from swift_rendezvous.view import View
 
 # ---- events ---------------------------------------------------------------------------------------------------------
@@ -196,6 +196,13 @@ class Rejoin:
 
 
 @dataclass(frozen=True)
+class LeaveJob:
+    """Workers of this node failed too often, and another node has its slot: this one is of no use any more."""
+
+    result: ResultRecord
+
+
+@dataclass(frozen=True)
 class EndJob:
     """The job has a result."""
 
@@ -215,5 +222,6 @@ Command = (
     | WriteExited
     | ForgetSpare
     | Rejoin
+    | LeaveJob
     | EndJob
 )

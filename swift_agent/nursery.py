@@ -6,6 +6,7 @@ as soon as its assignment arrives. A standby is forked twice: its parent is then
 wait for it.
 
     agent --"standbys n", "start", "preload"--> server --assignment--> standby: becomes the worker
+          <--"ready", "started", "preloaded"---
 
 The server must stay single-threaded and must never initialise CUDA or run a torch kernel: neither survives a fork.
 Run as `python -u -m swift_agent.nursery FD AGENT_PID`.
@@ -51,23 +52,25 @@ class Standby:
     channel: Channel
 
 
-def import_all(modules: list[str] | tuple[str, ...]) -> list[str]:
-    """Import *modules*; returns those that failed or that started threads, with the reason. A thread would not live
-    in a fork.
+def import_all(modules: list[str] | tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Import *modules*; returns those that failed, with the reason, and those that started threads: a thread would not
+    live in a fork, and what it holds would be held for ever. So no fork may be made after one of these.
     """
-    refused = []
+    failed: dict[str, str] = {}
+    threaded: list[str] = []
     for name in modules:
         before = len(os.listdir("/proc/self/task"))
         try:
             importlib.import_module(name)
-        except (
-            Exception
-        ) as error:  # a user's module may fail in any way; it is imported again, and reported, by the worker
-            refused.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        if threading.active_count() > 1 or (len(os.listdir("/proc/self/task")) > before and name not in PRELOAD):
-            refused.append(f"{name}: it starts threads when imported")
-    return refused
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # A user's module may fail in any way, also by exiting; the worker imports it again, and reports it.
+            failed[name] = f"{type(error).__name__}: {error}"
+        if name not in PRELOAD and (threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > before):
+            threaded.append(name)
+            break  # what follows is not to blame
+    return failed, threaded
 
 
 class Nursery:
@@ -79,12 +82,16 @@ class Nursery:
 
     def run(self) -> None:
         """Serve until the agent closes the control channel."""
-        refused = import_all(PRELOAD)
+        failed, _ = import_all(PRELOAD)
         self._freeze()
-        self._control.send({"op": "ready", "refused": refused})
+        self._control.send({"op": "ready", "failed": failed})
         while True:
             self._refill()
-            select.select([self._control], [], [])
+            ready, _, _ = select.select([self._control, *(standby.channel for standby in self._standbys)], [], [])
+            # Standbys never speak: what can be read is their end.
+            self._standbys = [standby for standby in self._standbys if standby.channel not in ready]
+            if self._control not in ready:
+                continue
             try:
                 messages = self._control.receive_ready()
             except ChannelClosed:
@@ -97,14 +104,15 @@ class Nursery:
             case "standbys":
                 self._wanted = int(message["count"])
             case "preload":
-                refused = import_all(message["modules"])
-                self._freeze()
-                # Standbys that were forked before do not have the modules.
-                for standby in self._standbys:
-                    standby.channel.close()
-                self._standbys.clear()
-                self._refill()
-                self._control.send({"op": "preloaded", "refused": refused})
+                failed, threaded = import_all(message["modules"])
+                if not threaded:
+                    self._freeze()
+                    # Standbys that were forked before do not have the modules.
+                    for standby in self._standbys:
+                        standby.channel.close()
+                    self._standbys.clear()
+                    self._refill()
+                self._control.send({"op": "preloaded", "failed": failed, "threaded": threaded})
             case "start":
                 self._start(message)
 
@@ -135,6 +143,7 @@ class Nursery:
         read_fd, write_fd = os.pipe()
         first = os.fork()
         if first == 0:
+            middle_pid = os.getpid()
             second = os.fork()
             if second:
                 os.write(write_fd, str(second).encode())
@@ -145,7 +154,7 @@ class Nursery:
             self._control.sock.close()
             for standby in self._standbys:
                 standby.channel.sock.close()
-            _live(theirs, self._agent_pid)
+            _live(theirs, self._agent_pid, middle_pid)
             os._exit(0)
         theirs.close()
         os.close(write_fd)
@@ -155,19 +164,17 @@ class Nursery:
         return Standby(pid, Channel(ours))
 
 
-def _live(sock: socket.socket, agent_pid: int) -> None:
+def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
     """A forked process: wait for an assignment, then be that worker."""
     os.setsid()
-    while os.getppid() != agent_pid:  # the middle process has not ended yet
-        if os.getppid() == 1:
-            os._exit(1)
+    while os.getppid() == parent_pid:  # the middle process has not ended yet
         os.sched_yield()
-    die_with_parent(agent_pid)
+    die_with_parent(agent_pid)  # exits if the agent has died meanwhile and another subreaper took this process
     channel = Channel(sock)
     try:
         assignment = channel.receive()
     except ChannelClosed:
-        os._exit(0)
+        os._exit(1)  # never for the end of a script
     channel.sock.close()
     become_worker(assignment)
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,6 +35,12 @@ def die_with_parent(parent_pid: int) -> None:
 def become_subreaper() -> None:
     """Orphans below this process become its children, so that it can wait for them and none is left behind."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def expect_children() -> None:
+    """An inherited SIGCHLD that is ignored would have the kernel throw away how children end."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def reap(pid: int) -> int | None:
@@ -72,3 +82,34 @@ def signal_living(pid: int, signum: int) -> None:
         # A standby that was forked a moment ago leads no group yet; it must not escape.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
+
+
+# For systems whose setpriv cannot set a parent-death signal. Costs the start of an interpreter.
+_GUARD = """
+import ctypes, os, sys
+parent = int(sys.argv[1])
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != parent:
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Guard:
+    """Makes commands die with this process, also when it is killed."""
+
+    def __init__(self) -> None:
+        self._prefix: list[str] | None = None
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        if self._prefix is None:
+            self._prefix = self._find()
+        return [*self._prefix, *command]
+
+    def _find(self) -> list[str]:
+        setpriv = shutil.which("setpriv")
+        if setpriv is not None:
+            usage = subprocess.run([setpriv, "--help"], capture_output=True, text=True, timeout=10)
+            if "--pdeathsig" in usage.stdout:
+                return [setpriv, "--pdeathsig", "KILL", "--"]
+        return [sys.executable, "-S", "-E", "-c", _GUARD, str(os.getpid())]

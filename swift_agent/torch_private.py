@@ -349,3 +349,10 @@ def bind_command_to_numa_node(command: list[str], local_rank: int, options: Any)
     return list(binding._maybe_wrap_command_args_with_numa_binding(
         tuple(command), gpu_index=local_rank, numa_options=options
     ))  # fmt: skip
+
+
+def parse_rendezvous_config(text: str) -> dict[str, str]:
+    """`--rdzv-conf` as `torch.distributed.run` reads it. Raises ValueError."""
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    return _parse_rendezvous_config(text)

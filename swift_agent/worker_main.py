@@ -26,9 +26,14 @@ def run(kind: str, target: str, args: list[str]) -> None:
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as error:
-        # Through the hook, so that what the script or the session installed there is honoured.
-        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+        # Through the hook, so that what the script or the session installed there is honoured.
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as stop:
+            code = _exit_code(stop)
+        except BaseException:
+            traceback.print_exc()
     finally:
         code = _finish(code)
         os._exit(code)

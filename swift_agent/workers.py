@@ -6,17 +6,16 @@ Deaths are seen through pidfds, which the agent's loop polls. This module must n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import select
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -25,14 +24,21 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
 from swift_agent import torch_private
-from swift_agent.channel import Channel, Message
+from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
-from swift_agent.process import reap, signal_group, signal_living
+from swift_agent.process import Guard, reap, signal_group, signal_living
+from swift_agent.standby import StandbyServer
 from swift_agent.worker_env import ENV_STARTED, Placement, log_prefix, worker_env
 from swift_rendezvous.keys import WorkerExit
 
 log = logging.getLogger(__name__)
 
+# A standby server that dies again and again is left alone.
+MAX_SERVER_DEATHS = 5
+# SIGKILL works at once, unless the process hangs in the kernel (a driver).
+KILL_TIMEOUT_S = 10.0
+# Of a worker's error message, from its begin and from its end.
+MESSAGE_CHARS = 8000
 # How torchrun runs a script with --run-path: inside a fresh interpreter, without the script's directory on sys.path.
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -49,13 +55,6 @@ class WorkerProcess:
     exit_code: int | None = None
 
 
-@dataclass
-class StandbyServer:
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    ready: bool = False
-
-
 class Workers:
     """*processes*: the newest process of each local rank, ended or not."""
 
@@ -66,12 +65,11 @@ class Workers:
         self._dest_attempt = -1
         self._tails: list[TailLog] = []
         self._filtered: list[IO[str]] = []
-        self._setpriv = shutil.which("setpriv")
+        self._guard = Guard()
         self.processes: dict[int, WorkerProcess] = {}
         self.server: StandbyServer | None = None
-        self._ticket = 0
-        self._orders: dict[int, tuple[Placement, int, dict[str, str]]] = {}
-        self._open_tickets: set[int] = set()
+        self._server_deaths = 0
+        self._not_ahead: set[str] = set()  # modules that the standby server must not import
 
     # ---- start ----
 
@@ -88,9 +86,7 @@ class Workers:
             old = self.processes.pop(local_rank, None)
             if old is not None:
                 self.forget(old)
-            if warm and self._can_fork():
-                self._order_warm(place, local_rank, envs[local_rank])
-            else:
+            if not (warm and self._can_fork() and self._order_warm(place, local_rank, envs[local_rank])):
                 started.append(self._start_cold(place, local_rank, envs[local_rank]))
         return started
 
@@ -106,9 +102,8 @@ class Workers:
         else:
             command = [config.entrypoint, *args]
         command = _bind_to_numa_node(command, local_rank, config.launch.numa_options)
-        if self._setpriv:
-            # The kernel ends the worker if the agent dies in a way that leaves it no time.
-            command = [self._setpriv, "--pdeathsig", "KILL", "--", *command]
+        # The kernel ends the worker if the agent dies in a way that leaves it no time.
+        command = self._guard.wrap(command)
         stdout, stderr = _open(dest.stdouts.get(local_rank)), _open(dest.stderrs.get(local_rank))
         try:
             popen = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
@@ -118,7 +113,8 @@ class Workers:
                     stream.close()
         return self._process(place, local_rank, popen.pid, env, popen)
 
-    def _order_warm(self, place: Placement, local_rank: int, env: dict[str, str]) -> None:
+    def _order_warm(self, place: Placement, local_rank: int, env: dict[str, str]) -> bool:
+        """False if there is no standby server to order from."""
         dest, config = self._logs(), self._config
         args = [str(arg) for arg in macros.substitute(list(config.training_script_args), str(local_rank))]
         target = config.training_script
@@ -132,13 +128,16 @@ class Workers:
             "args": args,
         }
         server = self.start_server()
-        self._ticket += 1
-        self._orders[self._ticket] = (place, local_rank, env)
-        self._open_tickets.add(self._ticket)
-        server.channel.send({"op": "start", "ticket": self._ticket, "assignment": assignment})
+        if server is None:
+            return False
+        try:
+            server.order(place, local_rank, env, assignment)
+        except ChannelClosed:
+            return False  # its death is about to be seen
+        return True
 
     def _process(
-        self, place: Placement, local_rank: int, pid: int, env: dict[str, str], popen: subprocess.Popen[bytes] | None
+        self, place: Placement, local_rank: int, pid: int, env: Mapping[str, str], popen: subprocess.Popen[bytes] | None
     ) -> WorkerProcess:
         error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
         pidfd = os.pidfd_open(pid)
@@ -148,58 +147,70 @@ class Workers:
 
     # ---- the standby server ----
 
-    def start_server(self) -> StandbyServer:
-        """Start the standby server if it does not run; it is ready a second or two later."""
-        if self.server is not None and self.server.process.poll() is None:
-            return self.server
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-m", "swift_agent.nursery", str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        self.server = StandbyServer(process, Channel(ours))
+    def start_server(self) -> StandbyServer | None:
+        """Start the standby server if it does not run; it is ready a second or two later. None if it cannot be."""
+        if self.server is None and self._server_deaths < MAX_SERVER_DEATHS:
+            self.server = StandbyServer()
         return self.server
 
-    def want_standbys(self, count: int) -> None:
-        self.start_server().channel.send({"op": "standbys", "count": count})
+    def prepare(self, num_standbys: int, modules: Sequence[str]) -> None:
+        """Have standbys ready that have imported *modules*, as far as these can be imported ahead."""
+        server = self.start_server()
+        if server is None:
+            return
+        wanted = tuple(name for name in modules if name not in self._not_ahead)
+        with contextlib.suppress(ChannelClosed):  # its death is about to be seen
+            if wanted != server.preloaded:
+                server.preload(wanted)
+            if num_standbys != server.num_wanted:
+                server.want(num_standbys)
 
-    def preload(self, modules: tuple[str, ...]) -> None:
-        self.start_server().channel.send({"op": "preload", "modules": list(modules)})
-
-    def on_server_message(self, message: Message) -> WorkerProcess | None:
+    def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | None:
         """Handle what the standby server says; returns a worker that it has started."""
-        for line in message.get("refused", ()):
-            log.warning("not preloaded: %s", line)
-        if message.get("op") == "ready" and self.server is not None:
-            self.server.ready = True
+        for name, why in message.get("failed", {}).items():
+            log.warning("%s is not imported ahead: %s", name, why)
+        threaded = message.get("threaded", [])
+        if threaded:
+            log.warning("%s is not imported ahead: it starts threads, which a fork does not have", ", ".join(threaded))
+            self._not_ahead.update(threaded)
+            self._server_deaths -= 1  # this one is on purpose
+            server.kill()
         if message.get("op") != "started":
             return None
-        # The same ticket comes again if the first standby was found dead.
-        self._open_tickets.discard(message["ticket"])
-        place, local_rank, env = self._orders[message["ticket"]]
-        pid = int(message["pid"])
-        if local_rank in self.processes:
-            # The order was overtaken, or the first standby for it died: its rank has a process or a verdict already.
+        ticket, pid = int(message["ticket"]), int(message["pid"])
+        order = server.answered(ticket)
+        if order is None or order.local_rank in self.processes:
+            # Overtaken, or the first standby for it died: its rank has a process or a verdict already.
             signal_living(pid, signal.SIGKILL)
             return None
-        return self._process(place, local_rank, pid, env, None)
+        try:
+            return self._process(order.place, order.local_rank, pid, order.env, None)
+        except ProcessLookupError:
+            server.reopen(ticket, order)
+            return None
 
     def may_reap_strangers(self) -> bool:
         """False while a worker may exist whose process id is not known yet: its end must not be taken for an
         orphan's.
         """
-        return not self._open_tickets
+        return self.server is None or not self.server.open_orders()
 
     def on_server_death(self) -> list[WorkerProcess]:
         """The standby server is gone: start cold what it still owed."""
-        log.warning("the standby server died; replacements start cold until it is back")
-        if self.server is not None:
-            self.server.channel.close()
-            self.server.process.wait()
-            self.server = None
-        owed = [order for order in self._orders.values() if order[1] not in self.processes]
-        self._orders.clear()
-        self._open_tickets.clear()
-        return [self._start_cold(*order) for order in owed]
+        assert self.server is not None
+        server, self.server = self.server, None
+        owed = [order for order in server.open_orders() if order.local_rank not in self.processes]
+        server.close()
+        self._server_deaths += 1
+        if self._server_deaths == MAX_SERVER_DEATHS:
+            log.warning("the standby server has died %d times; replacements start cold now", MAX_SERVER_DEATHS)
+        return [self._start_cold(order.place, order.local_rank, dict(order.env)) for order in owed]
+
+    def check_server(self, now_s: float) -> None:
+        """A server that does not answer is ended; what it owes is started cold."""
+        if self.server is not None and self.server.is_overdue(now_s):
+            log.warning("the standby server does not answer: an import may hang; it is ended")
+            self.server.kill()
 
     # ---- end ----
 
@@ -219,7 +230,11 @@ class Workers:
 
     def signal(self, local_rank: int, signum: int) -> None:
         process = self.processes.get(local_rank)
-        if process is not None and process.exit_code is None:
+        if process is not None:
+            self.signal_process(process, signum)
+
+    def signal_process(self, process: WorkerProcess, signum: int) -> None:
+        if process.exit_code is None:
             signal_living(process.pid, signum)
 
     def forget(self, process: WorkerProcess) -> None:
@@ -227,32 +242,47 @@ class Workers:
             os.close(process.pidfd)
             process.pidfd = -1
 
-    def stop_all(self, grace_s: float) -> None:
-        """End all workers (SIGTERM, after *grace_s* SIGKILL), the standby server and the log tails."""
+    def end_all(self, grace_s: float, in_hurry: Callable[[], bool] = lambda: False) -> None:
+        """End all workers: SIGTERM; after *grace_s*, or once *in_hurry*, SIGKILL. May be repeated; afterwards no
+        process is known. The standby server and the logs stay.
+        """
+        if self.server is not None:
+            self.server.forget_orders()
         living = [p for p in self.processes.values() if p.exit_code is None]
+        if grace_s > 0:
+            for process in living:
+                self.signal_process(process, signal.SIGTERM)
+            self._wait_ends(living, grace_s, in_hurry)
         for process in living:
-            signal_living(process.pid, signal.SIGTERM)
-        deadline_s = time.monotonic() + grace_s
-        for process in living:
-            _wait_end(process.pidfd, max(0.0, deadline_s - time.monotonic()))
-            if self.collect(process) is None and process.exit_code is None:
-                signal_living(process.pid, signal.SIGKILL)
-                _wait_end(process.pidfd, 10.0)
-                self.collect(process)
+            self.signal_process(process, signal.SIGKILL)
+        self._wait_ends(living, KILL_TIMEOUT_S, lambda: False)
         for process in self.processes.values():
+            if process.exit_code is None:
+                log.error("local rank %d (pid %d) does not end, even by SIGKILL", process.local_rank, process.pid)
             self.forget(process)
-        self.stop_server()
+        self.processes.clear()
+
+    def close(self) -> None:
+        """Kill what is left, the standby server too, and close the logs. May be repeated."""
+        self.end_all(0.0)
+        if self.server is not None:
+            self.server.close()
+            self.server = None
         self.close_logs()
 
-    def stop_server(self) -> None:
-        if self.server is not None:
-            self.server.channel.close()
-            try:
-                self.server.process.wait(timeout=5.0)
-            except subprocess.TimeoutExpired:
-                self.server.process.kill()
-                self.server.process.wait()
-            self.server = None
+    def _wait_ends(self, processes: Sequence[WorkerProcess], timeout_s: float, in_hurry: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for process in processes:
+                self.collect(process)
+            left = [process for process in processes if process.exit_code is None]
+            left_s = deadline_s - time.monotonic()
+            if not left or left_s <= 0 or in_hurry():
+                return
+            poller = select.poll()
+            for process in left:
+                poller.register(process.pidfd, select.POLLIN)
+            poller.poll(min(left_s, 0.2) * 1000)
 
     # ---- logs ----
 
@@ -271,6 +301,7 @@ class Workers:
             self._dest_attempt = place.restart_count
             for path in {*self._dest.stdouts.values(), *self._dest.stderrs.values()} - {"", os.devnull}:
                 open(path, "a").close()
+        if not self._tails:
             self._start_tails(place)
         for local_rank, path in self._dest.error_files.items():
             # reify sets it for the ranks of its first call only; a stale file must not explain a later death.
@@ -316,12 +347,6 @@ def _open(path: str | None) -> IO[bytes] | None:
     return open(path, "ab") if path else None
 
 
-def _wait_end(pidfd: int, timeout_s: float) -> None:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    poller.poll(timeout_s * 1000)
-
-
 def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:
     if options is None:
         return command
@@ -337,9 +362,16 @@ def _root_cause(error_file: str) -> tuple[str, int]:
             data = json.load(stream)
         message = data["message"]
         if isinstance(message, str):
-            return message, int(time.time())
+            return _shortened(message), int(time.time())
         extra = message.get("extraInfo", {})
         text = extra.get("py_callstack") or message.get("message", "")
-        return str(text), int(extra.get("timestamp", time.time()))
+        return _shortened(str(text)), int(extra.get("timestamp", time.time()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "", int(time.time())
+
+
+def _shortened(text: str) -> str:
+    """The message becomes part of a record, and etcd takes 1.5 MiB for all workers of a node."""
+    if len(text) <= 2 * MESSAGE_CHARS:
+        return text
+    return f"{text[:MESSAGE_CHARS]}\n[{len(text) - 2 * MESSAGE_CHARS} characters left out]\n{text[-MESSAGE_CHARS:]}"

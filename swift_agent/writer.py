@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swift_rendezvous.kv import Compare, KeyValueStore, Op, RendezvousError
+from swift_rendezvous.kv import Compare, KeyValueStore, Op, RendezvousError, RequestRefused
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,11 @@ class Write:
 
 
 class Writer:
-    def __init__(self, store: KeyValueStore) -> None:
-        self._store = store
+    """*on_refused* is called in the writer's thread with a reason: a record will never be written, so that the agent
+    cannot go on."""
+
+    def __init__(self, store: KeyValueStore, on_refused: Callable[[str], None]) -> None:
+        self._store, self._on_refused = store, on_refused
         self._queue: deque[Write] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -73,6 +76,9 @@ class Writer:
                     if not self._store.transaction(write.guards, write.ops).succeeded:
                         log.debug("%s: outdated, not written", write.what)
                     away = False
+                    break
+                except RequestRefused as error:
+                    self._on_refused(f"the record '{write.what}' cannot be written: {error}")
                     break
                 except RendezvousError as error:
                     if not away:

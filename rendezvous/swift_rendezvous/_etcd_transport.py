@@ -24,6 +24,7 @@ from swift_rendezvous.kv import (
     LeaseLost,
     PermissionDenied,
     RendezvousError,
+    RequestRefused,
     StoreUnavailable,
 )
 
@@ -89,6 +90,8 @@ def as_error(code: Any, details: str, what: str) -> RendezvousError:
         return LeaseLost(message)
     if "has been compacted" in details:
         return Compacted(message)
+    if code is _Code.INVALID_ARGUMENT:
+        return RequestRefused(message)
     return RendezvousError(f"{message} ({code.name})")
 
 

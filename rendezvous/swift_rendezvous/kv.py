@@ -31,6 +31,10 @@ class PermissionDenied(RendezvousError):
     """The user may not touch this key."""
 
 
+class RequestRefused(RendezvousError):
+    """This request will never be taken, whoever asks and however often: it is too large or malformed."""
+
+
 class LeaseLost(RendezvousError):
     """The lease expired or was revoked; its keys are gone."""
 

@@ -83,6 +83,7 @@ class Liveness:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopped = False
+        self._farewell = _GOODBYE
         # Two threads, because two agents that dial each other at once must each be able to answer meanwhile.
         self._thread = threading.Thread(target=self._run, name="swift-liveness", daemon=True)
         self._acceptor = threading.Thread(target=self._accept_all, name="swift-liveness-accept", daemon=True)
@@ -99,10 +100,11 @@ class Liveness:
         if not self._stopped:
             self._wake()
 
-    def stop(self) -> None:
-        """Say goodbye to all peers, so that they do not take the closed connections for a death."""
+    def stop(self, goodbye: bool = True) -> None:
+        """Say goodbye to all peers, so that they do not take the closed connections for a death; or let them."""
         if self._stopped:
             return
+        self._farewell = _GOODBYE if goodbye else b""
         self._stopped = True
         self._wake()
         if self._thread.is_alive():
@@ -128,7 +130,7 @@ class Liveness:
                 self._dial()
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):
-                peer.sock.sendall(_GOODBYE)
+                peer.sock.sendall(self._farewell)
             self._drop(peer)
         self._selector.close()
         # Wakes the acceptor, whose accept() then fails.
@@ -138,7 +140,7 @@ class Liveness:
         while not self._accepted.empty():
             peer = self._accepted.get()
             with contextlib.suppress(OSError):
-                peer.sock.sendall(_GOODBYE)
+                peer.sock.sendall(self._farewell)
             peer.sock.close()
 
     def _dial(self) -> None:

@@ -28,9 +28,10 @@ from swift_rendezvous.view import View
 
 @dataclass(frozen=True)
 class Rules:
-    """What the user allows."""
+    """What the user allows, in seconds: waits for a replacement, and for enough nodes to begin."""
 
     replacement_timeout_s: float = 300.0
+    join_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ def spares(view: View) -> list[NodeRecord]:
 def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | None) -> Decision:
     """What the coordinator writes next.
 
-    *waiting_since_s*: when the current wait for a replacement began (None: not waiting). All times are seconds of one
+    *waiting_since_s*: when the current wait for nodes began (None: not waiting). All times are seconds of one
     monotonic clock.
     """
     if view.result is not None or view.job is None:
         return Decision()
     if view.generation is None:
-        return _start(view)
+        return _start(view, rules, now_s, waiting_since_s)
     lost = losses(view)
     if lost and view.released:
         return _lost_after_release(view, lost)
@@ -145,12 +146,18 @@ def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | N
     return _advance(view)
 
 
-def _start(view: View) -> Decision:
+def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
     job = view.job
     assert job is not None
     free = spares(view)
     if len(free) < job.num_nodes:
-        return Decision(waiting=f"{len(free)} of {job.num_nodes} nodes are here")
+        here = f"{len(free)} of {job.num_nodes} nodes are here"
+        since = now_s if waiting_since_s is None else waiting_since_s
+        if now_s - since < rules.join_timeout_s:
+            waiting = f"{here}; the others have {rules.join_timeout_s:g} s to come"
+            return Decision(waiting=waiting, deadline_s=since + rules.join_timeout_s)
+        why = f"{here} after {rules.join_timeout_s:g} s (--rdzv-conf join_timeout)"
+        return Decision((PublishResult(ResultRecord("stopped", why)),), why=why)
     chosen = free[: job.num_nodes]
     why = f"{job.num_nodes} nodes are here: {', '.join(node.node_id for node in chosen)}"
     generation = GenerationRecord(

@@ -5,11 +5,13 @@ This module must never decide who trains.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from dataclasses import dataclass
 
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, decode, encode
-from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValueStore, Lease, Op, Put, RendezvousError
+from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValue, KeyValueStore, Lease, Op, Put, RendezvousError
 
 log = logging.getLogger(__name__)
 
@@ -20,50 +22,77 @@ class JobConflict(RendezvousError):
     """Another job runs under this id, or another node under this name."""
 
 
-def enter_job(store: KeyValueStore, keys: Keys, job: JobRecord, me: NodeRecord, lease_ttl_s: int) -> Lease:
-    """Register *me* under a fresh lease and return the lease; creates the job if there is none.
+class JobOver(RendezvousError):
+    """The job that a node wanted to come back to has ended meanwhile."""
 
-    Records of a job that nobody runs any more are removed first. Raises `JobConflict` if a running job with this id was
-    started with another command, or a living node has this name.
+
+@dataclass(frozen=True)
+class Entry:
+    """A node is in. *job*: which job of this id it is, the create revision of its record."""
+
+    lease: Lease
+    job: int
+
+
+def enter_job(
+    store: KeyValueStore, keys: Keys, job: JobRecord, me: NodeRecord, lease_ttl_s: int, known_job: int | None = None
+) -> Entry:
+    """Register *me* under a fresh lease; creates the job if there is none.
+
+    Records of a job that nobody runs any more are removed first. *known_job*: `Entry.job` of a node that comes back: it
+    enters that very job, raises `JobOver` if it has ended, and never creates one. Raises `JobConflict` if a running job
+    with this id was started with another command, or a living node has this name. When it raises, no lease is left.
     """
+    # The wait for an ending job may be longer than a lease that nobody refreshes.
+    found = _find(store, keys, known_job) if known_job is not None else _find_or_create(store, keys, job)
     lease = store.grant_lease(lease_ttl_s)
     mine = Put(keys.node(me.node_id), encode(me), lease_id=lease.id)
     deadline_s = time.monotonic() + lease_ttl_s + 1.0
     try:
         while True:
-            found = _find_or_create(store, keys, job)
             # The job must still be the one that was found, and is written again with the node: whoever is about to
             # remove it because it had no nodes (guarded by its revision) then does not.
-            guards = [Compare.absent(keys.node(me.node_id)), Compare.value(keys.job, "==", found)]
-            if store.transaction(guards, [mine, Put(keys.job, found)]).succeeded:
-                return lease
-            if store.get(keys.node(me.node_id)) is None:
-                continue
-            if time.monotonic() >= deadline_s:
-                raise JobConflict(
-                    f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id"
-                )
-            time.sleep(0.2)  # an earlier agent of this name that died without a word: its lease runs out soon
+            guards = [
+                Compare.absent(keys.node(me.node_id)),
+                Compare.value(keys.job, "==", found.value),
+                Compare.create_revision(keys.job, "==", found.create_revision),
+            ]
+            if store.transaction(guards, [mine, Put(keys.job, found.value)]).succeeded:
+                return Entry(lease, found.create_revision)
+            if store.get(keys.node(me.node_id)) is not None:
+                if time.monotonic() >= deadline_s:
+                    raise JobConflict(
+                        f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id"
+                    )
+                time.sleep(0.2)  # an earlier agent of this name that died without a word: its lease runs out soon
+            found = _find(store, keys, known_job) if known_job is not None else _find_or_create(store, keys, job)
             lease.refresh()
     except BaseException:
-        lease.revoke()
+        with contextlib.suppress(RendezvousError):
+            lease.revoke()
         raise
 
 
-def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> bytes:
-    """Return the stored value of the job's record."""
+def _find(store: KeyValueStore, keys: Keys, known_job: int) -> KeyValue:
+    found = store.get(keys.job)
+    if found is None or found.create_revision != known_job or store.get(keys.result) is not None:
+        raise JobOver(f"job {keys.job_id!r} ended while this node was away from it")
+    return found
+
+
+def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValue:
+    """Return the job's record as it is stored."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
     while True:
         value = encode(job)
-        if store.transaction([Compare.absent(keys.job)], [Put(keys.job, value)]).succeeded:
-            return value
+        store.transaction([Compare.absent(keys.job)], [Put(keys.job, value)])
         found = store.get(keys.job)
         if found is None:
             continue
         nodes, _ = store.get_prefix(keys.nodes)
         ended = store.get(keys.result) is not None
         if not nodes and found.value == value and store.get(keys.generation) is None and not ended:
-            return value  # just created by a node that is about to register, or has nothing that could mislead
+            return found  # just created by a node that is about to register, or has nothing that could mislead
         if not nodes:
             _remove_leftovers(store, keys, found.mod_revision)
         elif ended and time.monotonic() < deadline_s:
@@ -74,7 +103,7 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> bytes:
             other = decode(JobRecord, found.value)
             if other != job:
                 raise JobConflict(_describe_conflict(keys, other, job))
-            return found.value
+            return found
 
 
 def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:

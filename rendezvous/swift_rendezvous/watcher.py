@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from swift_rendezvous.keys import Keys, RecordError
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch
@@ -51,7 +52,9 @@ class JobWatcher:
     def _list(self) -> tuple[View, int]:
         entries, revision = self._store.get_prefix(self._keys.prefix)
         changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries]
-        return apply_all(View(), self._keys, changes), revision
+        view = apply_all(View(), self._keys, changes)
+        # Deletions leave no key: the listing may be newer than its newest record.
+        return replace(view, revision=max(view.revision, revision)), revision
 
     def _run(self) -> None:
         view, revision = self._first
@@ -71,6 +74,9 @@ class JobWatcher:
                         except RecordError as error:
                             # Ending this thread would blind the agent for good; one record is the smaller loss.
                             log.error("ignored the record %s: %s", kv.key, error)
+                        if kv.key == self._keys.result and view.result is not None:
+                            # It may be deleted in the same response, by a job that has ended while we were away.
+                            self._listener(view)
                     revision = response.revision
                     if response.events:
                         self._listener(view)

@@ -73,6 +73,14 @@ def test_many_nodes() -> None:
     assert found.launch.rdzv_endpoint == "a:2379,b:2379"
 
 
+def test_the_wait_for_the_first_nodes_is_an_option_of_the_rendezvous() -> None:
+    assert config("train.py").join_timeout_s == 600.0  # torch's default
+    assert config("--rdzv-conf", "a=1,join_timeout=7.5", "train.py").join_timeout_s == 7.5
+    for text in ("join_timeout=soon", "join_timeout=0", "join_timeout=nan", "join_timeout"):
+        with pytest.raises(ConfigError, match="join_timeout"):
+            config("--rdzv-conf", text, "train.py")
+
+
 def test_endpoints_from_the_environment_and_options_before_it() -> None:
     environ = {"SWIFT_ETCD_ENDPOINTS": "c:1,d:2", "SWIFT_NODE_ID": "rack7"}
     found = config("--nnodes", "16", "train.py", environ=environ)

@@ -301,6 +301,26 @@ def test_a_node_that_was_replaced_comes_back_as_a_spare() -> None:
     assert agent.tell(lc.Tick()) == []
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_node_whose_workers_fail_too_often_leaves_when_another_takes_its_slot(restarts: int) -> None:
+    """As a spare it would be chosen again, and the job would go round for ever."""
+    agent = training(max_restarts=restarts)
+    lost = only(agent.exit(0, 3), lc.WriteFailure).failure
+    assert lost.restarts_left == restarts
+    if restarts:
+        next_generation(agent, lost={0: (0,)})
+        agent.start([0], first_pid=200)
+        lost = only(agent.exit(0, 3), lc.WriteFailure).failure
+        assert lost.restarts_left == 0
+    number = agent.state.view.number + 1
+    taken = view(names=("n0", "n1", "n2")).nodes
+    new = generation(number, "replace", slots=("n2", "n1"), lost={0: (0, 1)})
+    commands = agent.change(generation=new, generation_revision=10 * number, nodes=taken, plan=None, failures={})
+    left = only(commands, lc.LeaveJob).result
+    assert left.state == "failed" and [e.exit_code for e in left.exits] == [3] and "--max-restarts" in left.why
+    none_of(commands, lc.Rejoin)
+
+
 def test_a_node_without_a_record_comes_back_even_if_nobody_took_its_slot() -> None:
     agent = training()
     commands = agent.change(nodes={"n1": node("n1")}, failures={0: failure("node", 0)})
@@ -459,6 +479,19 @@ def test_one_that_left_before_the_end_makes_a_recovery_in_place_impossible() -> 
     agent.report(0, 1)
     record = only(next_generation(agent, lost={1: (0, 1)}), lc.WriteFailure).failure
     assert record.kind == "restart" and "had exited" in record.evidence
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_replacement_that_ends_well_without_a_word_is_no_replacement(is_planned: bool) -> None:
+    """A script that finds nothing to do, for one: the others would wait for it."""
+    agent = training()
+    agent.exit(0, -9)
+    next_generation(agent, lost={0: (0,)})
+    agent.tell(lc.WorkerStarted(0, 2, 200))
+    agent.report(1, 1)
+    if is_planned:
+        planned(agent)
+    assert only(agent.exit(0, 0, pid=200), lc.WriteFailure).failure.kind == "restart"
 
 
 def test_resumed_is_written_once_with_the_slowest_times() -> None:

@@ -62,6 +62,14 @@ def test_a_job_begins_when_enough_nodes_are_here_in_the_order_in_which_they_came
     assert (new.number, new.mode, new.epoch, new.num_restarts) == (1, "start", 1, 0)
 
 
+def test_the_first_nodes_do_not_wait_for_ever() -> None:
+    few = view(names=("n0",), generation=None, plan=None, coordinator=None)
+    assert ask(few).deadline_s == 100.0 + RULES.join_timeout_s
+    assert ask(few, now_s=100.0, since_s=60.0).deadline_s == 60.0 + RULES.join_timeout_s
+    over = result(ask(few, now_s=100.0, since_s=100.0 - RULES.join_timeout_s))
+    assert over.state == "stopped" and "1 of 2" in over.why and "join_timeout" in over.why
+
+
 def test_nothing_is_decided_before_the_job_is_known_or_after_its_result() -> None:
     assert ask(View()) == Decision()
     ended = view(result=failure("node", 0), failures={0: failure("node", 0)})

@@ -12,7 +12,7 @@ import pytest
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, ResultRecord, decode, encode
 from swift_rendezvous.kv import Compare, LeaseLost, Op, Put, RendezvousError, StoreUnavailable, TransactionResult
 from swift_rendezvous.memory import MemoryStore
-from swift_rendezvous.registration import JobConflict, enter_job, leave_job
+from swift_rendezvous.registration import JobConflict, JobOver, enter_job, leave_job
 from tests.support.records import generation, node
 
 KEYS = Keys("job")
@@ -49,7 +49,7 @@ class Interrupted:
 
 def test_the_first_node_creates_the_job_and_the_others_join_it() -> None:
     store = MemoryStore()
-    lease = enter_job(store, KEYS, JOB, node("n0"), 5)
+    lease = enter_job(store, KEYS, JOB, node("n0"), 5).lease
     enter_job(store, KEYS, JOB, node("n1"), 5)
     assert stored_job(store) == JOB and registered(store) == [node("n0"), node("n1")]
     record = store.get(KEYS.node("n0"))
@@ -100,7 +100,7 @@ def test_a_name_is_given_once() -> None:
 def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:
     store = MemoryStore()
     enter_job(store, KEYS, JOB, node("n1"), 60)
-    predecessor = enter_job(store, KEYS, JOB, node("n0"), 2)
+    predecessor = enter_job(store, KEYS, JOB, node("n0"), 2).lease
     ended = threading.Event()
 
     def time_passes() -> None:
@@ -121,7 +121,7 @@ def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:
 
 def test_the_last_to_leave_removes_the_job() -> None:
     store = MemoryStore()
-    leases = [enter_job(store, KEYS, JOB, node(f"n{i}"), 5) for i in range(2)]
+    leases = [enter_job(store, KEYS, JOB, node(f"n{i}"), 5).lease for i in range(2)]
     store.put(KEYS.generation, encode(generation(1)))
     leave_job(store, KEYS, node("n0"), leases[0])
     assert stored_job(store) == JOB and store.get(KEYS.generation) is not None
@@ -140,7 +140,7 @@ def test_leaving_never_raises() -> None:
             return super().transaction(compare, success, failure)
 
     store = Away()
-    lease = enter_job(store, KEYS, JOB, node("n0"), 5)
+    lease = enter_job(store, KEYS, JOB, node("n0"), 5).lease
     store.away = True
     leave_job(store, KEYS, node("n0"), lease)
 
@@ -194,7 +194,7 @@ def test_two_newcomers_with_the_same_command_both_get_in(at: int) -> None:
 @pytest.mark.parametrize("at", range(8))
 def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int) -> None:
     store = MemoryStore()
-    lease = enter_job(store, KEYS, JOB, node("a"), 5)
+    lease = enter_job(store, KEYS, JOB, node("a"), 5).lease
     store.put(KEYS.generation, encode(generation(1, slots=("a", "z"))))
     leaving = Interrupted(store, at, lambda: void(enter_job(store, KEYS, JOB, node("b"), 5)))
     leave_job(leaving, KEYS, node("a"), lease)
@@ -206,7 +206,7 @@ def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int) -> None:
 @pytest.mark.parametrize("at", range(8))
 def test_the_last_node_leaves_while_a_newcomer_enters(at: int) -> None:
     store = MemoryStore()
-    lease = enter_job(store, KEYS, JOB, node("a"), 5)
+    lease = enter_job(store, KEYS, JOB, node("a"), 5).lease
     entering = Interrupted(store, at, lambda: leave_job(store, KEYS, node("a"), lease))
     enter_job(entering, KEYS, JOB, node("b"), 5)
     if entering.num_calls <= at:
@@ -216,13 +216,42 @@ def test_the_last_node_leaves_while_a_newcomer_enters(at: int) -> None:
 
 def test_a_job_that_is_ending_is_waited_for() -> None:
     store = MemoryStore()
-    lease = enter_job(store, KEYS, replace(JOB, fingerprint="older"), node("a"), 5)
+    lease = enter_job(store, KEYS, replace(JOB, fingerprint="older"), node("a"), 5).lease
     store.put(KEYS.result, encode(ResultRecord("succeeded", "w")))
     leaves = threading.Timer(0.25, leave_job, [store, KEYS, node("a"), lease])
     leaves.start()
     enter_job(store, KEYS, JOB, node("b"), 5)
     leaves.join()
     assert stored_job(store) == JOB and registered(store) == [node("b")] and store.get(KEYS.result) is None
+
+
+@pytest.mark.parametrize("ended", ["gone", "another", "result"])
+def test_who_comes_back_to_a_job_that_has_ended_starts_nothing(ended: str) -> None:
+    store = MemoryStore()
+    entry = enter_job(store, KEYS, JOB, node("a"), 5)
+    again = enter_job(store, KEYS, JOB, node("b"), 5)
+    assert entry.job == again.job  # one job, whoever asks
+    if ended == "result":
+        store.put(KEYS.result, encode(ResultRecord("succeeded", "w")))
+    else:
+        leave_job(store, KEYS, node("a"), entry.lease)
+        leave_job(store, KEYS, node("b"), again.lease)
+    if ended == "another":
+        enter_job(store, KEYS, JOB, node("c"), 5)
+    before = store.get_prefix("/")[0]
+    with pytest.raises(JobOver):
+        enter_job(store, KEYS, JOB, node("a", 2), 5, known_job=entry.job)
+    assert store.get_prefix("/")[0] == before
+
+
+def test_who_comes_back_finds_its_job() -> None:
+    store = MemoryStore()
+    entry = enter_job(store, KEYS, JOB, node("a"), 5)
+    enter_job(store, KEYS, JOB, node("b"), 5)
+    store.put(KEYS.generation, encode(generation(3)))
+    entry.lease.revoke()
+    assert enter_job(store, KEYS, JOB, node("a", 2), 5, known_job=entry.job).job == entry.job
+    assert node("a", 2) in registered(store) and store.get(KEYS.generation) is not None
 
 
 def void(_: object) -> None:
@@ -239,7 +268,7 @@ def test_the_guard_of_a_registration_is_needed() -> None:
             call = super().__getattr__(name)
             if name != "transaction":
                 return call
-            return lambda compare, ops: call([c for c in compare if c.target != "value"],
+            return lambda compare, ops: call([c for c in compare if len(ops) != 2 or c.key != KEYS.job],
                                              [op for op in ops if not (len(ops) == 2 and op.key == KEYS.job)])
 
     def between() -> None:

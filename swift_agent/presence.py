@@ -1,0 +1,113 @@
+"""This node in its job, under one incarnation: lease and record in etcd, and the threads that see and are seen.
+
+    enter: listener --> lease, record --> keep-alive, watch, liveness ring, coordinator
+    leave: all of these stopped; with a goodbye, or silently if the others shall take this node for lost
+
+A node that was given up by the others comes back with a new presence. Must never touch workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swift_agent import host
+from swift_agent.config import AgentConfig
+from swift_agent.planning import plan_generation
+from swift_rendezvous.coordinator import Coordinator
+from swift_rendezvous.keys import JobRecord, Keys, NodeRecord
+from swift_rendezvous.kv import KeyValueStore, Lease, RendezvousError
+from swift_rendezvous.liveness import Liveness
+from swift_rendezvous.membership import Rules
+from swift_rendezvous.registration import Entry, enter_job, leave_job
+from swift_rendezvous.view import View
+from swift_rendezvous.watcher import JobWatcher
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Called from the threads of a presence, with its incarnation first where it matters which one it was."""
+
+    view: Callable[[View], None]
+    peer_lost: Callable[[str, str], None]
+    lease_lost: Callable[[str, str], None]
+
+
+class Presence:
+    """Made by `enter`; ended by `leave` (for good) or `abandon` (to come back as another)."""
+
+    def __init__(
+        self, config: AgentConfig, store: KeyValueStore, keys: Keys, address: str, listeners: Listeners,
+        known_job: int | None,
+    ) -> None:  # fmt: skip
+        """Enter the job. *known_job*: the job that this node was in before, which must still be there (see
+        `registration.enter_job`). Raises what that raises; then nothing is left."""
+        self._store, self._keys = store, keys
+        with contextlib.ExitStack() as undo:
+            self.liveness = Liveness(address, listeners.peer_lost)
+            undo.callback(self.liveness.stop)
+            self.me = NodeRecord(
+                node_id=config.node_id,
+                incarnation=secrets.token_hex(8),
+                host=address,
+                watch_port=self.liveness.port,
+                num_workers=config.nproc,
+                token=secrets.token_hex(16),
+                fingerprint=host.fingerprint(config),
+            )
+            job = JobRecord(config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts)
+            entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
+            self.job: int = entry.job
+            self._lease: Lease = entry.lease
+            undo.callback(_revoke, self._lease)
+            incarnation = self.me.incarnation
+            self._keep_alive = self._lease.keep_alive(lambda why: listeners.lease_lost(incarnation, why))
+            undo.callback(self._keep_alive.stop)
+            self.coordinator = Coordinator(
+                store,
+                keys,
+                self.me,
+                self._lease.id,
+                plan_generation,
+                Rules(config.replacement_timeout_s, config.join_timeout_s),
+                lambda line: log.info("%s", line),
+            )
+            self._watcher = JobWatcher(store, keys, listeners.view)
+            self.liveness.start(self.me)
+            self.first_view = self._watcher.start()
+            undo.callback(self._watcher.stop)
+            self.coordinator.start()
+            undo.pop_all()
+
+    def update(self, view: View) -> None:
+        """Tell the threads what the job looks like now."""
+        self.coordinator.update(view)
+        self.liveness.update(view.nodes.values())
+
+    def leave(self) -> None:
+        """Tell the others and remove this node's records; who is last removes the job's."""
+        self._stop(goodbye=True)
+        leave_job(self._store, self._keys, self.me, self._lease)
+
+    def abandon(self) -> None:
+        """Be gone as if this process had died: the others act at once. Never raises."""
+        self._stop(goodbye=False)
+        _revoke(self._lease)
+
+    def _stop(self, goodbye: bool) -> None:
+        self.coordinator.stop()
+        self._watcher.stop()
+        self._keep_alive.stop()
+        self.liveness.stop(goodbye)
+
+
+def _revoke(lease: Lease) -> None:
+    try:
+        lease.revoke()
+    except RendezvousError as error:
+        log.debug("the lease was not revoked, it will run out: %s", error)

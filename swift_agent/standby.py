@@ -1,0 +1,105 @@
+"""The agent's end of a standby server (`nursery`): a process with torch imported, from which workers are forked.
+
+Orders are answered by "started" with a process id; what is still open when the server dies is the agent's to start in
+another way. Must never block, but for the start of a process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift_agent.channel import Channel, Message
+from swift_agent.worker_env import Placement
+
+# A fork takes milliseconds; a server that is still importing is not ready. Longer than that, and an import hangs.
+ANSWER_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """One worker that was asked for."""
+
+    place: Placement
+    local_rank: int
+    env: Mapping[str, str]
+    ordered_s: float
+
+
+class StandbyServer:
+    """One process. *preloaded*: the modules that it was asked to import; *num_wanted*: how many standbys."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-m", "swift_agent.nursery", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._channel = Channel(ours)
+        self._orders: dict[int, Order] = {}
+        self._num_orders = 0
+        self.preloaded: tuple[str, ...] = ()
+        self.num_wanted = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    # Each of these raises `ChannelClosed` if the server is dead.
+
+    def want(self, count: int) -> None:
+        """Keep *count* standbys ready."""
+        self.num_wanted = count
+        self._channel.send({"op": "standbys", "count": count})
+
+    def preload(self, modules: Sequence[str]) -> None:
+        self.preloaded = tuple(modules)
+        self._channel.send({"op": "preload", "modules": list(modules)})
+
+    def order(self, place: Placement, local_rank: int, env: Mapping[str, str], assignment: Mapping[str, Any]) -> None:
+        self._num_orders += 1
+        self._channel.send({"op": "start", "ticket": self._num_orders, "assignment": assignment})
+        self._orders[self._num_orders] = Order(place, local_rank, env, time.monotonic())
+
+    def receive(self) -> list[Message]:
+        """What it has said; for an event loop."""
+        return self._channel.receive_ready()
+
+    # ---- orders ----
+
+    def answered(self, ticket: int) -> Order | None:
+        """The open order of that number, which then is closed. None: it was closed before."""
+        return self._orders.pop(ticket, None)
+
+    def reopen(self, ticket: int, order: Order) -> None:
+        """The process that was started is dead already: the server finds that out, too, and starts another."""
+        self._orders[ticket] = order
+
+    def open_orders(self) -> list[Order]:
+        return list(self._orders.values())
+
+    def forget_orders(self) -> None:
+        """Nobody wants what was ordered any more: it is killed when it comes."""
+        self._orders.clear()
+
+    def is_overdue(self, now_s: float) -> bool:
+        return any(now_s - order.ordered_s > ANSWER_TIMEOUT_S for order in self._orders.values())
+
+    # ---- end ----
+
+    def kill(self) -> None:
+        """Its end is seen as the end of its channel. Standbys end with it, workers do not."""
+        self._process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._channel.close()
+        self._process.wait()
