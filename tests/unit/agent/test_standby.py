@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swift_agent import process
+from swift_agent import process as process_module
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.options import parse_args
@@ -96,7 +96,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
     made.workers.close()
-    process._prctl(process._PR_SET_CHILD_SUBREAPER, 0)  # the other tests' orphans are none of this process's
+    # The orphans of other tests are none of this process's.
+    process_module._prctl(process_module._PR_SET_CHILD_SUBREAPER, 0)
     deadline_s = time.monotonic() + 10.0
     while psutil.Process().children() and time.monotonic() < deadline_s:
         reap_strangers(set())
