@@ -41,6 +41,7 @@ class UpdateTracker:
         self._seen: dict[str, list[tuple[int, int]]] = {}
         self._in_step = False
         self._running = ""
+        self._devices = {name: _cuda_device(optimizer) for name, optimizer in optimizers.items()}
         self.updated = False
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
@@ -160,8 +161,7 @@ class UpdateTracker:
         """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when
         every reduction before it is known to be complete; the host waits for the device here, and gives up if
         stopped."""
-        devices = [p.device for group in self._optimizers[name].param_groups for p in group["params"]]
-        device = next((d for d in devices if d.type == "cuda"), None)
+        device = self._devices[name]
         if device is None:
             return
         assert self._supervisor is not None
@@ -185,6 +185,11 @@ class UpdateTracker:
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden.clear()
+
+
+def _cuda_device(optimizer: Optimizer) -> torch.device | None:
+    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def _hook(act: Callable[[str], None], name: str) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from swift_recovery.errors import StateError
 
-_SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 # The counts of a GradScaler that its update reads; `_scale` and `_growth_tracker` are tensors once it was used.
 _SCALER_NUMBERS = ("_growth_factor", "_backoff_factor", "_growth_interval", "_init_scale", "_init_growth_tracker")
 
@@ -49,12 +49,12 @@ def apply(value: Any, tree: Any) -> None:
 def copy_tree(tree: Any) -> Any:
     """Copy containers and tensors of *tree*; anything else is shared. Tensors are detached and stay on their device."""
     kind = type(tree)
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return tree
     if kind is dict:
-        return {key: item if type(item) in _SCALARS else copy_tree(item) for key, item in tree.items()}
+        return {key: item if type(item) in SCALARS else copy_tree(item) for key, item in tree.items()}
     if kind is list:
-        return [item if type(item) in _SCALARS else copy_tree(item) for item in tree]
+        return [item if type(item) in SCALARS else copy_tree(item) for item in tree]
     if kind is tuple:
         return tuple([copy_tree(item) for item in tree])
     if kind is OrderedDict:

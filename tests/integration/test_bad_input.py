@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.server
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from swift_rendezvous import private_etcd
 from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.private_etcd import PrivateEtcd
 from tests.support.etcd_cluster import EtcdCluster
@@ -224,10 +228,52 @@ def test_process_group_made_before(run_swift: Callable[..., subprocess.Completed
     assert done.returncode == 1 and "instead of init_process_group" in done.stderr
 
 
-def test_port_in_use() -> None:
-    """The ports of a job are picked by the kernel; a private etcd whose port is taken in between tries another."""
-    with tempfile.TemporaryDirectory() as directory, PrivateEtcd(directory=directory) as one, PrivateEtcd() as two:
-        assert one.endpoint != two.endpoint
+@pytest.mark.parametrize("kind", ["http", "silent"])
+def test_the_port_of_etcd_is_used_by_something_else(
+    kind: str, run_swift: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if kind == "http":
+            server = http.server.HTTPServer(listener.getsockname(), http.server.BaseHTTPRequestHandler, False)
+            server.socket.close()
+            server.socket = listener
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        done = run_swift("--nnodes", "2", "--rdzv-endpoint", endpoint, script="print('started')")
+        if kind == "http":
+            server.shutdown()
+    assert done.returncode == 1 and endpoint in done.stderr and "etcd" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "started" not in done.stdout
+
+
+def test_the_port_of_a_static_rendezvous_is_used_by_something_else(
+    run_swift: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """`--master-port` belongs to torch's own launcher: its error comes through."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        where = ("--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", port)
+        done = run_swift(*where, "--nproc-per-node", "1", script="print('started')")
+    assert done.returncode != 0 and "started" not in done.stdout
+    assert "EADDRINUSE" in done.stderr or "already in use" in done.stderr
+
+
+def test_a_private_etcd_whose_port_was_taken_tries_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the choice of a port and etcd's start anybody may take it."""
+    taken: list[socket.socket] = []
+    original = private_etcd._free_ports
+
+    def snatched(count: int) -> list[int]:
+        ports = original(count)
+        if not taken:
+            taken.append(socket.create_server(("127.0.0.1", ports[0])))
+        return ports
+
+    monkeypatch.setattr(private_etcd, "_free_ports", snatched)
+    with tempfile.TemporaryDirectory() as directory, PrivateEtcd(directory=directory) as server:
+        assert taken and server.endpoint != f"127.0.0.1:{taken[0].getsockname()[1]}"
+        assert _keys(server.endpoint) == []
+    taken[0].close()
 
 
 def _keys(endpoint: str) -> list[str]:

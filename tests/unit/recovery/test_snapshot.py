@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -287,22 +286,3 @@ def test_generators_come_back() -> None:
     draws = [torch.rand(1).item(), random.gauss(0, 1), np.random.randn()]
     restore_generators(decode(data, tensors))
     assert [torch.rand(1).item(), random.gauss(0, 1), np.random.randn()] == draws
-
-
-def best_us(act: Any) -> float:
-    best = float("inf")
-    for _ in range(20):
-        start_s = time.perf_counter()
-        for _ in range(20):
-            act()
-        best = min(best, time.perf_counter() - start_s)
-    return best / 20 * 1e6
-
-
-def test_the_costs_promised() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
-    snapshot = Snapshot(TrainingState({"m": model}, {"o": optimizer}, {"s": scheduler}))
-    assert best_us(snapshot.take) < 50
-    assert best_us(lambda: seed_all(1, 2, 3, 4)) < 40
