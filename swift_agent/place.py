@@ -17,13 +17,14 @@ import torch
 from swift_agent.errors import SwiftError
 from swift_agent.tracking import Tracked
 from swift_recovery.progress import RankReport, Status
-from swift_recovery.snapshot import Snapshot, seed_all
+from swift_recovery.randomness import SeedSeries
+from swift_recovery.snapshot import Snapshot
 
 RngMode = Literal["iteration", "user"]
 
 
 class Purpose(enum.IntEnum):
-    """What a seed is for: the *tag* of `randomness.seed_all`."""
+    """What a seed is for: the *tag* of a `SeedSeries`."""
 
     ITERATION = 1
     DATA = 2
@@ -37,16 +38,18 @@ class Seeds:
     def __init__(self, mode: RngMode, seed: int | None, rank: int) -> None:
         self.keeps_generators = mode == "user"
         self._seed, self._rank = seed, rank
+        self._series: dict[int, SeedSeries] = {}
 
     def settle(self) -> None:
         """Training begins: without a seed of its own the job takes the script's."""
         if self._seed is None:
             self._seed = torch.initial_seed()
+        self._series = {int(purpose): SeedSeries(self._seed, self._rank, purpose) for purpose in Purpose}
 
-    def use(self, purpose: Purpose, index: int) -> None:
+    def use(self, purpose: int, index: int) -> None:
+        """Seed all generators for a *purpose*."""
         if not self.keeps_generators:
-            assert self._seed is not None
-            seed_all(self._seed, self._rank, purpose, index)
+            self._series[purpose].use(index)
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ class Place:
     effect, and what is small comes into force when the script gets there.
     """
 
-    def __init__(self, rank: int, seeds: Seeds, lock: threading.Condition) -> None:
+    def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
         self.rank, self.seeds, self.lock = rank, seeds, lock
         self.status: Status = "fresh"
         self.inside: Literal["", "iteration", "section"] = ""

@@ -169,7 +169,8 @@ class Protected:
                 place.seeds.use(Purpose.ITERATION, number)
                 tracked.begin(number)
                 place.enter("iteration")
-                self.supervisor.check()
+                if self.supervisor.interrupted:
+                    self.supervisor.check()
                 result = call()
                 self._complete_iteration()
             except Exception as error:

@@ -87,7 +87,7 @@ def _without_agent(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rank = dist.get_rank()
-    place = Place(rank, Seeds(rng, seed, rank), threading.Condition())
+    place = Place(rank, Seeds(rng, seed, rank), threading.RLock())
     return Job(rank, local_rank, dist.get_world_size(), device, place, Unprotected(place), None)
 
 
@@ -100,7 +100,7 @@ def _with_agent(
     local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])
     supervisor = Supervisor(connect(socket_path), rank)
     groups = process_group.install()
-    place = Place(rank, Seeds(rng, seed, rank), supervisor.changed)
+    place = Place(rank, Seeds(rng, seed, rank), supervisor.fence)
     started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
     protected = Protected(place, supervisor, groups, device, started_s)
     hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}

@@ -50,17 +50,25 @@ class Go:
 
 
 class Supervisor:
-    """Shared by the reading thread and the main thread; every attribute is guarded by *changed*."""
+    """Shared by the reading thread and the main thread; every attribute is written under *fence*, of which *changed*
+    is the condition.
+
+    *interrupted*: the generation that the main thread works in was stopped. Never before it has entered its first.
+    What the main thread does in every iteration is kept down to a few operations: it runs with cold caches.
+    """
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self._channel = channel
         self._rank = rank
-        self.changed = threading.Condition()
+        self.fence = threading.RLock()
+        self.changed = threading.Condition(self.fence)
+        self.interrupted = False
         self._go: Go | None = None
         self._stopped = 0
         self._aborted = 0
         self._entered = 0
         self._stepping = False
+        self._report_waits = False
         self._released = False
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
@@ -75,11 +83,6 @@ class Supervisor:
     # ---- main thread ----
 
     @property
-    def interrupted(self) -> bool:
-        """The generation that the main thread works in was stopped. Never before it has entered its first."""
-        return 0 < self._entered <= self._stopped
-
-    @property
     def generation(self) -> int:
         """The one this worker is in; before it has entered any, the one it was told to enter."""
         return self._entered or (self._go.generation if self._go else 0)
@@ -91,14 +94,16 @@ class Supervisor:
 
     def enter_step(self) -> None:
         """Pass the fence in front of an optimizer step. While a step runs no report is made."""
-        with self.changed:
-            self.check()
+        with self.fence:
+            if self.interrupted:
+                self.check()
             self._stepping = True
 
     def leave_step(self) -> None:
-        with self.changed:
+        with self.fence:
             self._stepping = False
-            self.changed.notify_all()
+            if self._report_waits:
+                self.changed.notify_all()
 
     def wait_go(self) -> Go:
         """Block until there is a generation to enter that has not been stopped already, and enter it."""
@@ -108,6 +113,7 @@ class Supervisor:
             )
             assert self._go is not None
             self._entered = self._go.generation
+            self.interrupted = False
             return self._go
 
     def peek_go(self) -> Go:
@@ -184,13 +190,16 @@ class Supervisor:
     def _on_stop(self, generation: int, why: str) -> None:
         with self.changed:
             self._stopped = max(self._stopped, generation)
+            self.interrupted = 0 < self._entered <= self._stopped
             self.changed.notify_all()
         self._abort(why, generation)
         with self.changed:
             self._aborted = max(self._aborted, generation)
             self.changed.notify_all()
             # A step that has passed the fence has all its gradients: it is let finish, and counts.
+            self._report_waits = True
             self.changed.wait_for(lambda: not self._stepping)
+            self._report_waits = False
             report = self._report()
         self.send({"op": "report", "generation": generation, "report": report})
 

@@ -41,6 +41,8 @@ class UpdateTracker:
         self._seen: dict[str, list[tuple[int, int]]] = {}
         self._in_step = False
         self._running = ""
+        # The usual case has nothing to keep, and must cost next to nothing.
+        self._is_simple = len(optimizers) == 1 and not any(map(_cuda_device, optimizers.values()))
         self._devices = {name: _cuda_device(optimizer) for name, optimizer in optimizers.items()}
         self.updated = False
         self.mixed = False
@@ -57,17 +59,20 @@ class UpdateTracker:
         """An iteration begins. *ghost*: its steps must have no effect."""
         self._in_iteration, self._ghost = True, ghost
         self._stepped = []
-        self._kept.clear()
+        if self._kept:
+            self._kept.clear()
         self.updated = False
 
     def finish(self) -> None:
         """The iteration has ended as it should."""
-        for name in self._stepped:
-            self._apart.setdefault(name, False)
+        if not self._is_simple:
+            for name in self._stepped:
+                self._apart.setdefault(name, False)
+            self._kept.clear()
         self._in_iteration, self._ghost = False, False
-        self._kept.clear()
         self.updated = False
-        self._leave_step()
+        if self._in_step:
+            self._leave_step()
 
     def cut(self) -> None:
         """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
@@ -103,16 +108,21 @@ class UpdateTracker:
                 f"optimizer '{name}' makes a second step in one iteration. An iteration is one update: "
                 "call the @job.iteration function once per step."
             )
-        if self._supervisor is not None:
-            moved = self._notice_backward(name)
-            if moved or not self._in_step:
-                self._wait_for_gradients(name)
-            if not self._in_step:
-                self._supervisor.enter_step()
-                self._in_step = True
-            self._running = name
-            if self._must_keep(name):
-                self._kept[name] = _Kept(self._optimizers[name])
+        if self._supervisor is None:
+            return
+        if self._is_simple:
+            self._supervisor.enter_step()
+            self._in_step, self._running = True, name
+            return
+        moved = self._notice_backward(name)
+        if moved or not self._in_step:
+            self._wait_for_gradients(name)
+        if not self._in_step:
+            self._supervisor.enter_step()
+            self._in_step = True
+        self._running = name
+        if self._must_keep(name):
+            self._kept[name] = _Kept(self._optimizers[name])
 
     def _after(self, name: str) -> None:
         if self._ghost:
@@ -123,7 +133,7 @@ class UpdateTracker:
         if len(self._stepped) == len(self._optimizers):
             self.updated = True
         if self._supervisor is not None:
-            if len(self._optimizers) > 1:
+            if not self._is_simple:
                 self._note_gradients()
             # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
             if self.updated or all(step in self._kept for step in self._stepped):

@@ -15,11 +15,9 @@ from swift_recovery import stateful
 from swift_recovery.codec import join_path
 from swift_recovery.errors import StateError
 from swift_recovery.incoming import replace_values
-from swift_recovery.randomness import capture_generators, restore_generators, seed_all
+from swift_recovery.randomness import capture_generators, restore_generators
 from swift_recovery.state import TrainingState
 from swift_recovery.tensors import copy_all, unexpanded
-
-__all__ = ["Snapshot", "seed_all"]
 
 # Buffers up to this size are copied every time. Larger ones (masks, tables) only when their version or their memory
 # changed: a kernel may write without telling the version (BatchNorm does), but such buffers are small.

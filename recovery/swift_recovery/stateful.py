@@ -56,6 +56,8 @@ def copy_tree(tree: Any) -> Any:
     if kind is list:
         return [item if type(item) in SCALARS else copy_tree(item) for item in tree]
     if kind is tuple:
+        if SCALARS.issuperset(map(type, tree)):
+            return tree  # the betas of Adam, in every iteration
         return tuple([copy_tree(item) for item in tree])
     if kind is OrderedDict:
         return OrderedDict((key, copy_tree(item)) for key, item in tree.items())
