@@ -1,4 +1,4 @@
-"""What both benchmarks need: jobs of two nodes of two workers on loopback, what their workers log, the machine.
+"""What both benchmarks need: jobs of two nodes on loopback, what their workers log, the machine.
 
 A node is an agent process with its workers. Must never measure with a clock of its own: times come from the workers'
 logs and from the kill, all CLOCK_MONOTONIC of this machine.
@@ -29,7 +29,7 @@ from swift_rendezvous.keys import EventRecord, Keys, RecordError, decode
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "train_ddp.py"
 NUM_NODES, NUM_WORKERS = 2, 2
-WORLD_SIZE = NUM_NODES * NUM_WORKERS
+WORLD_SIZE = NUM_NODES * NUM_WORKERS  # of jobs that are not told otherwise
 
 T = TypeVar("T")
 
@@ -51,8 +51,11 @@ class Job(ABC):
 
     name: str
 
-    def __init__(self, directory: Path, script_args: Iterable[str], num_spares: int = 0) -> None:
-        self.num_spares = num_spares
+    def __init__(
+        self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS
+    ) -> None:
+        self.num_spares, self.num_workers = num_spares, num_workers
+        self.world_size = NUM_NODES * num_workers
         self.directory = directory / f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.directory.mkdir()
         self.weights = self.directory / "weights.pt"
@@ -118,7 +121,7 @@ class Job(ABC):
     def wait_iteration(self, iteration: int, timeout_s: float = 90.0) -> None:
         """Until every rank has finished *iteration*."""
         def reached() -> bool:
-            return all(self.log(rank) and self.last(rank).iteration >= iteration for rank in range(WORLD_SIZE))
+            return all(self.log(rank) and self.last(rank).iteration >= iteration for rank in range(self.world_size))
 
         self.wait_for(reached, f"iteration {iteration}", timeout_s)
 
@@ -182,15 +185,17 @@ class Torchrun(Job):
 
     name = "torchrun"
 
-    def __init__(self, directory: Path, script_args: Iterable[str], num_spares: int = 0) -> None:
-        super().__init__(directory, [*script_args, "--plain"], num_spares)
+    def __init__(
+        self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS
+    ) -> None:
+        super().__init__(directory, [*script_args, "--plain"], num_spares, num_workers)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NUM_NODES), "--nproc-per-node",
-                str(NUM_WORKERS), "--max-restarts", "100", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+                str(self.num_workers), "--max-restarts", "100", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                 f"127.0.0.1:{self._port}", "--rdzv-id", self.id, "--local-addr", "127.0.0.1",
                 "--rdzv-conf", f"is_host={int(not self.agents)}"]  # fmt: skip
 
@@ -207,23 +212,26 @@ class SwiftRun(Job):
 
     name = "swift-run"
 
-    def __init__(self, directory: Path, script_args: Iterable[str], etcd: EtcdConfig, num_spares: int = 0) -> None:
-        super().__init__(directory, script_args, num_spares)
+    def __init__(
+        self, directory: Path, script_args: Iterable[str], etcd: EtcdConfig, num_spares: int = 0,
+        num_workers: int = NUM_WORKERS,
+    ) -> None:  # fmt: skip
+        super().__init__(directory, script_args, num_spares, num_workers)
         self._etcd = etcd
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "swift_agent.run", "--nnodes", str(NUM_NODES), "--nproc-per-node",
-                str(NUM_WORKERS), "--spares", str(self.num_spares), "--max-restarts", "100", "--rdzv-endpoint",
+                str(self.num_workers), "--spares", str(self.num_spares), "--max-restarts", "100", "--rdzv-endpoint",
                 self._etcd.endpoints[0], "--rdzv-id", self.id, "--node-id", f"node{len(self.agents)}"]  # fmt: skip
 
     def wait_ready(self) -> None:
         """Until every node has its standby server and warm processes: one where workers train, all on a spare."""
 
         def ready() -> bool:
-            active = {self.node_of(rank).pid for rank in range(WORLD_SIZE)}
+            active = {self.node_of(rank).pid for rank in range(self.world_size)}
             living = [agent for agent in self.agents if agent.poll() is None]
             return all(
-                len(self.family(agent)) >= 2 + NUM_WORKERS + (1 if agent.pid in active else 0) for agent in living
+                len(self.family(agent)) >= 2 + self.num_workers + (1 if agent.pid in active else 0) for agent in living
             )
 
         self.wait_for(ready, "warm processes on every node", 60.0)

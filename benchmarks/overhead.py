@@ -2,12 +2,14 @@
 
 Both jobs are alive at once. They take turns, a block of iterations each, in the order A B B A; the one whose turn it is
 not waits without using the processor. So both are measured within a second of each other, on the same machine in the
-same state. The cost is the median, over the pairs of blocks, of ours over torchrun's.
+same state, with one worker per core: with more of them the order in which they are scheduled is what is measured.
+The cost is the median, over the pairs of blocks, of ours over torchrun's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-from _common import WORLD_SIZE, Failed, Job, SwiftRun, Torchrun, machine, same_weights
+from _common import NUM_NODES, Failed, Job, SwiftRun, Torchrun, machine, same_weights
 
 from swift_rendezvous.private_etcd import PrivateEtcd
 
@@ -35,7 +37,7 @@ class Gated:
         self.job = job
         self._orders: list[IO[str]] = []
         self._answers: list[IO[str]] = []
-        for rank in range(WORLD_SIZE):
+        for rank in range(job.world_size):
             for name, files, mode in (("orders", self._orders, "w"), ("answers", self._answers, "r")):
                 path = job.directory / f"{name}{rank}"
                 os.mkfifo(path)
@@ -49,7 +51,7 @@ class Gated:
     def block(self, num_iterations: int) -> tuple[float, float]:
         """Run a block; seconds per iteration on rank 0: in all, and outside the script's own function."""
         self.order(num_iterations)
-        answers = [self._answer(rank) for rank in range(WORLD_SIZE)]
+        answers = [self._answer(rank) for rank in range(self.job.world_size)]
         whole_s, inside_s = answers[0]
         return whole_s / num_iterations, (whole_s - inside_s) / num_iterations
 
@@ -62,29 +64,35 @@ class Gated:
 
     def cpu_s(self, etcd_pid: int | None = None) -> float:
         """Processor time so far of what is not a worker: agents, warm processes, etcd."""
-        workers = {self.job.last(rank).pid for rank in range(WORLD_SIZE)}
+        workers = {self.job.last(rank).pid for rank in range(self.job.world_size)}
         processes = [process for agent in self.job.agents for process in self.job.family(agent)]
         if etcd_pid:
             processes.append(psutil.Process(etcd_pid))
-        times = [process.cpu_times() for process in processes if process.pid not in workers]
-        return sum(spent.user + spent.system for spent in times)
+        spent_s = 0.0
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a process of the launcher's that ends meanwhile
+                if process.pid not in workers:
+                    times = process.cpu_times()
+                    spent_s += times.user + times.system
+        return spent_s
 
     def close(self) -> None:
         for file in (*self._orders, *self._answers):
             file.close()
 
 
-def measure(state_mb: float, seconds: float, block: int) -> dict[str, Any]:
-    """Blocks of *block* iterations in turn for about *seconds*."""
+def measure(state_mb: float, seconds: float, block_s: float, num_workers: int) -> dict[str, Any]:
+    """Blocks of iterations of about *block_s* in turn for about *seconds*."""
     with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
         args = ["--state-mb", str(state_mb), "--iterations", str(10**9), "--gate"]
-        torchrun, swift = Torchrun(Path(name), args), SwiftRun(Path(name), args, etcd.config)
+        torchrun = Torchrun(Path(name), args, num_workers=num_workers)
+        swift = SwiftRun(Path(name), args, etcd.config, num_workers=num_workers)
         peer, ours = Gated(torchrun), Gated(swift)
         try:
             with torchrun, swift:
-                for each in (peer, ours):
-                    each.block(NUM_WARM_UP)
+                iteration_s = max(each.block(NUM_WARM_UP)[0] for each in (peer, ours))
                 swift.wait_ready()
+                block = max(2, round(block_s / iteration_s))
                 result = _take_turns(peer, ours, seconds, block, etcd.pid)
                 for each in (peer, ours):
                     each.order(0)
@@ -143,19 +151,30 @@ def report(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one object")
-    parser.add_argument("--quick", action="store_true", help="end within 60 s")
-    parser.add_argument("--state-mb", type=float, default=5.0, help="parameters and optimizer state")
-    parser.add_argument("--seconds", type=float, help="how long to measure, without the start; default: 120")
-    parser.add_argument("--block", type=int, default=40, help="iterations per turn")
+    parser.add_argument("--quick", action="store_true", help="the first size only, within 60 s")
+    parser.add_argument("--state-mb", type=float, nargs="+", default=[100.0, 5.0],
+                        help="parameters and optimizer state; default: 100 and 5")
+    parser.add_argument("--seconds", type=float, help="how long to measure each, without the start; default: 120")
+    parser.add_argument("--block-s", type=float, default=0.5, help="length of a turn, about")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // NUM_NODES),
+                        help="per node, of two nodes; default: one worker per core")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    seconds = args.seconds or (20.0 if args.quick else 120.0)
+    cases = []
     try:
-        result = measure(args.state_mb, args.seconds or (20.0 if args.quick else 120.0), args.block)
+        for state_mb in args.state_mb[:1] if args.quick else args.state_mb:
+            cases.append(measure(state_mb, seconds, args.block_s, args.workers))
+            if not args.json:
+                print(report(cases[-1]), flush=True)
     except Failed as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(result) if args.json else report(result))
-    return 0 if result["equal"] else 1
+    equal = all(case["equal"] for case in cases)
+    if args.json:
+        # The first case is the headline; all of them follow.
+        print(json.dumps({**cases[0], "equal": equal, "cases": cases}))
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":
