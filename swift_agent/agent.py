@@ -49,12 +49,15 @@ from swift_rendezvous.keys import (
     encode,
 )
 from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Op, Put, StoreUnavailable
+from swift_rendezvous.liveness import Limits
 from swift_rendezvous.registration import JobConflict, JobOver
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+# The loss of a peer that could not be written down for so long has to be seen again.
+EVIDENCE_S = 2.0
 LEAVE_TIMEOUT_S = 3.0
 # After SIGTERM; torchrun's default.
 DEFAULT_GRACE_S = 30.0
@@ -133,6 +136,14 @@ class Agent:
             restarts_used=self._state.restarts_used,
         )
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
+        if known_job is None and config.nnodes + config.spares > 1:
+            least_s, most_s = Limits(config.heartbeat_s).detection_s
+            ttl_s = config.lease_ttl_s
+            log.info(
+                "noticed: a dead process at once, a dead machine or link in %.2g to %.2g s (--heartbeat %g), "
+                "a frozen agent in %d to %d s (--lease-ttl %d)",
+                *(least_s, most_s, config.heartbeat_s, ttl_s, 2 * ttl_s, ttl_s),
+            )
 
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
@@ -178,9 +189,17 @@ class Agent:
         if now_s - self._last_reap_s >= TICK_S:
             self._last_reap_s = now_s
             self._workers.check_server(now_s)
+            self._check_isolation()
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
             self._event(msg.Tick())
+
+    def _check_isolation(self) -> None:
+        """Without etcd and without a sign of life from anybody, this node is the one that is cut off: the others go on
+        without it, and it must not touch what they share."""
+        ttl_s = self._config.lease_ttl_s
+        if self._presence.overdue_s() > 0 and self._presence.liveness.silence_s() > ttl_s:
+            self._rejoin(f"cut off: neither etcd nor another node has answered for {ttl_s:g} s")
 
     def _is_registered(self, key: selectors.SelectorKey) -> bool:
         """Not if an earlier handler of this turn has closed it, and maybe given its number to something new."""
@@ -356,7 +375,8 @@ class Agent:
                 self._write("tracked", [], [Put(keys.tracked, b"1")])
             case msg.WriteFailure(generation, failure):
                 log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
-                self._write("failure", [], [Put(keys.failure(generation, failure.slot), encode(failure))])
+                put = Put(keys.failure(generation, failure.slot), encode(failure))
+                self._write("failure", [], [put], lost_peer=failure.incarnation if failure.kind == "node" else None)
             case msg.WriteProgress(generation, slot, reports):
                 record = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
                 self._write("progress", [], [Put(keys.progress(generation, slot), encode(record))])
@@ -377,6 +397,7 @@ class Agent:
                     [Compare.create_revision(keys.node(node_id), "==", joined)],
                     [Delete(keys.node(node_id))],
                     fenced=False,
+                    lost_peer=incarnation,
                 )
             case msg.Rejoin(why):
                 self._rejoin(why)
@@ -386,8 +407,14 @@ class Agent:
             case msg.EndJob():
                 self._end = self._state.view.result
 
-    def _write(self, what: str, guards: list[Compare], ops: list[Op], fenced: bool = True) -> None:
-        """Write a record of the current generation; it is dropped once that generation is over."""
+    def _write(
+        self, what: str, guards: list[Compare], ops: list[Op], fenced: bool = True, lost_peer: str | None = None
+    ) -> None:
+        """Write a record of the current generation; it is dropped once that generation is over.
+
+        *lost_peer*: the record says that this peer is lost. A node that was cut off has seen all others vanish; when it
+        can write again that is not true any more, so what was seen too long ago is not written but looked at again.
+        """
         view, incarnation = self._state.view, self._state.incarnation
         if fenced:
             guards = [
@@ -395,15 +422,24 @@ class Agent:
                 Compare.exists(self._keys.node(self._presence.me.node_id)),
                 *guards,
             ]
-        number = view.number
-        self._writer.submit(
-            Write(
-                what,
-                guards,
-                ops,
-                wanted=lambda: self._state.view.number == number and self._state.incarnation == incarnation,
-            )
-        )
+        number, ordered_s = view.number, time.monotonic()
+
+        def is_current() -> bool:
+            return self._state.view.number == number and self._state.incarnation == incarnation
+
+        if lost_peer is None:
+            self._writer.submit(Write(what, guards, ops, is_current))
+            return
+        peer = lost_peer
+
+        def is_fresh() -> bool:
+            return is_current() and time.monotonic() - ordered_s < EVIDENCE_S
+
+        self._writer.submit(Write(what, guards, ops, is_fresh, dropped=lambda: self._post(lambda: self._doubt(peer))))
+
+    def _doubt(self, incarnation: str) -> None:
+        self._event(msg.PeerDoubted(incarnation))
+        self._presence.liveness.reconsider(incarnation)
 
     def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
         view, config = self._state.view, self._config

@@ -27,11 +27,14 @@ from swift_agent import torch_private
 from swift_agent.errors import SwiftError
 from swift_agent.options import SWIFT_BACKEND
 from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.liveness import Limits
 
 EntryKind = Literal["script", "module", "command", "function"]
 
 # The least that a lease can be renewed in time for: it is refreshed every third of its time to live.
 MIN_LEASE_TTL_S = 2
+# More often than that is noise on the network, less often is slower than the lease.
+HEARTBEATS_S = (0.02, 5.0)
 
 
 class ConfigError(SwiftError, ValueError):
@@ -74,6 +77,7 @@ class AgentConfig:
     replacement_timeout_s: float
     join_timeout_s: float
     lease_ttl_s: int
+    heartbeat_s: float
     stop_deadline_s: float
     keep_logs: bool = True
 
@@ -139,6 +143,7 @@ class AgentConfig:
             replacement_timeout_s=ns.replacement_timeout,
             join_timeout_s=join_timeout_s,
             lease_ttl_s=ns.lease_ttl,
+            heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             keep_logs=ns.log_dir is not None,
         )
@@ -190,8 +195,23 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
     ):
         if not value >= least:  # also true for NaN
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
+    _check_heartbeat(ns, mistakes)
     if not 0 < ns.stop_deadline < math.inf:
         mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
+
+
+def _check_heartbeat(ns: argparse.Namespace, mistakes: list[str]) -> None:
+    shortest_s, longest_s = HEARTBEATS_S
+    if not shortest_s <= ns.heartbeat <= longest_s:
+        limits = f"must be {shortest_s:g} to {longest_s:g} s"
+        mistakes.append(f"--heartbeat {ns.heartbeat}: {limits}; type for example --heartbeat 0.1")
+        return
+    noticed_s = Limits(ns.heartbeat).detection_s[1]
+    if MIN_LEASE_TTL_S <= ns.lease_ttl <= noticed_s:
+        mistakes.append(
+            f"--heartbeat {ns.heartbeat} --lease-ttl {ns.lease_ttl}: silence is noticed in up to {noticed_s:g} s, "
+            f"when the lease has ended; type --lease-ttl {math.floor(noticed_s) + 1}, or a shorter --heartbeat"
+        )
 
 
 def _join_timeout_s(ns: argparse.Namespace, mistakes: list[str]) -> float:

@@ -25,6 +25,7 @@ from swift_agent.lifecycle_messages import (
     HostStore,
     KillWorkers,
     LeaveJob,
+    PeerDoubted,
     PeerLost,
     Rejoin,
     ReportReceived,
@@ -151,8 +152,17 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return _update(state, exit_.local_rank, exit_.pid, exit=exit_)
         case PeerLost(incarnation, evidence):
             return replace(state, lost_peers={**state.lost_peers, incarnation: evidence})
+        case PeerDoubted(incarnation):
+            return _doubt(state, incarnation)
         case Tick():
             return state
+
+
+def _doubt(state: AgentState, incarnation: str) -> AgentState:
+    generation = state.view.generation
+    slot = generation.slot_of(incarnation) if generation is not None else None
+    lost = {peer: evidence for peer, evidence in state.lost_peers.items() if peer != incarnation}
+    return replace(state, lost_peers=lost, issued=state.issued - {("node", slot), ("spare", incarnation)})
 
 
 def reconcile(state: AgentState, *, now_s: float) -> Step:

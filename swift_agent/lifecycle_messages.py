@@ -79,6 +79,13 @@ class PeerLost:
 
 
 @dataclass(frozen=True)
+class PeerDoubted:
+    """Its loss could not be told in time, and may be a thing of the past: it has to be seen again."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -93,6 +100,7 @@ Event = (
     | WorkerUnfit
     | WorkerExited
     | PeerLost
+    | PeerDoubted
     | Tick
 )
 

@@ -20,7 +20,7 @@ from swift_agent.planning import plan_generation
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord
 from swift_rendezvous.kv import KeyValueStore, Lease, RendezvousError
-from swift_rendezvous.liveness import Liveness
+from swift_rendezvous.liveness import Limits, Liveness
 from swift_rendezvous.membership import Rules
 from swift_rendezvous.registration import Entry, enter_job, leave_job
 from swift_rendezvous.view import View
@@ -49,7 +49,7 @@ class Presence:
         `registration.enter_job`). Raises what that raises; then nothing is left."""
         self._store, self._keys = store, keys
         with contextlib.ExitStack() as undo:
-            self.liveness = Liveness(address, listeners.peer_lost)
+            self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s))
             undo.callback(self.liveness.stop)
             self.me = NodeRecord(
                 node_id=config.node_id,
@@ -88,6 +88,10 @@ class Presence:
         """Tell the threads what the job looks like now."""
         self.coordinator.update(view)
         self.liveness.update(view.nodes.values())
+
+    def overdue_s(self) -> float:
+        """For how long this node's lease may have been over, as far as it can tell without the store."""
+        return self._keep_alive.overdue_s()
 
     def leave(self) -> None:
         """Tell the others and remove this node's records; who is last removes the job's."""

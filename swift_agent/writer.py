@@ -22,13 +22,14 @@ RETRY_S = 0.2
 class Write:
     """One guarded transaction. A guard that does not hold means that the world has moved on: the write is dropped.
 
-    *wanted* is asked before each try.
+    *wanted* is asked before each try; *dropped* is called, in the writer's thread, if it was not any more.
     """
 
     what: str
     guards: Sequence[Compare]
     ops: Sequence[Op]
     wanted: Callable[[], bool]
+    dropped: Callable[[], None] = lambda: None
 
 
 class Writer:
@@ -71,7 +72,10 @@ class Writer:
                     return
                 write = self._queue.popleft()
                 self._busy = True
-            while not self._stopped and write.wanted():
+            while not self._stopped:
+                if not write.wanted():
+                    write.dropped()
+                    break
                 try:
                     if not self._store.transaction(write.guards, write.ops).succeeded:
                         log.debug("%s: outdated, not written", write.what)

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.network import Network, why_not
+
 TOKEN_NAME = "SWIFT_TEST_SESSION"
 TOKEN = f"{TOKEN_NAME}={uuid.uuid4()}"
 GRACE_S = 3.0
@@ -63,6 +65,23 @@ def no_leftover_processes() -> Iterator[None]:
         except psutil.NoSuchProcess:
             continue
     assert not described, "processes left behind:\n" + "\n".join(described)
+
+
+@pytest.fixture
+def make_network() -> Iterator[Callable[[int], Network]]:
+    """A function that makes a network of namespaces; they are gone after the test."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    made: list[Network] = []
+
+    def make(num_hosts: int) -> Network:
+        made.append(Network(num_hosts))
+        return made[-1]
+
+    yield make
+    for network in made:
+        network.close()
 
 
 @pytest.fixture

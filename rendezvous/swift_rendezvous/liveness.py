@@ -1,9 +1,12 @@
 """Agents watch each other's life over TCP, faster than a lease can.
 
-Every agent keeps a connection to the next few nodes of a ring. When a process dies its kernel closes its sockets, and
-both ends of a connection learn of it in milliseconds; when a machine or a link dies the kernel's own probes fail after
-about three seconds. Both are answered by the kernel, so a starved process is never taken for a dead one. Before a node
-is called lost its listener is probed once more: a connection that was merely reset proves nothing.
+Every agent keeps a connection to the next few nodes of a ring, the ones it watches; these send it a heartbeat ten times
+a second. When a process dies its kernel closes its sockets, and both ends learn of it in milliseconds. When a machine
+or a link dies there is silence. Either way the suspect's listener is probed before it is called lost: its *kernel*
+answers, so a starved process, or a connection that was merely reset, is never taken for a death.
+
+    dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
+                               ^------------------- its kernel answers --'
 
 The lease in etcd stays the backstop (frozen processes). A connection is accepted only from who can read the job's
 records: both sides prove that they know the other's token (HMAC, fresh nonces). Nothing received is ever executed or
@@ -15,13 +18,9 @@ This module must never decide what follows from a loss.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
 import logging
 import os
 import queue
-import secrets
 import selectors
 import socket
 import threading
@@ -29,15 +28,39 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from swift_rendezvous import _handshake as handshake
 from swift_rendezvous.keys import NodeRecord
 
 log = logging.getLogger(__name__)
 
 NUM_WATCHED = 2
-PROBE_TIMEOUT_S = 0.5
-_HANDSHAKE_TIMEOUT_S = 2.0
+_HEARTBEAT = b"."  # one byte is sent whole or not at all
 _GOODBYE = b"bye\n"
-_MAX_LINE_BYTES = 4096
+_NUM_PROBES = 2  # on a lossy network one may get lost
+_MAX_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When silence becomes a loss; all follows from the time between two heartbeats. Seconds."""
+
+    heartbeat_s: float = 0.1
+
+    @property
+    def silence_s(self) -> float:
+        """Without a sign of life for this long, a peer is suspected."""
+        return 4 * self.heartbeat_s
+
+    @property
+    def probe_s(self) -> float:
+        """The kernel of a suspect has this long to answer, over all probes."""
+        return 2 * self.heartbeat_s
+
+    @property
+    def detection_s(self) -> tuple[float, float]:
+        """The least and the most time from the end of a link to the verdict."""
+        least = self.silence_s - self.heartbeat_s + self.probe_s
+        return least, least + 2 * self.heartbeat_s
 
 
 def ring_targets(me: str, incarnations: Iterable[str], num_watched: int = NUM_WATCHED) -> list[str]:
@@ -47,44 +70,50 @@ def ring_targets(me: str, incarnations: Iterable[str], num_watched: int = NUM_WA
     return [ring[(start + step) % len(ring)] for step in range(1, min(num_watched, len(ring) - 1) + 1)]
 
 
-def _mac(token: str, *parts: str) -> str:
-    return hmac.new(token.encode(), "|".join(parts).encode(), hashlib.sha256).hexdigest()
-
-
-def _same(proof: str, expected: str) -> bool:
-    # As bytes: compare_digest refuses text that is not ASCII, and *proof* may be anything.
-    return hmac.compare_digest(proof.encode(), expected.encode())
-
-
-@dataclass
+@dataclass(eq=False)
 class _Peer:
+    """One connection. *watched*: this side dialled, so the other one sends heartbeats; else this side does."""
+
     incarnation: str
     sock: socket.socket
+    watched: bool
     said_goodbye: bool = False
+    heard_s: float = 0.0
+    check_s: float = 0.0
+    patience_s: float = 0.0
 
 
 class Liveness:
-    """Runs in one daemon thread. `on_lost(incarnation, evidence)` is called from it, once per lost incarnation."""
+    """Runs in daemon threads. `on_lost(incarnation, evidence)` is called from one of them, once per lost incarnation
+    (once more after `reconsider`).
+    """
 
-    def __init__(self, host: str, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(self, host: str, on_lost: Callable[[str, str], None], limits: Limits | None = None) -> None:
         self._on_lost = on_lost
+        self._limits = limits or Limits()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._me: NodeRecord | None = None
+        self._lock = threading.Lock()
+        # Guarded by the lock.
         self._known: dict[str, NodeRecord] = {}
-        self._peers: dict[socket.socket, _Peer] = {}
-        self._dialled: dict[str, socket.socket] = {}
+        self._dialled: set[str] = set()  # dialling or dialled
+        self._probed: set[str] = set()
         self._reported: set[str] = set()
         self._departed: set[str] = set()
-        self._lock = threading.Lock()
+        self._life_s = time.monotonic()
+        # Of the loop's thread.
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._heartbeat_due_s = 0.0
         self._selector = selectors.DefaultSelector()
-        self._accepted: queue.SimpleQueue[_Peer] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopped = False
         self._farewell = _GOODBYE
-        # Two threads, because two agents that dial each other at once must each be able to answer meanwhile.
+        # What may block has threads of its own: two agents that dial each other at once must each be able to answer
+        # meanwhile, and heartbeats go on.
         self._thread = threading.Thread(target=self._run, name="swift-liveness", daemon=True)
         self._acceptor = threading.Thread(target=self._accept_all, name="swift-liveness-accept", daemon=True)
 
@@ -100,6 +129,22 @@ class Liveness:
         if not self._stopped:
             self._wake()
 
+    def reconsider(self, incarnation: str) -> None:
+        """The loss that was reported could not be acted on in time: look again whether it is one."""
+        with self._lock:
+            self._reported.discard(incarnation)
+        if not self._stopped:
+            self._wake()
+
+    def silence_s(self) -> float:
+        """Seconds since any other node gave a sign of life; 0.0 while there is none that could."""
+        with self._lock:
+            others = self._me is not None and any(name != self._me.incarnation for name in self._known)
+            if not others:
+                self._life_s = time.monotonic()
+                return 0.0
+            return time.monotonic() - self._life_s
+
     def stop(self, goodbye: bool = True) -> None:
         """Say goodbye to all peers, so that they do not take the closed connections for a death; or let them."""
         if self._stopped:
@@ -112,70 +157,112 @@ class Liveness:
         if self._me is None:
             self._listener.close()
         if not self._thread.is_alive():
-            os.close(self._wake_fd)  # here, so that nobody wakes through a number that is somebody else's by then
+            # With the lock: nobody may wake through a number that is somebody else's by then.
+            with self._lock:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+        self._wake()
+
+    # ---- the loop ----
 
     def _run(self) -> None:
         while not self._stopped:
-            for key, _ in self._selector.select(timeout=1.0):
+            for key, _ in self._selector.select(timeout=self._pause_s(time.monotonic())):
                 if key.fd == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
-                    while not self._accepted.empty():
-                        self._admit(self._accepted.get())
+                    while not self._inbox.empty():
+                        self._inbox.get()()
                 elif key.fileobj in self._peers:
                     self._read(self._peers[key.fileobj])  # only sockets are left
             if not self._stopped:
+                # After all that has come was read: who could not run for a while has heard nothing, but was told.
+                self._beat(time.monotonic())
+                self._check_silence(time.monotonic())
                 self._dial()
         for peer in list(self._peers.values()):
-            with contextlib.suppress(OSError):
-                peer.sock.sendall(self._farewell)
+            self._bid_farewell(peer.sock)
             self._drop(peer)
         self._selector.close()
         # Wakes the acceptor, whose accept() then fails.
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join(timeout=_HANDSHAKE_TIMEOUT_S + 1.0)
+        self._acceptor.join(timeout=handshake.TIMEOUT_S + 1.0)
         self._listener.close()
-        while not self._accepted.empty():
-            peer = self._accepted.get()
-            with contextlib.suppress(OSError):
-                peer.sock.sendall(self._farewell)
-            peer.sock.close()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _pause_s(self, now_s: float) -> float:
+        due_s = [now_s + 1.0]
+        for peer in self._peers.values():
+            due_s.append(peer.check_s if peer.watched else self._heartbeat_due_s)
+        return max(0.0, min(due_s) - now_s)
+
+    def _beat(self, now_s: float) -> None:
+        if now_s < self._heartbeat_due_s:
+            return
+        self._heartbeat_due_s = now_s + self._limits.heartbeat_s
+        for peer in self._peers.values():
+            if not peer.watched:
+                with contextlib.suppress(OSError):  # full, or broken: then reading tells
+                    peer.sock.send(_HEARTBEAT)
+
+    def _check_silence(self, now_s: float) -> None:
+        for peer in list(self._peers.values()):
+            if not peer.watched or now_s < peer.check_s:
+                continue
+            silent_s = now_s - peer.heard_s
+            if silent_s < self._limits.silence_s:
+                peer.check_s = peer.heard_s + self._limits.silence_s
+                continue
+            # If its kernel answers it is asked again, less and less often.
+            peer.patience_s = min(max(self._limits.silence_s, 2 * peer.patience_s), _MAX_PATIENCE_S)
+            peer.check_s = now_s + self._limits.probe_s + peer.patience_s
+            self._suspect(peer.incarnation, f"its agent was silent for {silent_s:.2f} s")
 
     def _dial(self) -> None:
         assert self._me is not None
         with self._lock:
-            known = dict(self._known)
-        for incarnation in [i for i in self._dialled if i not in known]:
-            self._drop_dialled(incarnation)
-        for incarnation in ring_targets(self._me.incarnation, known):
-            node = known[incarnation]
-            if incarnation in self._dialled or incarnation in self._reported or incarnation in self._departed:
-                continue
-            try:
-                sock = self._connect(node)
-            except OSError as error:
-                self._suspect(incarnation, f"cannot connect to its agent: {error.strerror or error}")
-                continue
-            self._dialled[incarnation] = sock
-            self._admit(_Peer(incarnation, sock))
+            gone = [peer for peer in self._peers.values() if peer.watched and peer.incarnation not in self._known]
+            wanted = [
+                self._known[incarnation]
+                for incarnation in ring_targets(self._me.incarnation, self._known)
+                if incarnation not in self._dialled | self._reported | self._departed
+            ]
+            self._dialled.update(node.incarnation for node in wanted)
+        for peer in gone:
+            self._bid_farewell(peer.sock)
+            self._drop(peer)
+        for node in wanted:
+            threading.Thread(target=self._dial_one, args=(node,), name="swift-liveness-dial", daemon=True).start()
 
-    def _connect(self, node: NodeRecord) -> socket.socket:
-        assert self._me is not None
-        sock = socket.create_connection((node.host, node.watch_port), timeout=_HANDSHAKE_TIMEOUT_S)
+    def _dial_one(self, node: NodeRecord) -> None:
         try:
-            nonce = secrets.token_hex(16)
-            hello = {"from": self._me.incarnation, "to": node.incarnation, "nonce": nonce,
-                     "mac": _mac(node.token, "hello", self._me.incarnation, node.incarnation, nonce)}
-            sock.sendall(json.dumps(hello).encode() + b"\n")
-            answer = _read_line(sock)
-            if not _same(answer, _mac(node.token, "welcome", nonce)):
-                raise OSError("it did not prove who it is")
-            return sock
-        except (OSError, ValueError):
+            assert self._me is not None
+            sock, rest = handshake.dial(node, self._me)
+        except (OSError, ValueError) as error:
+            why = f"cannot connect to its agent: {getattr(error, 'strerror', None) or error}"
+            self._suspect(node.incarnation, why)
+            time.sleep(self._limits.silence_s)  # a peer that lives but does not let us in is not stormed
+            with self._lock:
+                self._dialled.discard(node.incarnation)
+            self._wake()
+            return
+        departs = _GOODBYE in rest
+        if departs:
+            with self._lock:
+                self._departed.add(node.incarnation)
+        if departs or self._stopped:
+            self._bid_farewell(sock)
             sock.close()
-            raise
+            return
+        self._post(lambda: self._admit(_Peer(node.incarnation, sock, watched=True)))
 
     def _accept_all(self) -> None:
         while not self._stopped:
@@ -183,44 +270,34 @@ class Liveness:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            peer = self._welcome(sock)
-            if peer is None:
+            assert self._me is not None
+            sender = handshake.welcome(sock, self._me)
+            if sender is None:
                 sock.close()
             else:
-                self._accepted.put(peer)
-                self._wake()
-
-    def _welcome(self, sock: socket.socket) -> _Peer | None:
-        assert self._me is not None
-        try:
-            sock.settimeout(_HANDSHAKE_TIMEOUT_S)
-            line = _read_line(sock)
-            if not line:  # a probe: somebody asks whether this process lives
-                return None
-            hello = json.loads(line)
-            sender, nonce = str(hello["from"]), str(hello["nonce"])
-            expected = _mac(self._me.token, "hello", sender, self._me.incarnation, nonce)
-            if not _same(str(hello["mac"]), expected):
-                raise ValueError("wrong proof")
-            sock.sendall(_mac(self._me.token, "welcome", nonce).encode() + b"\n")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.debug("refused a connection: %s", error)
-            return None
-        return _Peer(sender, sock)
+                peer = _Peer(sender, sock, watched=False)
+                self._post(lambda peer=peer: self._admit(peer))  # type: ignore[misc]
 
     def _admit(self, peer: _Peer) -> None:
         sock = peer.sock
+        if self._stopped:
+            self._bid_farewell(sock)
+            sock.close()
+            return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # The end that hears no heartbeats learns of a dead link from its kernel.
         for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 2),
-                              (socket.TCP_USER_TIMEOUT, 3000)):
+                              (socket.TCP_USER_TIMEOUT, 3000), (socket.TCP_NODELAY, 1)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setblocking(False)
+        peer.heard_s = time.monotonic()
+        peer.check_s = peer.heard_s + self._limits.silence_s
         self._peers[sock] = peer
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _read(self, peer: _Peer) -> None:
         try:
-            data = peer.sock.recv(_MAX_LINE_BYTES)
+            data = peer.sock.recv(4096)
         except BlockingIOError:
             return
         except OSError as error:
@@ -228,10 +305,13 @@ class Liveness:
             self._suspect(peer.incarnation, f"its agent's connection broke: {error.strerror or error}")
             return
         if data:
+            peer.heard_s = self._life_s = time.monotonic()
+            peer.patience_s = 0.0
             if _GOODBYE in data:
                 # Its record may outlive its listener by a moment: not to be found there is no loss.
                 peer.said_goodbye = True
-                self._departed.add(peer.incarnation)
+                with self._lock:
+                    self._departed.add(peer.incarnation)
             return
         self._drop(peer)
         if not peer.said_goodbye:
@@ -240,42 +320,51 @@ class Liveness:
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.sock)
         del self._peers[peer.sock]
-        if self._dialled.get(peer.incarnation) is peer.sock:
-            del self._dialled[peer.incarnation]
+        if peer.watched:
+            with self._lock:
+                self._dialled.discard(peer.incarnation)
         peer.sock.close()
 
-    def _drop_dialled(self, incarnation: str) -> None:
-        peer = self._peers[self._dialled[incarnation]]
+    def _bid_farewell(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            peer.sock.sendall(_GOODBYE)
-        self._drop(peer)
+            sock.sendall(self._farewell)
+
+    # ---- suspects ----
 
     def _suspect(self, incarnation: str, evidence: str) -> None:
-        """Probe the listener of the suspect; only a node that does not answer there either is lost."""
+        """Probe the listener of the suspect, in a thread; only a node that does not answer there either is lost."""
         with self._lock:
             node = self._known.get(incarnation)
-        if node is None or incarnation in self._reported or self._stopped:
-            return
-        try:
-            socket.create_connection((node.host, node.watch_port), timeout=PROBE_TIMEOUT_S).close()
-            return
-        except OSError as error:
-            evidence = f"{evidence}; its port answers: {error.strerror or error}"
-        self._reported.add(incarnation)
-        self._on_lost(incarnation, evidence)
+            if node is None or self._stopped or incarnation in self._reported | self._departed | self._probed:
+                return
+            self._probed.add(incarnation)
+        threading.Thread(
+            target=self._probe, args=(node, evidence), name="swift-liveness-probe", daemon=True
+        ).start()
 
+    def _probe(self, node: NodeRecord, evidence: str) -> None:
+        answer = self._answer_of(node)
+        with self._lock:
+            self._probed.discard(node.incarnation)
+            # It may have left, or been taken out of the job, while it was asked.
+            known = node.incarnation in self._known and node.incarnation not in self._departed
+            lost = answer is not None and known and not self._stopped
+            if lost:
+                self._reported.add(node.incarnation)
+        if lost:
+            self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}")
 
-def _read_line(sock: socket.socket) -> str:
-    """Read one line within the handshake's time, however slowly it comes. Raises OSError."""
-    data = b""
-    deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-    while not data.endswith(b"\n") and len(data) < _MAX_LINE_BYTES:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the handshake took too long")
-        sock.settimeout(left_s)
-        chunk = sock.recv(_MAX_LINE_BYTES)
-        if not chunk:
-            break
-        data += chunk
-    return data.decode(errors="replace").strip()
+    def _answer_of(self, node: NodeRecord) -> str | None:
+        """None if the kernel of *node* lets us connect, else what it says instead."""
+        answer = None
+        for _ in range(_NUM_PROBES):
+            try:
+                timeout_s = self._limits.probe_s / _NUM_PROBES
+                socket.create_connection((node.host, node.watch_port), timeout=timeout_s).close()
+                self._life_s = time.monotonic()
+                return None
+            except TimeoutError:
+                answer = "nothing"
+            except OSError as error:
+                return str(error.strerror or error)
+        return answer

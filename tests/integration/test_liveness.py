@@ -15,13 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swift_rendezvous.keys import NodeRecord
-from swift_rendezvous.liveness import Liveness, ring_targets
+from swift_rendezvous.liveness import Limits, Liveness, ring_targets
 from tests.support.etcd_cluster import wait_for
+from tests.support.network import Network
 
+STARVED_S = float(os.environ.get("SWIFT_TEST_STARVED_S", "15"))
 PEER = Path(__file__).parents[1] / "support" / "liveness_peer.py"
 ROOT = Path(__file__).parents[2]
 
@@ -29,17 +32,19 @@ ROOT = Path(__file__).parents[2]
 class Process:
     """A peer in a process of its own."""
 
-    def __init__(self, name: str, token: str = "secret") -> None:
+    def __init__(
+        self, name: str, token: str = "secret", host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+    ) -> None:
         path = os.pathsep.join([str(ROOT / "rendezvous"), *sys.path])
-        self.popen = subprocess.Popen([sys.executable, str(PEER), name, token], stdin=subprocess.PIPE,
+        self.popen = subprocess.Popen([*prefix, sys.executable, str(PEER), name, token, host], stdin=subprocess.PIPE,
                                       stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
         assert self.popen.stdin is not None and self.popen.stdout is not None
         self.port = int(json.loads(self.popen.stdout.readline())["port"])
-        self.record = NodeRecord(name, name, "127.0.0.1", self.port, 1, token)
+        self.record = NodeRecord(name, name, host, self.port, 1, token)
 
     def tell(self, *peers: NodeRecord) -> None:
         assert self.popen.stdin is not None
-        self.popen.stdin.write(json.dumps([[p.incarnation, p.watch_port, p.token] for p in peers]) + "\n")
+        self.popen.stdin.write(json.dumps([[p.incarnation, p.watch_port, p.token, p.host] for p in peers]) + "\n")
         self.popen.stdin.flush()
 
     def kill(self) -> None:
@@ -63,10 +68,10 @@ class Process:
 class Node:
     """A peer in this process."""
 
-    def __init__(self, name: str, token: str = "secret") -> None:
+    def __init__(self, name: str, token: str = "secret", host: str = "127.0.0.1") -> None:
         self.lost: queue.Queue[tuple[str, str, float]] = queue.Queue()
-        self.liveness = Liveness("127.0.0.1", lambda who, why: self.lost.put((who, why, time.monotonic())))
-        self.record = NodeRecord(name, name, "127.0.0.1", self.liveness.port, 1, token)
+        self.liveness = Liveness(host, lambda who, why: self.lost.put((who, why, time.monotonic())))
+        self.record = NodeRecord(name, name, host, self.liveness.port, 1, token)
         self.liveness.start(self.record)
 
     def connected(self) -> set[str]:
@@ -86,8 +91,8 @@ class Node:
 def start() -> Iterator[Callable[..., Node | Process]]:
     made: list[Node | Process] = []
 
-    def make(kind: type[Node] | type[Process], name: str, token: str = "secret") -> Node | Process:
-        made.append(kind(name, token))
+    def make(kind: type[Node] | type[Process], name: str, token: str = "secret", **where: Any) -> Node | Process:
+        made.append(kind(name, token, **where))
         return made[-1]
 
     yield make
@@ -192,7 +197,7 @@ def test_a_stranger_is_refused_and_does_no_harm(start: Callable[..., Node | Proc
     assert answer == b"" and me.connected() == set()
     sock.close()
     sock, answer = _dial(me.record, _hello("b", me.record, "secret"))
-    assert len(answer) == 65  # a proof and a line's end: it still answers those who know
+    assert len(answer.partition(b"\n")[0]) == 64  # a proof: it still answers those who know
     wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")
     sock.close()
 
@@ -288,3 +293,108 @@ def test_stop_at_any_moment(start: Callable[..., Node | Process]) -> None:
     never.stop()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", never.port), timeout=1.0)
+
+
+# ---- machines that are cut off ----
+
+
+def connected_in(network: Network, start: Callable[..., Node | Process]) -> tuple[Node, dict[str, Process]]:
+    """A node outside, which watches one in each of two hosts of the network."""
+    me = start(Node, "a", host=network.address)
+    peers = {name: start(Process, name, host=host.address, prefix=host.prefix)
+             for name, host in zip("bc", network.hosts, strict=True)}  # fmt: skip
+    records = [me.record, *(peer.record for peer in peers.values())]
+    assert isinstance(me, Node)
+    for peer in peers.values():
+        assert isinstance(peer, Process)
+        peer.tell(*records)
+    me.liveness.update(records)
+    wait_for(lambda: len(me.liveness._peers) == 4, 10.0, "all connections")
+    return me, peers  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("way", ["link down", "it cannot send", "it cannot receive"])
+def test_a_machine_that_is_cut_off_is_lost_before_its_lease_is(
+    way: str, make_network: Callable[[int], Network], start: Callable[..., Node | Process]
+) -> None:
+    network = make_network(2)
+    me, _ = connected_in(network, start)
+    cut_s = time.monotonic()
+    match way:
+        case "link down":
+            network.hosts[0].cut()
+        case "it cannot send":
+            network.hosts[0].deafen(network.address, from_inside=True)
+        case "it cannot receive":
+            network.hosts[0].deafen(network.address, from_inside=False)
+    who, why, seen_s = me.next_lost()
+    assert who == "b" and "silent" in why
+    least_s, most_s = Limits().detection_s
+    # The limits are those of an idle machine; the least one holds on any.
+    assert least_s - 0.05 < seen_s - cut_s < most_s + 2.0
+    assert me.lost.empty() and "c" in me.connected()
+
+
+def test_a_short_cut_is_no_loss(make_network: Callable[[int], Network], start: Callable[..., Node | Process]) -> None:
+    network = make_network(2)
+    me, _ = connected_in(network, start)
+    for from_inside in (True, False, True):
+        network.hosts[0].deafen(network.address, from_inside=from_inside)
+        time.sleep(0.2)
+        network.hosts[0].undeafen(network.address, from_inside=from_inside)
+        time.sleep(1.0)
+    assert me.lost.empty()
+    network.hosts[0].cut()
+    assert me.next_lost()[0] == "b"
+
+
+def test_a_loss_that_is_over_can_be_looked_at_again(
+    make_network: Callable[[int], Network], start: Callable[..., Node | Process]
+) -> None:
+    network = make_network(2)
+    me, _ = connected_in(network, start)
+    network.hosts[0].cut()
+    assert me.next_lost()[0] == "b"
+    network.hosts[0].heal()
+    me.liveness.reconsider("b")
+    wait_for(lambda: "b" in me.connected(), 10.0, "a new connection")
+    assert me.lost.empty()
+    network.hosts[0].cut()
+    assert me.next_lost()[0] == "b"
+
+
+def test_who_is_alone_knows_it(make_network: Callable[[int], Network], start: Callable[..., Node | Process]) -> None:
+    network = make_network(2)
+    me, _ = connected_in(network, start)
+    wait_for(lambda: me.liveness.silence_s() < 0.3, 5.0, "signs of life")
+    for host in network.hosts:
+        host.cut()
+    wait_for(lambda: me.liveness.silence_s() > 1.0, 5.0, "silence")
+    network.hosts[1].heal()
+    me.liveness.update([me.record])
+    assert me.liveness.silence_s() == 0.0  # nobody else is known: that is not the same
+
+
+@pytest.mark.timeout(120)
+def test_starved_processors_are_no_loss(start: Callable[..., Node | Process]) -> None:
+    """Every core is busy several times over, and one peer even stands still."""
+    me, busy, frozen = start(Node, "a"), start(Process, "b"), start(Process, "c")
+    assert isinstance(me, Node) and isinstance(busy, Process) and isinstance(frozen, Process)
+    records = [me.record, busy.record, frozen.record]
+    for peer in (busy, frozen):
+        peer.tell(*records)
+    me.liveness.update(records)
+    wait_for(lambda: len(me.liveness._peers) == 4, 10.0, "all connections")
+    spin = "while True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(4 * (os.cpu_count() or 1))]
+    frozen.popen.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(STARVED_S)
+        assert me.lost.empty()
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+        frozen.popen.send_signal(signal.SIGCONT)
+    busy.kill()
+    assert me.next_lost()[0] == "b"

@@ -101,8 +101,10 @@ class EtcdCluster:
     """
 
     def __init__(self, directory: Path, num_members: int = 1, *, tls: Tls | None = None, args: Sequence[str] = (),
-                 heartbeat_ms: int = 100, election_ms: int = 1000) -> None:
+                 heartbeat_ms: int = 100, election_ms: int = 1000, host: str = "127.0.0.1") -> None:
+        """*host*: the address for clients; members talk to each other on loopback."""
         self.directory = directory
+        self.host = host
         self.num_members = num_members
         self.tls = tls
         self._args = [*args, "--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms)]
@@ -113,7 +115,7 @@ class EtcdCluster:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        return tuple(f"127.0.0.1:{port}" for port in self._client_ports)
+        return tuple(f"{self.host}:{port}" for port in self._client_ports)
 
     def __enter__(self) -> EtcdCluster:
         try:
@@ -132,7 +134,7 @@ class EtcdCluster:
     def start(self, index: int, wait: bool = True) -> None:
         """Start a member, again with the data that it had."""
         scheme = "https" if self.tls else "http"
-        client = f"{scheme}://127.0.0.1:{self._client_ports[index]}"
+        client = f"{scheme}://{self.host}:{self._client_ports[index]}"
         peers = [f"http://127.0.0.1:{port}" for port in self._peer_ports]
         command = [
             "setpriv", "--pdeathsig", "KILL", "--",
@@ -235,9 +237,9 @@ class EtcdCluster:
         if self.tls:
             context = ssl.create_default_context(cafile=self.tls.ca)
             context.load_cert_chain(self.tls.client_cert, self.tls.client_key)
-            connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=1, context=context)
+            connection = http.client.HTTPSConnection(self.host, port, timeout=1, context=context)
         else:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+            connection = http.client.HTTPConnection(self.host, port, timeout=1)
         try:
             connection.request(method, path, body)
             return connection.getresponse().read()

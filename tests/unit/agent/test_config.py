@@ -81,6 +81,15 @@ def test_the_wait_for_the_first_nodes_is_an_option_of_the_rendezvous() -> None:
             config("--rdzv-conf", text, "train.py")
 
 
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    assert config("--heartbeat", "0.5", "train.py").heartbeat_s == 0.5
+    for args in (("--heartbeat", "0"), ("--heartbeat", "nan"), ("--heartbeat", "60")):
+        with pytest.raises(ConfigError, match=r"--heartbeat .*must be"):
+            config(*args, "train.py")
+    with pytest.raises(ConfigError, match="type --lease-ttl 8"):
+        config("--heartbeat", "1.0", "--lease-ttl", "5", "train.py")
+
+
 def test_endpoints_from_the_environment_and_options_before_it() -> None:
     environ = {"SWIFT_ETCD_ENDPOINTS": "c:1,d:2", "SWIFT_NODE_ID": "rack7"}
     found = config("--nnodes", "16", "train.py", environ=environ)

@@ -279,6 +279,19 @@ def test_a_lost_peer_is_reported_once_per_generation() -> None:
     assert only(worse.tell(lc.PeerLost("n1.1", "gone")), lc.WriteFailure).failure.kind == "node"
 
 
+def test_a_loss_that_could_not_be_told_in_time_is_told_again_when_it_is_seen_again() -> None:
+    agent = training()
+    lost = lc.PeerLost("n1.1", "silent")
+    assert only(agent.tell(lost), lc.WriteFailure)
+    assert agent.tell(lc.PeerDoubted("n1.1")) == []
+    assert agent.tell(lc.Tick()) == []  # it is not taken for lost any more
+    assert only(agent.tell(lost), lc.WriteFailure).failure.slot == 1
+    agent.change(nodes=view(names=("n0", "n1", "n2")).nodes)
+    spare = lc.PeerLost("n2.1", "silent")
+    assert only(agent.tell(spare), lc.ForgetSpare)
+    assert agent.tell(lc.PeerDoubted("n2.1")) == [] and only(agent.tell(spare), lc.ForgetSpare)
+
+
 def test_a_lost_spare_is_forgotten() -> None:
     agent = Agent()
     agent.see(view(names=("n0", "n1", "n2"), store=STORE))

@@ -1,0 +1,102 @@
+"""Machines that are cut off from the network: a namespace each, and no FIN when the cable goes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import assert_recovered
+from tests.support.etcd_cluster import EtcdCluster, wait_for
+from tests.support.job import Agents
+from tests.support.network import Network
+
+NODES = ("a", "b", "c")
+ITERATIONS = 100
+
+
+@pytest.fixture
+def hosts(make_network: Callable[[int], Network]) -> Network:
+    return make_network(len(NODES))
+
+
+def start(agents: Agents) -> None:
+    for node in NODES:
+        agents.start(node)
+        # Slots go by the order in which nodes come; the last one is the spare.
+        wait_for(lambda node=node: "joined job" in log(agents, node), 30.0, f"node {node}")
+
+
+def log(agents: Agents, node: str) -> str:
+    path = agents.directory / f"agent.{node}.log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def iteration(agents: Agents, rank: int) -> int:
+    path = agents.directory / f"times.{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return int(lines[-1].split()[0]) if lines else -1
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("healed", ["soon", "late"])
+def test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare(
+    healed: str, hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    orders = {"iterations": ITERATIONS}
+    expected = undisturbed(**orders)
+    with EtcdCluster(tmp_path, host=hosts.address) as etcd:
+        agents = make_agents(
+            endpoint=etcd.endpoints[0],
+            orders={**orders, "pause_s": 0.15, "faults": []},
+            options=("--spares", "1"),
+            environment={"GLOO_SOCKET_IFNAME": "eth0"},
+            prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
+        )
+        start(agents)
+        wait_for(lambda: iteration(agents, 2) >= 8 and iteration(agents, 0) >= 8, 60.0, "training")
+        hosts.hosts[1].cut()
+        wait_for(lambda: "recovered" in log(agents, "a") + log(agents, "c"), 30.0, "the recovery")
+        if healed == "late":
+            # Neither etcd nor anybody else answers: it ends its workers by itself.
+            wait_for(lambda: "cut off: neither etcd nor another node" in log(agents, "b"), 30.0, "its own conclusion")
+            assert iteration(agents, 0) < ITERATIONS - 1
+        hosts.hosts[1].heal()
+        outcome = agents.wait(120.0)
+    text = outcome.text()
+    # What the cut workers left is not a result: their place is the spare's.
+    assert_recovered(outcome, expected, {2, 3}, num_faults=0)
+    assert outcome.exit_codes["a"] == 0 and outcome.exit_codes["c"] == 0, text
+    assert "comes back as a spare" in outcome.output["b"], text
+    assert outcome.exit_codes["b"] == 0, text
+    assert re.search(r"lost node b \(slot 1\): .*silent for", text), text
+
+
+@pytest.mark.timeout(180)
+def test_etcd_alone_out_of_reach_stops_nobody(
+    hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    """One node cannot reach etcd, but the others: its lease runs out, and that is a loss; nobody trains twice."""
+    orders = {"iterations": ITERATIONS}
+    expected = undisturbed(**orders)
+    with EtcdCluster(tmp_path, host=hosts.address) as etcd:
+        agents = make_agents(
+            endpoint=etcd.endpoints[0],
+            orders={**orders, "pause_s": 0.15, "faults": []},
+            options=("--spares", "1"),
+            environment={"GLOO_SOCKET_IFNAME": "eth0"},
+            prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
+        )
+        start(agents)
+        wait_for(lambda: iteration(agents, 2) >= 8 and iteration(agents, 0) >= 8, 60.0, "training")
+        hosts.hosts[1].deafen(hosts.address, from_inside=True)
+        cut_s = time.monotonic()
+        wait_for(lambda: "recovered" in log(agents, "a") + log(agents, "c"), 40.0, "the recovery")
+        assert time.monotonic() - cut_s > 3.0  # it is the lease that ran out: its peers heard it all the time
+        hosts.hosts[1].undeafen(hosts.address, from_inside=True)
+        outcome = agents.wait(120.0)
+    assert_recovered(outcome, expected, {2, 3}, num_faults=0)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()

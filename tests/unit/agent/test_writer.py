@@ -1,0 +1,82 @@
+"""The agent's records: repeated while the store is away, dropped when the world has moved on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from swift_agent.writer import Write, Writer
+from swift_rendezvous.kv import Compare, Op, Put, RequestRefused, StoreUnavailable, TransactionResult
+from swift_rendezvous.memory import MemoryStore
+
+PUT = [Put("k", b"1")]
+
+
+class Shaky(MemoryStore):
+    """Raises *error*, if set, for every transaction."""
+
+    error: Exception | None = None
+    num_tries = 0
+
+    def transaction(
+        self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()
+    ) -> TransactionResult:
+        self.num_tries += 1
+        if self.error is not None:
+            raise self.error
+        return super().transaction(compare, success, failure)
+
+
+@pytest.fixture
+def store() -> Shaky:
+    return Shaky()
+
+
+@pytest.fixture
+def refused() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def writer(store: Shaky, refused: list[str]) -> Iterator[Writer]:
+    made = Writer(store, refused.append)
+    yield made
+    made.stop()
+
+
+def test_a_record_is_repeated_until_the_store_is_back(store: Shaky, writer: Writer) -> None:
+    store.error = StoreUnavailable("away")
+    writer.submit(Write("w", [], PUT, lambda: True))
+    assert not writer.flush(0.3) and store.num_tries > 0
+    store.error = None
+    assert writer.flush(5.0) and store.get("k") is not None
+
+
+def test_what_is_not_wanted_any_more_is_dropped_and_told(store: Shaky, writer: Writer) -> None:
+    store.error = StoreUnavailable("away")
+    wanted, dropped = threading.Event(), threading.Event()
+    wanted.set()
+    writer.submit(Write("w", [], PUT, wanted.is_set, dropped.set))
+    assert not writer.flush(0.3) and not dropped.is_set()
+    wanted.clear()
+    assert dropped.wait(5.0)
+    store.error = None
+    assert writer.flush(5.0) and store.get("k") is None
+
+
+def test_a_record_that_will_never_be_taken_does_not_hold_up_the_others(
+    store: Shaky, writer: Writer, refused: list[str]
+) -> None:
+    store.error = RequestRefused("request is too large")
+    writer.submit(Write("large", [], PUT, lambda: True))
+    assert writer.flush(5.0) and len(refused) == 1 and "large" in refused[0]
+    store.error = None
+    writer.submit(Write("w", [], PUT, lambda: True))
+    assert writer.flush(5.0) and store.get("k") is not None
+
+
+def test_a_guard_that_does_not_hold_drops_the_record(store: Shaky, writer: Writer) -> None:
+    writer.submit(Write("w", [Compare.exists("absent")], PUT, lambda: True))
+    assert writer.flush(5.0) and store.num_tries == 1 and store.get("k") is None
