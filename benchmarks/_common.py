@@ -28,8 +28,7 @@ from swift_rendezvous.keys import EventRecord, Keys, RecordError, decode
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "train_ddp.py"
-NUM_NODES, NUM_WORKERS = 2, 2
-WORLD_SIZE = NUM_NODES * NUM_WORKERS  # of jobs that are not told otherwise
+NUM_NODES, NUM_WORKERS = 2, 2  # workers per node, unless a job is told otherwise
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _common import WORLD_SIZE, Failed, Job, SwiftRun, Torchrun, machine, same_weights
+from _common import NUM_WORKERS, Failed, Job, SwiftRun, Torchrun, machine, same_weights
 from train_ddp import CHECKPOINT_EVERY, HOLD_AT
 
 from swift_rendezvous.etcd_config import EtcdConfig
@@ -43,9 +43,9 @@ class Measured:
 
 def kill(job: Job, what: str, measured: Measured, rng: random.Random) -> None:
     """Kill a worker, or the node of one, at a random moment; wait until all train again, and take the times."""
-    ranks = range(WORLD_SIZE)
+    ranks = range(job.world_size)
     rank = rng.choice([each for each in ranks if what == "worker" or job.may_be_killed(each)])
-    logs = [job.log(each) for each in range(WORLD_SIZE)]
+    logs = [job.log(each) for each in ranks]
     iteration_s = statistics.median(b.time_s - a.time_s for a, b in zip(logs[0][-20:], logs[0][-19:], strict=False))
     if what == "node":
         agent = job.node_of(rank)
@@ -63,25 +63,25 @@ def kill(job: Job, what: str, measured: Measured, rng: random.Random) -> None:
 
     def first_new() -> int | None:
         """The first iteration of the new processes, once every rank has finished it after the kill."""
-        new = [entry for each in range(WORLD_SIZE) for entry in job.log(each)
+        new = [entry for each in ranks for entry in job.log(each)
                if entry.time_s > killed_s and entry.pid != old[each]]
         if not new:
             return None
         first = min(entry.iteration for entry in new)
-        for each in range(WORLD_SIZE):
+        for each in ranks:
             if not any(entry.iteration == first and entry.time_s > killed_s for entry in job.log(each)):
                 return None
         return first + 1  # zero is an iteration, too
 
     first = job.wait_for(first_new, "new iteration on all ranks", RESTART_TIMEOUT_S) - 1
     ends, finished = [], -1
-    for each in range(WORLD_SIZE):
+    for each in ranks:
         log = job.log(each)
         ends.append(next(entry.time_s for entry in log if entry.iteration == first and entry.time_s > killed_s))
         finished = max([finished, *(entry.iteration for entry in log if entry.time_s <= killed_s)])
     measured.recovery_s.append(max(ends) - killed_s)
     measured.lost_iterations.append(max(0, finished + 1 - first))
-    measured.kept_pids.append(sum(job.last(each).pid == old[each] for each in range(WORLD_SIZE)))
+    measured.kept_pids.append(sum(job.last(each).pid == old[each] for each in ranks))
     measured.iteration_s.append(iteration_s)
 
 
@@ -106,12 +106,12 @@ def run_job(job: Job, what: str, num_kills: int, measured: Measured, reference: 
 
 
 def run_case(
-    what: str, state_mb: float, num_kills: int, per_job: int, etcd: EtcdConfig, directory: Path
+    what: str, state_mb: float, num_kills: int, per_job: int, num_workers: int, etcd: EtcdConfig, directory: Path
 ) -> dict[str, Any]:
     """One fault and one size of state under both launchers, alternating."""
     args = ["--state-mb", str(state_mb), "--iterations", str(CHECKPOINT_EVERY * (per_job + 1) + 10)]
     tell(f"{what} kill, {state_mb:g} MB of state: undisturbed run")
-    with SwiftRun(directory, args, etcd) as undisturbed:
+    with SwiftRun(directory, args, etcd, 0, num_workers) as undisturbed:
         undisturbed.go()
         undisturbed.wait_end()
         reference = undisturbed.weights
@@ -121,10 +121,11 @@ def run_case(
     for number in range(rounds):
         for launcher in ("torchrun", "swift-run") if number % 2 == 0 else ("swift-run", "torchrun"):
             if launcher == "torchrun":
-                run_job(Torchrun(directory, args, num_spares), what, per_job, peer, None, number)
+                run_job(Torchrun(directory, args, num_spares, num_workers), what, per_job, peer, None, number)
                 tell(f"  torchrun   {', '.join(f'{s:.2f} s' for s in peer.recovery_s[-per_job:])}")
             else:
-                run_job(SwiftRun(directory, args, etcd, num_spares), what, per_job, ours, reference, number)
+                swift = SwiftRun(directory, args, etcd, num_spares, num_workers)
+                run_job(swift, what, per_job, ours, reference, number)
                 tell(f"  swift-run  {', '.join(f'{s:.3f} s' for s in ours.recovery_s[-per_job:])}")
     names = list(dict.fromkeys(name for phases in ours.phases_s for name in phases))
     return {
@@ -166,6 +167,7 @@ def main() -> int:
     parser.add_argument("--state-mb", type=float, nargs="+", default=[5.0, 100.0],
                         help="parameters and optimizer state")
     parser.add_argument("--kills", type=int, help="per case and launcher; default: 6 of a worker, 3 of a node")
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="per node, of two nodes")
     parser.add_argument("--what", choices=("worker", "node"), nargs="+", default=["worker", "node"])
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -178,7 +180,7 @@ def main() -> int:
             for what, size in wanted:
                 kills = args.kills or (1 if args.quick else 6 if what == "worker" else 3)
                 per_job = min(kills, 2) if what == "worker" else 1
-                cases.append(run_case(what, size, kills, per_job, etcd.config, Path(name)))
+                cases.append(run_case(what, size, kills, per_job, args.workers, etcd.config, Path(name)))
                 if not args.json:
                     print(report(cases[-1]), flush=True)
     except Failed as error:
