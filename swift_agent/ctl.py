@@ -1,10 +1,15 @@
 """`swiftctl`: what operators look at and steer jobs with.
 
-    swiftctl status                 all jobs of the etcd cluster
-    swiftctl status gpt --json      one job, for a program
-    swiftctl native build           compile the optional native forwarder
+    swiftctl status [JOB] [--watch]      who is in a job, who is missing; without JOB all jobs of the etcd cluster
+    swiftctl history JOB                 its generations and recoveries, with the time of each phase
+    swiftctl explain JOB [GENERATION]    why it has this generation and this plan
+    swiftctl stop JOB                    end a job                                                  (ctl_steer)
+    swiftctl gc [--yes]                  remove the records of jobs that nobody runs                (ctl_steer)
+    swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
+    swiftctl native build                compile the optional native forwarder
 
-This module must never write into the keys of a job, and never print a node's token or a password.
+Exit codes: 0 done, 1 etcd or a record does not allow it, or there is no such job, 2 a wrong command line. This module
+must never write into etcd, and never print a node's token or a password.
 """
 
 from __future__ import annotations
@@ -12,185 +17,222 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
+from swift_agent import explain as explaining
+from swift_agent import jobs
+from swift_agent.ctl_common import add_row, needs_etcd, no_job, opened, records_of, table
+from swift_agent.ctl_doctor import doctor
+from swift_agent.ctl_steer import gc, stop
 from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import EventRecord, Keys, RecordError, decode
-from swift_rendezvous.kv import KeyValue, RendezvousError
-from swift_rendezvous.view import Change, View, apply_all
+from swift_rendezvous.keys import Keys
+from swift_rendezvous.kv import Compacted, KeyValue, KeyValueStore
 
-ROOT = "/swift/"
-
-
-def jobs_in(entries: Iterable[KeyValue]) -> list[str]:
-    """Ids of the jobs that have a key among *entries*, sorted."""
-    return sorted({entry.key[len(ROOT) :].partition("/")[0] for entry in entries if entry.key.startswith(ROOT)})
-
-
-def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
-    """What the keys of a job say, as plain JSON types. Raises `RecordError` if a record cannot be read.
-
-    `state` is `starting`, `training`, `recovering` or, at the end, what the result says. A slot whose owner is not
-    alive is listed under `missing_slots`; a living node without a slot is a spare and has `slot` null.
-    """
-    keys, listed = Keys(job_id), list(entries)
-    changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in listed]
-    view = apply_all(View(), keys, changes)
-    generation = view.generation
-    alive = {node.incarnation for node in view.nodes.values()}
-    slots = generation.slots if generation else ()
-    events = [(kv.key, decode(EventRecord, kv.value)) for kv in listed if kv.key.startswith(f"{keys.prefix}events/")]
-    return {
-        "job": job_id,
-        "state": _state(view),
-        "generation": view.number,
-        "why": view.result.why if view.result else generation.why if generation else "",
-        "num_nodes": view.job.num_nodes if view.job else None,
-        "world_size": generation.world_size if generation else None,
-        "coordinator": view.coordinator.node_id if view.coordinator else None,
-        "nodes": [
-            {
-                "node": node_id,
-                "host": node.host,
-                "slot": generation.slot_of(node.incarnation) if generation else None,
-                "num_workers": node.num_workers,
-            }
-            for node_id, node in sorted(view.nodes.items())
-        ],
-        "missing_slots": [
-            {"slot": slot, "last_owner": owner.node_id, "host": owner.host}
-            for slot, owner in enumerate(slots)
-            if owner.incarnation not in alive and view.result is None
-        ],
-        "failures": [
-            {"slot": slot, "kind": failure.kind, "local_ranks": list(failure.local_ranks), "evidence": failure.evidence}
-            for slot, failure in sorted(view.failures.items())
-        ],
-        "events": [
-            {"time_s": event.time_s, "generation": event.generation, "what": event.what, "why": event.why}
-            for _, event in sorted(events, key=lambda item: item[0])
-        ],
-    }
-
-
-def _state(view: View) -> str:
-    if view.result is not None:
-        return view.result.state
-    if view.generation is None:
-        return "starting"
-    being_replaced = view.generation.mode == "replace" and len(view.resumed) < len(view.generation.slots)
-    return "recovering" if view.failures or being_replaced else "training"
+NUM_EVENTS_SHOWN = 10
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Look at swift-agent's jobs."""
+    """Look at swift-agent's jobs, and end or clear them.
+
+    Exit codes: 0 done, 1 a problem or no such job, 2 a wrong command line.
+    """
+
+
+cli.add_command(stop)
+cli.add_command(gc)
+cli.add_command(doctor)
+
+
+# ---- status --------------------------------------------------------------------------------------------------------
 
 
 @cli.command()
 @click.argument("job", required=False)
-@click.option("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="The etcd servers. Default: $SWIFT_ETCD_ENDPOINTS.")
-@click.option("--etcd-user", metavar="NAME", help="User name; the password is in a file or $SWIFT_ETCD_PASSWORD.")
-@click.option("--etcd-password-file", metavar="FILE", help="File that holds the password.")
-@click.option("--etcd-cacert", metavar="FILE", help="Certificates to check the servers' against (TLS).")
-@click.option("--etcd-cert", metavar="FILE", help="Our certificate (TLS).")
-@click.option("--etcd-key", metavar="FILE", help="Its private key.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for JOB, or a list of them.")
-def status(
-    job: str | None,
-    rdzv_endpoint: str | None,
-    etcd_user: str | None,
-    etcd_password_file: str | None,
-    etcd_cacert: str | None,
-    etcd_cert: str | None,
-    etcd_key: str | None,
-    as_json: bool,
-) -> None:
-    """Show who is in JOB, who is missing and what happened; without JOB, all jobs."""
-    try:
-        config = EtcdConfig.from_environment(
-            endpoints=rdzv_endpoint,
-            user=etcd_user,
-            password_file=etcd_password_file,
-            ca_cert=etcd_cacert,
-            cert=etcd_cert,
-            key=etcd_key,
-        )
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    if config is None:
-        raise click.UsageError("no etcd named; type --rdzv-endpoint HOST:2379, or set SWIFT_ETCD_ENDPOINTS")
-    try:
-        entries = _read(config, Keys(job).prefix if job else ROOT)
-        found = [
-            summarize(name, [kv for kv in entries if kv.key.startswith(Keys(name).prefix)]) for name in jobs_in(entries)
-        ]
-    except (RendezvousError, RecordError) as error:
-        raise click.ClickException(str(error)) from None
-    if job and not found:
-        raise click.ClickException(
-            f"no job {job!r} at {', '.join(config.endpoints)}: it has not started, or it has ended and was cleared; "
-            "`swiftctl status` lists all"
-        )
+@click.option("--watch", is_flag=True, help="Show it again after each change, until Ctrl-C or the end of JOB.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for JOB, or a list; a line per change.")
+@needs_etcd
+def status(config: EtcdConfig, job: str | None, watch: bool, as_json: bool) -> None:
+    """Show who is in JOB, who is missing and what happened; without JOB, all jobs.
+
+    Exit codes: 0 shown (also when a watched job has ended, whatever its result), 1 no such job or etcd does not answer,
+    2 a wrong command line.
+    """
+    with opened(config) as store:
+        if watch:
+            _watch(store, config, job, as_json)
+            return
+        entries, _ = store.get_prefix(Keys(job).prefix if job else jobs.ROOT)
+        if job and not entries:
+            raise no_job(config, job)
+        found = _look(job, entries)
     if as_json:
-        click.echo(json.dumps(found[0] if job else found))
-    elif job:
-        _print_job(found[0])
+        click.echo(json.dumps(found))
     else:
-        _print_jobs(found)
+        Console().print(_draw(found))
 
 
-def _read(config: EtcdConfig, prefix: str) -> list[KeyValue]:
-    from swift_rendezvous.etcd import EtcdStore  # here: --help and the other commands do without grpc
+def _look(job: str | None, entries: list[KeyValue]) -> Any:
+    return jobs.summarize(job, entries) if job else jobs.summarize_all(entries)
 
-    store = EtcdStore(config)
+
+def _watch(store: KeyValueStore, config: EtcdConfig, job: str | None, as_json: bool) -> None:
+    """Show it after each change. Ctrl-C is how one leaves: no error."""
     try:
-        return store.get_prefix(prefix)[0]
-    finally:
-        store.close()
+        if as_json:
+            _follow(store, config, job, lambda found: click.echo(json.dumps(found)))
+            return
+        with Live(auto_refresh=False, vertical_overflow="visible") as live:
+            _follow(store, config, job, lambda found: live.update(_draw(found), refresh=True))
+    except KeyboardInterrupt:
+        return
 
 
-# What comes out of etcd is shown as text, never read as rich's markup: hence `Text` everywhere.
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _follow(store: KeyValueStore, config: EtcdConfig, job: str | None, show: Callable[[Any], None]) -> None:
+    """One listing, then the watch that goes on from its revision; listed again if the history was compacted."""
+    prefix = Keys(job).prefix if job else jobs.ROOT
+    seen = False
+    while True:
+        listing, revision = store.get_prefix(prefix)
+        entries = {entry.key: entry for entry in listing}
+        if job and not entries and not seen:
+            raise no_job(config, job)
+        seen = True
+        try:
+            with store.watch_prefix(prefix, revision + 1) as watch:
+                shown = _show(job, entries, None, show)
+                while not (job and jobs.has_ended(job, entries)):
+                    entries = jobs.follow(entries, next(watch))
+                    shown = _show(job, entries, shown, show)
+                return
+        except Compacted:
+            continue
 
 
-def _print_jobs(found: list[dict[str, Any]]) -> None:
-    table = _table("JOB", "STATE", "GENERATION", "NODES", "WORKERS", "WHY")
+def _show(job: str | None, entries: dict[str, KeyValue], shown: Any, show: Callable[[Any], None]) -> Any:
+    """Show *entries* unless they look like what was *shown*; records that are gone leave the last picture."""
+    if job and not entries:
+        return shown
+    found = _look(job, list(entries.values()))
+    if found != shown:
+        show(found)
+    return found
+
+
+def _draw(found: Any) -> RenderableType:
+    return _draw_jobs(found) if isinstance(found, list) else _draw_job(found)
+
+
+def _draw_jobs(found: list[dict[str, Any]]) -> RenderableType:
+    if not found:
+        return Text("no jobs")
+    rows = table("JOB", "STATE", "GENERATION", "NODES", "SPARES", "WORKERS", "ITERATION", "WHY")
     for job in found:
-        nodes = f"{len(job['nodes'])}" + (f" of {job['num_nodes']}" if job["num_nodes"] else "")
-        cells = (job["job"], job["state"], job["generation"], nodes, job["world_size"] or "-", job["why"])
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    Console().print(table if found else Text("no jobs"))
+        active = len(job["nodes"]) - job["num_spares"]
+        # Before the first generation nobody has a place; who is here is what counts.
+        nodes = f"{active if job['generation'] else len(job['nodes'])}"
+        nodes += f" of {job['num_nodes']}" if job["num_nodes"] else ""
+        spares = job["num_spares"] if job["generation"] else 0
+        cells = (job["state"], job["generation"], nodes, spares, job["world_size"], job["iteration"], job["why"])
+        add_row(rows, (job["job"], *cells))
+    return rows
 
 
-def _print_job(job: dict[str, Any]) -> None:
-    console = Console()
-    console.print(Text(f"job {job['job']}: {job['state']}, generation {job['generation']}"))
+def _draw_job(job: dict[str, Any]) -> RenderableType:
+    generation = f"generation {job['generation']}" + (f" ({job['mode']})" if job["mode"] else "")
+    lines: list[RenderableType] = [Text(f"job {job['job']}: {job['state']}, {generation}")]
     if job["why"]:
-        console.print(Text(f"  why          {job['why']}"))
-    console.print(Text(f"  coordinator  {job['coordinator'] or 'none'}"))
-    table = _table("SLOT", "NODE", "HOST", "WORKERS", "")
-    order = sorted(job["nodes"], key=lambda node: (node["slot"] is None, node["slot"] or 0, node["node"]))
-    for node in order:
-        slot = "spare" if node["slot"] is None else node["slot"]
-        table.add_row(*(Text(str(cell)) for cell in (slot, node["node"], node["host"], node["num_workers"], "")))
+        lines.append(Text(f"  why          {job['why']}"))
+    if job["iteration"] is not None:
+        lines.append(Text(f"  iteration    {job['iteration']}, at the last recovery"))
+    lines.append(Text(f"  coordinator  {job['coordinator'] or 'none'}"))
+    rows = table("SLOT", "NODE", "HOST", "WORKERS", "")
+    for node in sorted(job["nodes"], key=lambda node: (node["slot"] is None, node["slot"] or 0, node["node"])):
+        slot = ("spare" if job["generation"] else "waits") if node["slot"] is None else node["slot"]
+        add_row(rows, (slot, node["node"], node["host"], node["num_workers"], ""))
     for gap in job["missing_slots"]:
-        table.add_row(*(Text(str(cell)) for cell in (gap["slot"], gap["last_owner"], gap["host"], "-", "missing")))
-    console.print(table)
+        add_row(rows, (gap["slot"], gap["last_owner"], gap["host"], None, "missing"))
+    lines.append(rows)
     for failure in job["failures"]:
-        console.print(Text(f"  failure in slot {failure['slot']} ({failure['kind']}): {failure['evidence']}"))
-    for event in job["events"][-10:]:
-        console.print(Text(f"  generation {event['generation']}: {event['what']}: {event['why']}"))
+        lines.append(Text(f"  failure in slot {failure['slot']} ({failure['kind']}): {failure['evidence']}"))
+    for event in job["events"][-NUM_EVENTS_SHOWN:]:
+        lines.append(Text(f"  generation {event['generation']}: {event['what']}: {event['why']}"))
+    return Group(*lines)
+
+
+# ---- history, explain ----------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("job")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@needs_etcd
+def history(config: EtcdConfig, job: str, as_json: bool) -> None:
+    """Show every generation and recovery of JOB that is kept in etcd, oldest first.
+
+    The event of a recovery takes the place of that of its generation. Exit codes: 0 shown, 1 no such job or etcd does
+    not answer, 2 a wrong command line.
+    """
+    with opened(config) as store:
+        episodes = explaining.history(jobs.events_of(job, records_of(store, config, job)))
+    if as_json:
+        click.echo(json.dumps({"job": job, "events": [episode.to_json() for episode in episodes]}))
+        return
+    console = Console()
+    if not episodes:
+        console.print(Text(f"job {job}: no generation yet"))
+        return
+    for episode in episodes:
+        at = datetime.fromtimestamp(episode.time_s).astimezone().isoformat(" ", "milliseconds")
+        iteration = "" if episode.iteration is None else f", goes on at iteration {episode.iteration}"
+        console.print(Text(f"{at}  generation {episode.generation}: {episode.what}{iteration}", style="bold"))
+        console.print(Text(f"  {episode.why}"))
+        if episode.phases_s:
+            rows = table("", *(name.upper() for name in episode.phases_s), "")
+            add_row(rows, (" ", *(f"{seconds * 1000:.1f}" for seconds in episode.phases_s.values()), "ms"))
+            console.print(rows)
+
+
+@cli.command()
+@click.argument("job")
+@click.argument("generation", type=click.IntRange(min=1), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@needs_etcd
+def explain(config: EtcdConfig, job: str, generation: int | None, as_json: bool) -> None:
+    """Say why JOB has this GENERATION (by default the current one) and this plan.
+
+    Exit codes: 0 said, 1 no such job, nothing kept of this generation, or etcd does not answer, 2 a wrong command line.
+    """
+    with opened(config) as store:
+        entries = records_of(store, config, job)
+        view = jobs.view_of(job, entries)
+        episodes = explaining.history(jobs.events_of(job, entries))
+    number = generation or view.number
+    if number == 0:
+        raise click.ClickException(f"job {job!r} has no generation yet: {len(view.nodes)} nodes are here")
+    found = explaining.explain(view, episodes, number)
+    if found is None:
+        kept = ", ".join(str(episode.generation) for episode in episodes) or "none"
+        raise click.ClickException(f"nothing is known of generation {number} of job {job!r}; kept: {kept}")
+    if as_json:
+        plan = found.plan.to_json() if found.plan else None
+        click.echo(
+            json.dumps({"job": job, "generation": number, "sentences": list(found.sentences), "plan": plan})
+        )
+        return
+    console = Console()
+    for sentence in found.sentences:
+        console.print(Text(sentence))
+
+
+# ---- native --------------------------------------------------------------------------------------------------------
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

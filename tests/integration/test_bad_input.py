@@ -247,13 +247,15 @@ def test_the_port_of_etcd_is_used_by_something_else(
 
 
 def test_the_port_of_a_static_rendezvous_is_used_by_something_else(
-    run_swift: Callable[..., subprocess.CompletedProcess[str]],
+    run_swift: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """`--master-port` belongs to torch's own launcher: its error comes through."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         where = ("--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", port)
-        done = run_swift(*where, "--nproc-per-node", "1", script="print('started')")
+        # torch's launcher leaves its temporary log directory behind when it fails; not one that it is given.
+        logs = ("--log-dir", str(tmp_path / "logs"))
+        done = run_swift(*where, *logs, "--nproc-per-node", "1", script="print('started')")
     assert done.returncode != 0 and "started" not in done.stdout
     assert "EADDRINUSE" in done.stderr or "already in use" in done.stderr
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_agent.ctl import jobs_in, summarize
+from swift_agent.jobs import jobs_in, summarize
 from swift_rendezvous.keys import (
     CoordinatorRecord,
     EventRecord,
