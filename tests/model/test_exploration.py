@@ -1,0 +1,127 @@
+"""All states of a small job, up to a bound, and proof that the search finds mistakes: planted ones must be found.
+
+SWIFT_MODEL_STATES sets the number of states per search (default 2500). `-s` shows what was explored.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import textwrap
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from swift_agent import agent
+from swift_rendezvous import coordinator, membership
+from tests.model import world as model
+from tests.model.explore import explore
+from tests.model.world import Action, World
+
+MAX_STATES = int(os.environ.get("SWIFT_MODEL_STATES", "2500"))
+
+
+def go_on(world: World, reached: Callable[[World], bool]) -> World:
+    """Without failures, in one order, until *reached*."""
+    for _ in range(200):
+        if reached(world):
+            return world
+        world.do(world.actions()[0])
+    raise AssertionError(f"not reached: {world.describe()}")
+
+
+def training(**changes: Any) -> World:
+    """Both workers are connected; nobody has finished."""
+    world = go_on(World(ordered=True), lambda w: sum(n.proc is not None and n.proc.live > 0 for n in w.nodes) == 2)
+    for name, value in changes.items():
+        setattr(world, name, value)
+    return world
+
+
+def recovering(**changes: Any) -> World:
+    """The worker of slot 0 was lost, and generation 2 begins."""
+    world = training(faults=1)
+    world.do(("kill", 0, 0))
+    go_on(world, lambda w: w.view.number == 2)
+    for name, value in changes.items():
+        setattr(world, name, value)
+    return world
+
+
+SEARCHES: dict[str, Callable[[], World]] = {
+    "no failure, every order": lambda: World(),
+    "one failure from the start": lambda: World(faults=1, ordered=True),
+    "two failures in training": lambda: training(faults=2),
+    "two failures in a recovery": lambda: recovering(faults=2),
+    "three crashes and kills": lambda: training(faults=3, kinds=("crash", "kill")),
+    "one failure in a recovery, every order": lambda: recovering(faults=1, ordered=False),
+}
+
+
+@pytest.mark.parametrize("start", SEARCHES.values(), ids=SEARCHES)
+def test_every_state_is_sound(start: Callable[[], World]) -> None:
+    found = explore(start(), MAX_STATES)
+    print(found)
+    assert not found.violation, f"{found}\n{found.trace}"
+    assert found.num_states > 100
+
+
+def patched(thing: Any, old: str, new: str, names: dict[str, Any]) -> Any:
+    """*thing*, a function, with its source changed."""
+    source = textwrap.dedent(inspect.getsource(thing))
+    assert source.count(old) == 1, f"{source.count(old)} places for {old!r}"
+    space = dict(names)
+    exec(compile("from __future__ import annotations\n" + source.replace(old, new), "<mutant>", "exec"), space)
+    return space[thing.__name__]
+
+
+# What is changed (owner, function), how, where the search begins.
+MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
+    "no fence on the generation": (
+        agent.Agent, "_write",
+        'Compare.mod_revision(self._keys.generation, "==", view.generation_revision),', "",
+        lambda: training(faults=2, kinds=("late", "kill"))),
+    "no guard on the coordinator": (
+        coordinator.Coordinator, "_execute",
+        '[Compare.mod_revision(keys.coordinator, "==", view.coordinator_revision)]', "[]",
+        lambda: training(faults=2, kinds=("freeze", "kill"))),
+    "forgets a lost node after the generation, not with it": (
+        coordinator.Coordinator, "_step",
+        "if any(isinstance(command, PublishGeneration) for command in commands):", "if False:",
+        lambda: training(faults=2, kinds=("crash",))),
+    "a stale view writes progress": (
+        agent.Agent, "_execute",
+        "[Put(keys.progress(generation, slot), encode(record))]",
+        "[Put(keys.progress(generation, slot), encode(record))], fenced=False",
+        lambda: recovering(faults=2, kinds=("late", "kill"))),
+    "a plan can be written twice": (
+        coordinator.Coordinator, "_execute",
+        'guards.append(Compare.create_revision(keys.plan(number), "==", 0))', "pass",
+        lambda: recovering(faults=2, kinds=("late", "crash"))),
+    "a lost node is taken for a spare": (
+        membership, "spares", "if node.incarnation not in taken]",
+        "if node.incarnation not in taken or view.generation.slot_of(node.incarnation) in losses(view).nodes]",
+        lambda: training(faults=1, kinds=("crash",))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_the_search_finds_a_mistake(
+    mutant: tuple[Any, str, str, str, Callable[[], World]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, old, new, start = mutant
+    module = owner if isinstance(owner, ModuleType) else inspect.getmodule(owner)
+    monkeypatch.setattr(owner, name, patched(getattr(owner, name), old, new, vars(module)))
+    found = explore(start(), 20_000, 60.0)
+    print(found, found.trace)
+    assert found.violation, f"not found in {found}"
+
+
+def test_a_trace_can_be_replayed() -> None:
+    from tests.model.explore import replay
+
+    trace: list[Action] = [("kill", 1, 0)]
+    world = replay(training(faults=1), trace)
+    assert model.KEYS.prefix and world.faults == 0

@@ -1,0 +1,730 @@
+"""A small job as a value: everything that can happen next is an action, and two ways to the same state are one state.
+
+Real are the cores (membership, lifecycle, planning, view), the transactions (those of `Coordinator._step` and
+`Agent._execute`, taken before they reach the store), entering and leaving a job, and the store's semantics
+(`MemoryStore`). Played are only processes, leases and the wire:
+
+- What a node does by itself is one step with what caused it: its worker answers at once, a view is acted on at once.
+- Each transaction is a step of its own, so that anything may fail between any two of them, and any may come too late.
+- A node sees changes at once unless it is late, frozen or cut off: these are failures, and are counted as such.
+
+`World.check` holds after every step; `World.settled` where nothing more can happen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from swift_agent import lifecycle as lc
+from swift_agent import lifecycle_messages as msg
+from swift_agent.agent import Agent
+from swift_agent.planning import plan_generation
+from swift_agent.writer import Write
+from swift_recovery.plan import Plan
+from swift_rendezvous.coordinator import Coordinator
+from swift_rendezvous.keys import GenerationRecord, JobRecord, Keys, NodeRecord, StoreRecord, WorkerExit, decode
+from swift_rendezvous.kv import Compare, Delete, Op, Put, RendezvousError, TransactionResult
+from swift_rendezvous.membership import Rules, losses
+from swift_rendezvous.memory import MemoryLease, MemoryStore
+from swift_rendezvous.registration import JobOver, enter_job, leave_job
+from swift_rendezvous.view import Change, View, apply, apply_all
+
+KEYS = Keys("job")
+EVENTS = KEYS.prefix + "events/"
+TTL_S = 5
+RULES = Rules(1e9, 1e9)  # nobody gives up waiting: who waits although enough nodes live has a defect
+
+Action = tuple[str, int, int]  # what, which node, and a second one for `accuse`
+Response = tuple[Change, ...]
+
+FAULTS = ("crash", "freeze", "cut", "late", "kill")
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+@dataclass(frozen=True)
+class Proc:
+    """A node's worker process. *go*: the generation it is in; *live*: the one in which it is connected."""
+
+    rank: int
+    generation: int
+    pid: int
+    go: int = 0
+    live: int = 0
+    stopped: int = 0
+    status: str = "fresh"
+    iteration: int = 0
+    finished_in: int = 0
+    plan: Plan | None = None
+
+    @property
+    def inside(self) -> bool:
+        return self.go > self.stopped
+
+    def key(self) -> tuple[Any, ...]:
+        plan = self.plan and (self.plan.kind, self.plan.iteration, *sorted(self.plan.sources.items()))
+        return (self.rank, self.generation, self.pid, self.go, self.live, self.stopped, self.status, self.iteration,
+                self.finished_in, plan)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A transaction on its way. *number*: the generation that its author believed in; *wanted*: see `writer.Write`."""
+
+    what: str
+    guards: tuple[Compare, ...]
+    ops: tuple[Op, ...]
+    number: int
+    incarnation: str
+    wanted: Any = None
+
+
+@dataclass(slots=True)
+class Node:
+    """One agent with its coordinator, its worker and what is on its way to and from it."""
+
+    name: str
+    life: int = 0
+    where: str = "up"  # up, late, frozen, cut, crashed, ended
+    record: NodeRecord = None  # type: ignore[assignment]
+    lease_id: int = 0
+    job: int = 0
+    view: View = field(default_factory=View)
+    queue: tuple[Response, ...] = ()
+    state: lc.AgentState = None  # type: ignore[assignment]
+    writes: tuple[Pending, ...] = ()
+    decided: tuple[Pending, ...] = ()
+    dirty: bool = False
+    proc: Proc | None = None
+    num_procs: int = 0
+
+    @property
+    def here(self) -> bool:
+        return self.where not in ("crashed", "ended")
+
+    @property
+    def online(self) -> bool:
+        """Can read and write the store."""
+        return self.where in ("up", "late")
+
+    @property
+    def runs(self) -> bool:
+        return self.where in ("up", "late", "cut")
+
+
+class Driver(Agent):
+    """The agent's own code for its writes, on a node of a world. One object per name: closures of writes hold it."""
+
+    def __init__(self, name: str) -> None:
+        self._config = SimpleNamespace(node_id=name)  # type: ignore[assignment]
+        self._keys = KEYS
+        self._stores = SimpleNamespace(open=lambda number: StoreRecord("h", number))  # type: ignore[assignment]
+        self._writer = SimpleNamespace(submit=self._submit)  # type: ignore[assignment]
+        self._end = None
+
+    def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
+        self._world, self._node, self._events = world, node, events
+        self._state, self._end = node.state, None
+        self._presence = SimpleNamespace(me=node.record)  # type: ignore[assignment]
+
+    def look(self, node: Node) -> None:
+        self._state = node.state
+
+    def _submit(self, write: Write) -> None:
+        node = self._node
+        pending = Pending(write.what, tuple(write.guards), tuple(write.ops), self._state.view.number,
+                          node.record.incarnation, write.wanted)  # fmt: skip
+        node.writes = (*node.writes, pending)
+
+    def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
+        node, view = self._node, self._state.view
+        generation = view.generation
+        assert generation is not None
+        slot = generation.slot_of(node.record.incarnation)
+        assert slot is not None
+        demand(node.proc is None, "a worker is started beside one that lives")
+        node.num_procs += 1
+        node.proc = Proc(slot, generation.number, node.num_procs)
+        self._events.append(msg.WorkerStarted(0, generation.number, node.num_procs))
+        self._events.append(msg.HelloReceived(0, node.num_procs))
+
+    def _end_worker(self, local_rank: int, graceful: bool) -> None:
+        self._world.end_proc(self._node, -15, self._events)
+
+    def _send(self, local_ranks: tuple[int, ...], message: dict[str, Any]) -> None:
+        node, proc = self._node, self._node.proc
+        if proc is None:
+            return
+        match message["op"]:
+            case "stop":
+                node.proc = replace(proc, stopped=max(proc.stopped, message["generation"]))
+                report = {"rank": proc.rank, "status": proc.status, "iteration": proc.iteration, "sections": 0,
+                          "replicas": self._world.ranks if proc.status == "holding" else []}  # fmt: skip
+                self._events.append(msg.ReportReceived(0, proc.pid, message["generation"], report))
+            case "go":
+                plan, number = Plan.from_json(message["plan"]), message["generation"]
+                demand(number > proc.go and proc.stopped == proc.go, "a worker is sent on without a report")
+                status = proc.status
+                if plan.kind == "fresh":
+                    demand(status == "fresh", f"a worker that is {status} is told to begin anew")
+                elif status in ("fresh", "setup"):
+                    status = "empty"
+                node.proc = replace(proc, go=number, plan=plan, status=status)
+            case "release":
+                self._world.end_proc(node, 0, self._events)
+
+    def _rejoin(self, why: str) -> None:
+        self._world.rejoin(self._node)
+
+
+class Recorder:
+    """In the place of a coordinator's store: its transactions go on one by one, as if each had succeeded.
+
+    `Coordinator._step` asks for nothing but success, and ends at the first failure; so does who carries them out.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[tuple[Compare, ...], tuple[Op, ...]]] = []
+
+    def transaction(self, compare: Sequence[Compare], success: Sequence[Op]) -> TransactionResult:
+        self.taken.append((tuple(compare), tuple(success)))
+        return TransactionResult(True, 0, ())
+
+
+class World:
+    """*faults* may still happen. *ordered*: who could act takes turns in one order; else every order is an action."""
+
+    def __init__(self, num_nodes: int = 3, num_slots: int = 2, *, faults: int = 0, target: int = 1,
+                 ordered: bool = False, max_restarts: int = 1000, kinds: Sequence[str] = FAULTS) -> None:  # fmt: skip
+        self.faults, self.target, self.ordered, self.kinds = faults, target, ordered, tuple(kinds)
+        self.num_slots, self.max_restarts = num_slots, max_restarts
+        self.ranks = list(range(num_slots))
+        self.store = MemoryStore()
+        self.view = View()  # of somebody who sees all at once
+        self.given_up: frozenset[str] = frozenset()
+        self.job = JobRecord(num_slots, 1, "c", max_restarts)
+        self.drivers = {f"n{index}": Driver(f"n{index}") for index in range(num_nodes)}
+        self.coordinators: dict[tuple[str, int, int], Coordinator] = {}
+        self.folded: dict[tuple[int, Response], tuple[View, View]] = {}
+        self.nodes = [Node(name) for name in self.drivers]
+        self._published = 0
+        for node in self.nodes:
+            self._join(node, None)
+
+    def clone(self) -> World:
+        twin = copy.copy(self)
+        twin.nodes = [copy.copy(node) for node in self.nodes]
+        twin.store = store = MemoryStore()
+        store._keys, store._revision = dict(self.store._keys), self.store._revision
+        store._num_leases = self.store._num_leases
+        for number, lease in self.store._leases.items():
+            store._leases[number] = MemoryLease(store, number, TTL_S)
+            store._leases[number].keys = set(lease.keys)
+        twin._published = 0
+        return twin
+
+    # ---- what may happen ----
+
+    def actions(self) -> list[Action]:
+        """Without failures. What ends a failure is one of them, so none lasts for ever."""
+        turns: list[Action] = []
+        found: list[Action] = []
+        for index, node in enumerate(self.nodes):
+            if not node.here:
+                if node.where == "crashed" and node.lease_id in self.store._leases:
+                    found.append(("expire", index, 0))
+                    found += self._accusers(index)
+                continue
+            if node.where in ("frozen", "cut"):
+                found.append(("return", index, 0))
+                if node.lease_id in self.store._leases:
+                    found.append(("expire", index, 0))
+                    if node.where == "cut":
+                        found += self._accusers(index)
+            mine = turns if node.where == "up" else found
+            if node.where == "late":
+                found.append(("see", index, 0))
+            if node.online:
+                if node.lease_id not in self.store._leases:
+                    mine.append(("notice", index, 0))
+                if node.decided:
+                    mine.append(("decide", index, 0))
+                if node.writes:
+                    mine.append(("write", index, 0))
+            if node.runs and node.proc is not None and self._can_work(node.proc):
+                turns.append(("work", index, 0))
+        return [*turns[:1], *found] if self.ordered else [*turns, *found]
+
+    def failures(self) -> list[Action]:
+        if not self.faults:
+            return []
+        found: list[Action] = []
+        for index, node in enumerate(self.nodes):
+            if not node.here:
+                continue
+            if node.where == "up":
+                found += [(kind, index, 0) for kind in ("freeze", "cut", "late") if kind in self.kinds]
+            if "crash" in self.kinds:
+                found.append(("crash", index, 0))
+            if node.proc is not None and node.where != "frozen" and "kill" in self.kinds:
+                found.append(("kill", index, 0))
+        return found
+
+    def _accusers(self, lost: int) -> list[Action]:
+        incarnation = self.nodes[lost].record.incarnation
+        return [("accuse", index, lost) for index, node in enumerate(self.nodes)
+                if index != lost and node.runs and incarnation not in node.state.lost_peers]  # fmt: skip
+
+    def do(self, action: Action) -> None:
+        """Carry it out, and check."""
+        what, index, other = action
+        node = self.nodes[index]
+        if what in FAULTS:
+            self.faults -= 1
+        match what:
+            case "crash":
+                node.where, node.proc = "crashed", None
+                node.queue, node.writes, node.decided, node.dirty = (), (), (), False
+            case "freeze":
+                node.where = "frozen"
+            case "cut" | "late":
+                node.where = what
+            case "kill":
+                events: deque[msg.Event] = deque()
+                self.end_proc(node, -9, events)
+                self.handle(node, events)
+            case "return":
+                node.where = "late"
+            case "expire":
+                self.store.revoke(self.store._leases[node.lease_id])
+            case "notice":
+                self.rejoin(node)
+            case "accuse":
+                self.handle(node, deque([msg.PeerLost(self.nodes[other].record.incarnation, "lost")]))
+            case "see":
+                if node.queue:
+                    self._see(node)
+                if not node.queue and node.where == "late":
+                    node.where = "up"
+            case "write":
+                self._write(node)
+            case "decide":
+                self._decide(node)
+            case "work":
+                self._work(node)
+        self.settle()
+        self.check()
+
+    # ---- store and views ----
+
+    def settle(self) -> None:
+        """Everybody who is neither late nor away sees what was written, until nobody writes at once."""
+        while True:
+            while self._published < len(self.store._history):
+                response = self.store._history[self._published]
+                self._published += 1
+                changes = tuple(
+                    Change(e.kv.key, e.kv.value if e.kind == "put" else None, e.kv.mod_revision, e.kv.create_revision)
+                    for e in response.events if not e.kv.key.startswith(EVENTS)
+                )  # fmt: skip
+                self._entered(changes)
+                self.view = self._fold(self.view, changes)
+                for node in self.nodes:
+                    if node.here and node.life:
+                        node.queue = (*node.queue, changes)
+            behind = next((node for node in self.nodes if node.where == "up" and node.queue), None)
+            if behind is None:
+                return
+            self._see(behind)
+
+    def _see(self, node: Node) -> None:
+        node.view = self._fold(node.view, node.queue[0])
+        node.queue = node.queue[1:]
+        self._viewed(node)
+
+    def _viewed(self, node: Node) -> None:
+        node.dirty = True
+        self.handle(node, deque([msg.ViewChanged(node.view)]))
+        self._coordinate(node)
+
+    def _fold(self, view: View, changes: Response) -> View:
+        known = self.folded.get((id(view), changes))
+        if known is None:
+            new = view
+            for change in changes:
+                new = apply(new, KEYS, change)
+            self.folded[id(view), changes] = known = (view, new)  # the first is kept, so its id is not given again
+        return known[1]
+
+    def _join(self, node: Node, known_job: int | None) -> None:
+        node.life += 1
+        node.record = NodeRecord(node.name, f"{node.name}.{node.life}", "h", 1, 1, "t", "c")
+        used = node.state.restarts_used if node.state else 0
+        try:
+            entry = enter_job(self.store, KEYS, self.job, node.record, TTL_S, known_job)
+        except JobOver:
+            self._gone(node)
+            return
+        node.lease_id, node.job = entry.lease.id, entry.job
+        node.state = lc.AgentState(node.name, node.record.incarnation, self.max_restarts, 10.0, restarts_used=used)
+        node.where, node.queue, node.writes, node.decided = "up", (), (), ()
+        self.settle_others(node)
+        listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
+                   for kv in self.store.get_prefix(KEYS.prefix)[0] if not kv.key.startswith(EVENTS)]  # fmt: skip
+        node.view = apply_all(View(), KEYS, listing)
+        self._viewed(node)
+        self.settle()
+
+    def settle_others(self, node: Node) -> None:
+        """What was written so far is in the listing that *node* makes next."""
+        life, node.life = node.life, 0
+        try:
+            self.settle()
+        finally:
+            node.life = life
+
+    def rejoin(self, node: Node) -> None:
+        self._leave_lease(node)
+        node.proc = None
+        self.settle_others(node)
+        self._join(node, node.job)
+
+    def _leave_lease(self, node: Node) -> None:
+        lease = self.store._leases.get(node.lease_id)
+        if lease is not None:
+            self.store.revoke(lease)
+
+    def _gone(self, node: Node) -> None:
+        node.where, node.proc = "ended", None
+        node.queue, node.writes, node.decided, node.dirty = (), (), (), False
+
+    # ---- the agent ----
+
+    def handle(self, node: Node, events: deque[msg.Event]) -> None:
+        driver, life = self.drivers[node.name], node.life
+        while events and node.runs and node.life == life:
+            step = lc.on_event(node.state, events.popleft(), now_s=0.0)
+            node.state = step.state
+            for command in step.commands:
+                driver.take(self, node, events)
+                driver._execute(command)
+                if node.life != life:
+                    return
+                if driver._end is not None:
+                    self._end(node)
+                    return
+
+    def _end(self, node: Node) -> None:
+        """As `Agent._leave`: what is still to be written is written first."""
+        node.proc = None
+        while node.writes:
+            self._write(node)
+        lease = self.store._leases.get(node.lease_id) or MemoryLease(self.store, node.lease_id, TTL_S)
+        leave_job(self.store, KEYS, node.record, lease)
+        self._gone(node)
+
+    def _write(self, node: Node) -> None:
+        write, node.writes = node.writes[0], node.writes[1:]
+        self.drivers[node.name].look(node)
+        if not write.wanted():
+            return
+        number = self._stored_number()
+        lives = KEYS.node(node.name) in self.store._keys
+        revision = self.store._revision
+        if not self.store.transaction(write.guards, write.ops).succeeded:
+            return
+        if write.what == "forget":
+            return  # of a spare: guarded by that node's own record
+        demand(number == write.number, f"a late '{write.what}' of generation {write.number} counts in {number}")
+        demand(lives, f"'{write.what}' of a node that was given up takes effect")
+        demand(self.store._revision > revision, "an empty write")
+
+    def _stored_number(self) -> int:
+        stored = self.store._keys.get(KEYS.generation)
+        return decode(GenerationRecord, stored.value).number if stored else 0
+
+    # ---- the coordinator ----
+
+    def _coordinate(self, node: Node) -> None:
+        """Its thread takes the newest view, once it has carried out what it decided before."""
+        if not node.dirty or node.decided or not node.runs:
+            return
+        node.dirty = False
+        life = (node.name, node.life, node.lease_id)
+        coordinator = self.coordinators.get(life)
+        recorder = Recorder()
+        if coordinator is None:
+            coordinator = Coordinator(recorder, KEYS, node.record, node.lease_id, plan_generation, RULES,  # type: ignore
+                                      lambda _: None)  # fmt: skip
+            self.coordinators[life] = coordinator
+        coordinator._store = recorder  # type: ignore[assignment]
+        coordinator._step(node.view)
+        self._sound(node.view, [op for _, ops in recorder.taken for op in ops if isinstance(op, Put)])
+        node.decided = tuple(
+            Pending("decision", guards, tuple(op for op in ops if not getattr(op, "key", "").startswith(EVENTS)),
+                    node.view.number, node.record.incarnation)
+            for guards, ops in recorder.taken
+        )  # fmt: skip
+
+    def _sound(self, view: View, puts: list[Put]) -> None:
+        """A new roster has no node that its author knows to be lost. (What it did not know is lost in the next.)"""
+        if view.generation is None:
+            return
+        lost = {view.generation.slots[slot].incarnation for slot in losses(view).nodes}
+        for put in puts:
+            if put.key == KEYS.generation:
+                owners = {owner.incarnation for owner in decode(GenerationRecord, put.value).slots}
+                demand(not lost & owners, f"a slot is given to {lost & owners}, known to be lost")
+
+    def _decide(self, node: Node) -> None:
+        decision, node.decided = node.decided[0], node.decided[1:]
+        before = self.store._keys.get(KEYS.coordinator)
+        number = self._stored_number()
+        elects = any(isinstance(op, Put) and op.key == KEYS.coordinator for op in decision.ops)
+        try:
+            succeeded = self.store.transaction(decision.guards, decision.ops).succeeded
+        except RendezvousError:
+            succeeded = False  # its lease is gone
+        if not succeeded:
+            node.decided = ()
+        elif not elects:
+            holder = before.value.decode() if before else "nobody"
+            demand(f'"{decision.incarnation}"' in holder, f"{decision.incarnation} decides, but {holder} coordinates")
+            only_forgets = all(isinstance(op, Delete) for op in decision.ops)
+            demand(number == decision.number or only_forgets, f"a decision of generation {decision.number} in {number}")
+        self.settle()
+        self._coordinate(node)
+
+    # ---- the worker ----
+
+    def end_proc(self, node: Node, code: int, events: deque[msg.Event]) -> None:
+        proc, node.proc = node.proc, None
+        if proc is not None:
+            events.append(msg.WorkerExited(WorkerExit(proc.rank, 0, proc.pid, code, "h")))
+
+    def _at_rank(self, rank: int, number: int) -> tuple[Node, Proc] | None:
+        for node in self.nodes:
+            if node.here and node.proc is not None and node.proc.rank == rank and node.proc.go == number:
+                return node, node.proc
+        return None
+
+    def _can_work(self, proc: Proc) -> bool:
+        if not proc.inside or proc.finished_in == proc.go:
+            return False
+        if proc.live == proc.go and proc.iteration >= self.target:
+            return True
+        for rank in self.ranks:
+            found = self._at_rank(rank, proc.go)
+            if found is None:
+                return False
+            node, other = found
+            moves = node.runs and other.inside
+            if proc.live < proc.go:
+                if not moves:
+                    return False
+            else:
+                behind = other.iteration < proc.iteration or (other.iteration == proc.iteration and not moves)
+                if other.live != proc.live or behind:
+                    return False
+        return True
+
+    def _work(self, node: Node) -> None:
+        proc = node.proc
+        assert proc is not None and proc.plan is not None
+        events: deque[msg.Event] = deque()
+        if proc.live < proc.go:
+            plan = proc.plan
+            for rank in self.ranks:
+                found = self._at_rank(rank, proc.go)
+                assert found is not None
+                demand(found[1].plan == plan, f"two plans in generation {proc.go}")
+            if plan.kind == "fresh":
+                proc = replace(proc, status="setup", live=proc.go)
+            else:
+                source = plan.sources.get(proc.rank)
+                if source is None:
+                    has = (proc.status, proc.iteration)
+                    demand(has == ("holding", plan.iteration), f"rank {proc.rank} holds {has}, not what the plan says")
+                else:
+                    giver = self._at_rank(source, proc.go)
+                    assert giver is not None
+                    has = (giver[1].status, giver[1].iteration)
+                    demand(has[0] == "holding" and has[1] >= plan.iteration, f"source {source} of a state holds {has}")
+                proc = replace(proc, status="holding", iteration=plan.iteration, live=proc.go)
+                events.append(msg.WorkerResumed(0, proc.pid, proc.go, proc.iteration, {}))
+        else:
+            if proc.iteration < self.target:
+                proc = replace(proc, status="holding", iteration=proc.iteration + 1)
+            if proc.iteration == self.target:
+                proc = replace(proc, finished_in=proc.go)
+                end = {"iteration": proc.iteration, "checksum": "aa", "replicas": self.ranks}
+                events.append(msg.WorkerFinished(0, proc.pid, proc.go, end))
+        node.proc = proc
+        self.handle(node, events)
+
+    # ---- what must hold ----
+
+    def _entered(self, changes: Response) -> None:
+        """Everything that holds between a record and the one before it."""
+        for change in changes:
+            if change.value is None:
+                continue
+            if change.key == KEYS.generation:
+                self._new_generation(self.view.generation, decode(GenerationRecord, change.value))
+            elif change.key == KEYS.plan(self.view.number):
+                demand(change.create_revision == change.mod_revision, "the plan of a generation is written twice")
+            elif change.key == KEYS.result:
+                demand(self.view.result is None, "the job ends twice")
+                self._new_result(change.value)
+
+    def _new_generation(self, old: GenerationRecord | None, new: GenerationRecord) -> None:
+        owners = [owner.incarnation for owner in new.slots]
+        demand(len(set(owners)) == len(owners) == self.num_slots, f"a slot has not one owner: {owners}")
+        number = old.number if old else 0
+        demand(new.number == number + 1, f"generation {new.number} follows generation {number}")
+        demand(not self.given_up.intersection(owners), f"a slot is given to a node that is lost: {owners}")
+        if old is None:
+            return
+        demand(not self.view.released, "a new generation after the workers were released")
+        for slot, (before, after) in enumerate(zip(old.slots, new.slots, strict=True)):
+            if before == after:
+                continue
+            demand(slot in new.lost, f"slot {slot} moves although it was not lost")
+            demand(old.slot_of(after.incarnation) is None, f"{after.incarnation} moves to slot {slot}")
+            self.given_up |= {before.incarnation}
+
+    def _new_result(self, value: bytes) -> None:
+        view = self.view
+        if b'"succeeded"' in value:
+            ended = all(slot in view.exited or (view.released and slot in view.finished) for slot in self.ranks)
+            demand(ended, f"succeeded, but only {sorted(view.exited)} have exited")
+
+    def check(self) -> None:
+        ranks = [node.proc.rank for node in self.nodes if node.proc is not None and node.proc.inside
+                 and node.where != "frozen" and node.proc.go == self.view.number]  # fmt: skip
+        demand(len(set(ranks)) == len(ranks), f"two workers of one rank: {ranks}")
+
+    def settled(self) -> None:
+        """Nothing more can happen: the job has ended, or waits for nodes that do not exist."""
+        living = [node for node in self.nodes if node.here]
+        demand(all(node.where == "up" for node in living), "somebody is still away")
+        if len(living) >= self.num_slots:
+            raise Violation(f"the job stands still, though {[node.name for node in living]} live: {self.describe()}")
+
+    @property
+    def resumed(self) -> bool:
+        return all(slot in self.view.resumed for slot in self.ranks)
+
+    def describe(self) -> str:
+        nodes = [(n.name, n.life, n.where, n.proc, len(n.queue), n.writes, n.decided) for n in self.nodes]
+        return f"{nodes} {replace(self.view, nodes={}, joined={}, job=None)}"
+
+    # ---- one name per state ----
+
+    def key(self) -> int:
+        """Equal for states that behave alike: revisions are renamed to their ranks, texts for people are left out."""
+        numbers: set[int] = set()
+        parts = [_view_parts(self.view, numbers)]
+        for node in self.nodes:
+            if node.where == "ended":
+                parts.append(("ended", (), ()))
+                continue
+            if node.where == "crashed":
+                alive = node.lease_id in self.store._leases
+                parts.append((("crashed", alive, node.record.incarnation), (), ()))
+                continue
+            state, proc = node.state, node.proc
+            workers = tuple(_worker_key(worker) for worker in state.workers.values())
+            fixed = (
+                node.life, node.where, node.dirty, node.num_procs, proc.key() if proc else None,
+                node.lease_id in self.store._leases, workers, frozenset(state.lost_peers), state.restarts_used,
+                state.restarts_counted_in, state.store_started, state.issued, state.view.number,
+            )  # fmt: skip
+            seen = _view_parts(node.view, numbers)
+            moving = []
+            for response in node.queue:
+                for change in response:
+                    value = change.value[:60] if change.value and change.key == KEYS.generation else change.value
+                    moving += [change.key, value]
+                    if change.key == KEYS.generation or change.key == KEYS.coordinator:
+                        numbers.add(change.mod_revision)
+                        moving.append(_Revision(change.mod_revision))
+                    elif change.key.startswith(KEYS.nodes) and change.value is not None:
+                        numbers.add(change.create_revision)
+                        moving.append(_Revision(change.create_revision))
+                moving.append("|")
+            for write in (*node.writes, *node.decided):
+                moving += [write.what, write.number, write.incarnation, _ops_key(write.ops)]
+                for guard in write.guards:
+                    moving.append((guard.target, guard.key))
+                    if isinstance(guard.operand, int):
+                        numbers.add(guard.operand)
+                        moving.append(_Revision(guard.operand))
+            parts.append((fixed, seen, tuple(moving)))
+        numbers.discard(0)
+        ranks = {number: rank for rank, number in enumerate(sorted(numbers), 1)}
+        ranks[0] = 0
+        return hash((self.faults, self.given_up, _renamed(tuple(parts), ranks)))
+
+
+class _Revision(int):
+    """A number that is renamed."""
+
+
+def _renamed(part: Any, ranks: dict[int, int]) -> Any:
+    if type(part) is _Revision:
+        return ("r", ranks[part])
+    if type(part) is tuple:
+        return tuple([_renamed(item, ranks) for item in part])
+    return part
+
+
+_contents: dict[int, tuple[View, int]] = {}
+
+
+def _view_parts(view: View, numbers: set[int]) -> tuple[Any, ...]:
+    known = _contents.get(id(view))
+    if known is None:
+        _contents[id(view)] = known = (view, _content(view))
+    joined = [view.joined[name] for name in sorted(view.joined)]
+    numbers.update((view.generation_revision, view.coordinator_revision, *joined))
+    return (known[1], _Revision(view.generation_revision), _Revision(view.coordinator_revision),
+            *[_Revision(number) for number in joined])  # fmt: skip
+
+
+def _content(view: View) -> int:
+    g, plan = view.generation, view.plan
+    return hash((
+        g and (g.number, g.mode, tuple(o.incarnation for o in g.slots), g.store_slot, g.epoch,
+               repr(sorted(g.lost.items())), g.num_restarts),
+        view.coordinator and view.coordinator.incarnation,
+        view.job is not None, view.tracked, view.store is not None, view.released, view.result and view.result.state,
+        plan and (plan.restart, repr({**plan.content, "why": ""})),
+        tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left) for s, f in view.failures.items())),
+        tuple(sorted((s, p.incarnation, repr(p.reports)) for s, p in view.progress.items())),
+        tuple(sorted(view.resumed)), tuple(sorted(view.finished)), tuple(sorted(view.exited)),
+        tuple(sorted(node.incarnation for node in view.nodes.values())),
+    ))  # fmt: skip
+
+
+def _worker_key(w: lc.Worker) -> tuple[Any, ...]:
+    return (w.local_rank, w.generation, w.pid, w.hello, w.current, w.stop_sent, w.stopped,
+            repr(w.report) if w.report else "", w.resumed, w.resumed_iteration, w.finished is not None, w.released,
+            w.unfit, w.killed, w.exit and w.exit.exit_code)  # fmt: skip
+
+
+def _ops_key(ops: tuple[Op, ...]) -> tuple[Any, ...]:
+    return tuple((op.key, op.value[:60] if op.key == KEYS.generation else op.value) if isinstance(op, Put) else op
+                 for op in ops)  # fmt: skip
