@@ -24,6 +24,9 @@ GRACE_S = 3.0
 
 os.environ[TOKEN_NAME] = TOKEN.partition("=")[2]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and Ctrl-C with it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _ours() -> dict[int, psutil.Process]:

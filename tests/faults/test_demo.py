@@ -27,12 +27,7 @@ def start(directory: Path, *args: str) -> subprocess.Popen[str]:
     # A directory of its own for temporary files shows what is left of them.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "TMPDIR": str(directory)}
     return subprocess.Popen([sys.executable, str(DEMO), *args], env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_take_interrupts)
-
-
-def _take_interrupts() -> None:
-    # A shell starts its background jobs with SIGINT ignored, and so would be the demo of a test run among these.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+                            stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def left_in(directory: Path) -> list[str]:
