@@ -3,7 +3,7 @@
 Both jobs are alive at once. They take turns, a block of iterations each, in the order A B B A; the one whose turn it is
 not waits without using the processor. So both are measured within a second of each other, on the same machine in the
 same state, with one worker per core: with more of them the order in which they are scheduled is what is measured.
-The cost is the median, over the pairs of blocks, of ours over torchrun's.
+The cost is the median, over the pairs of blocks of several launches, of ours over torchrun's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,57 +82,73 @@ class Gated:
             file.close()
 
 
-def measure(state_mb: float, seconds: float, block_s: float, num_workers: int) -> dict[str, Any]:
-    """Blocks of iterations of about *block_s* in turn for about *seconds*."""
-    with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
-        args = ["--state-mb", str(state_mb), "--iterations", str(10**9), "--gate"]
-        torchrun = Torchrun(Path(name), args, num_workers=num_workers)
-        swift = SwiftRun(Path(name), args, etcd.config, num_workers=num_workers)
-        peer, ours = Gated(torchrun), Gated(swift)
-        try:
-            with torchrun, swift:
-                iteration_s = max(each.block(NUM_WARM_UP)[0] for each in (peer, ours))
-                swift.wait_ready()
-                block = max(2, round(block_s / iteration_s))
-                result = _take_turns(peer, ours, seconds, block, etcd.pid)
-                for each in (peer, ours):
-                    each.order(0)
-                    each.job.wait_end()
-                result["equal"] = same_weights(torchrun.weights, swift.weights)
-        finally:
-            peer.close()
-            ours.close()
-    return {"name": f"overhead/{state_mb:g}MB", **result, "machine": machine()}
+def measure(state_mb: float, seconds: float, block_s: float, num_workers: int, launches: int) -> dict[str, Any]:
+    """Blocks of iterations of about *block_s* in turn for about *seconds*, over that many launches of both jobs."""
+    samples = Samples()
+    for _ in range(launches):
+        with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
+            args = ["--state-mb", str(state_mb), "--iterations", str(10**9), "--gate"]
+            torchrun = Torchrun(Path(name), args, num_workers=num_workers)
+            swift = SwiftRun(Path(name), args, etcd.config, num_workers=num_workers)
+            peer, ours = Gated(torchrun), Gated(swift)
+            try:
+                with torchrun, swift:
+                    iteration_s = max(each.block(NUM_WARM_UP)[0] for each in (peer, ours))
+                    swift.wait_ready()
+                    block = max(2, round(block_s / iteration_s))
+                    _take_turns(peer, ours, seconds / launches, block, etcd.pid, samples)
+                    for each in (peer, ours):
+                        each.order(0)
+                        each.job.wait_end()
+                    samples.equal &= same_weights(torchrun.weights, swift.weights)
+            finally:
+                peer.close()
+                ours.close()
+    return {"name": f"overhead/{state_mb:g}MB", **samples.result(), "num_launches": launches, "machine": machine()}
 
 
-def _take_turns(peer: Gated, ours: Gated, seconds: float, block: int, etcd_pid: int | None) -> dict[str, Any]:
-    ours_s: list[float] = []
-    peer_s: list[float] = []
-    outside_s: dict[str, list[float]] = {"ours": [], "peer": []}
+@dataclass
+class Samples:
+    """What was measured so far; seconds per iteration, one value for each block."""
+
+    ours_s: list[float] = field(default_factory=list)
+    peer_s: list[float] = field(default_factory=list)
+    outside_s: dict[str, list[float]] = field(default_factory=lambda: {"ours": [], "peer": []})
+    passed_s: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, "peer": 0.0})
+    equal: bool = True
+
+    def result(self) -> dict[str, Any]:
+        costs = [own / other for own, other in zip(self.ours_s, self.peer_s, strict=True)]
+        quarter = statistics.quantiles(costs, n=4)
+        return {
+            "ours_s": self.ours_s,
+            "peer_s": self.peer_s,
+            "ratio": statistics.median(other / own for own, other in zip(self.ours_s, self.peer_s, strict=True)),
+            "cost": statistics.median(costs) - 1,
+            "cost_quartiles": [quarter[0] - 1, quarter[2] - 1],
+            "num_pairs": len(costs),
+            "outside_function_s": {who: statistics.median(times_s) for who, times_s in self.outside_s.items()},
+            "background_cores": {who: spent_s / self.passed_s for who, spent_s in self.cpu_s.items()},
+            "equal": self.equal,
+        }
+
+
+def _take_turns(
+    peer: Gated, ours: Gated, seconds: float, block: int, etcd_pid: int | None, samples: Samples
+) -> None:
     began_s, peer_cpu_s, ours_cpu_s = time.monotonic(), peer.cpu_s(), ours.cpu_s(etcd_pid)
+    num_before = len(samples.ours_s)
     # Whole ABBA rounds, so that neither is first more often.
-    while len(ours_s) % 2 or time.monotonic() - began_s < seconds:
-        turns = [(peer, peer_s, "peer"), (ours, ours_s, "ours")]
-        for gated, times_s, who in turns if len(ours_s) % 2 == 0 else turns[::-1]:
+    while (len(samples.ours_s) - num_before) % 2 or time.monotonic() - began_s < seconds:
+        turns = [(peer, samples.peer_s, "peer"), (ours, samples.ours_s, "ours")]
+        for gated, times_s, who in turns if len(samples.ours_s) % 2 == 0 else turns[::-1]:
             whole_s, beside_s = gated.block(block)
             times_s.append(whole_s)
-            outside_s[who].append(beside_s)
-    passed_s = time.monotonic() - began_s
-    costs = [own / other for own, other in zip(ours_s, peer_s, strict=True)]
-    quarter = statistics.quantiles(costs, n=4)
-    return {
-        "ours_s": ours_s,
-        "peer_s": peer_s,
-        "ratio": statistics.median(other / own for own, other in zip(ours_s, peer_s, strict=True)),
-        "cost": statistics.median(costs) - 1,
-        "cost_quartiles": [quarter[0] - 1, quarter[2] - 1],
-        "num_pairs": len(costs),
-        "outside_function_s": {who: statistics.median(times_s) for who, times_s in outside_s.items()},
-        "background_cores": {
-            "ours": (ours.cpu_s(etcd_pid) - ours_cpu_s) / passed_s,
-            "peer": (peer.cpu_s() - peer_cpu_s) / passed_s,
-        },
-    }
+            samples.outside_s[who].append(beside_s)
+    samples.passed_s += time.monotonic() - began_s
+    samples.cpu_s["ours"] += ours.cpu_s(etcd_pid) - ours_cpu_s
+    samples.cpu_s["peer"] += peer.cpu_s() - peer_cpu_s
 
 
 def report(result: dict[str, Any]) -> str:
@@ -141,7 +158,8 @@ def report(result: dict[str, Any]) -> str:
     own_us, plain_us = outside["ours"] * 1e6, outside["peer"] * 1e6
     return (
         f"{result['name']}: swift-run {ours * 1e3:.3f} ms, torchrun {peer * 1e3:.3f} ms per iteration; "
-        f"cost {result['cost']:+.2%} (median of {result['num_pairs']} pairs, quartiles {low:+.2%} to {high:+.2%}); "
+        f"cost {result['cost']:+.2%} (median of {result['num_pairs']} pairs in {result['num_launches']} launches, "
+        f"quartiles {low:+.2%} to {high:+.2%}); "
         f"weights {'equal' if result['equal'] else 'DIFFER'}\n"
         f"    outside the script's function: {own_us:.0f} us, in a plain loop {plain_us:.0f} us; "
         f"in the background: {background['ours']:.2%} of a core, torchrun {background['peer']:.2%}"
@@ -155,6 +173,9 @@ def main() -> int:
     parser.add_argument("--state-mb", type=float, nargs="+", default=[100.0, 5.0],
                         help="parameters and optimizer state; default: 100 and 5")
     parser.add_argument("--seconds", type=float, help="how long to measure each, without the start; default: 120")
+    parser.add_argument("--launches", type=int, default=4,
+                        help="of both jobs, in that time: where a process lies in memory alone changes its speed by "
+                        "some percent; default: 4")
     parser.add_argument("--block-s", type=float, default=0.5, help="length of a turn, about")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // NUM_NODES),
                         help="per node, of two nodes; default: one worker per core")
@@ -164,7 +185,7 @@ def main() -> int:
     cases = []
     try:
         for state_mb in args.state_mb[:1] if args.quick else args.state_mb:
-            cases.append(measure(state_mb, seconds, args.block_s, args.workers))
+            cases.append(measure(state_mb, seconds, args.block_s, args.workers, 1 if args.quick else args.launches))
             if not args.json:
                 print(report(cases[-1]), flush=True)
     except Failed as error:

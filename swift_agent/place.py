@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import torch
 
+from swift_agent import native
 from swift_agent.errors import SwiftError
 from swift_agent.tracking import Tracked
 from swift_recovery.progress import RankReport, Status
-from swift_recovery.randomness import SeedSeries
+from swift_recovery.randomness import SeedSeries, compiled_seeding, seed_generators
 from swift_recovery.snapshot import Snapshot
 
 RngMode = Literal["iteration", "user"]
@@ -44,7 +45,9 @@ class Seeds:
         """Training begins: without a seed of its own the job takes the script's."""
         if self._seed is None:
             self._seed = torch.initial_seed()
-        self._series = {int(purpose): SeedSeries(self._seed, self._rank, purpose) for purpose in Purpose}
+        library = native.load()
+        seed_all = compiled_seeding(library.Seeder) if library else seed_generators
+        self._series = {int(purpose): SeedSeries(self._seed, self._rank, purpose, seed_all) for purpose in Purpose}
 
     def use(self, purpose: int, index: int) -> None:
         """Seed all generators for a *purpose*."""

@@ -6,6 +6,7 @@ Taken at every iteration, so it must never wait for a device and must cost micro
 """
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Snapshot:
         self._parameters = state.parameters()
         self._devices = {parameter.device for parameter in self._parameters}
         self._groups: dict[str, list[dict[str, Any]]] = {}
+        self._seen: dict[str, list[list[Any] | None]] = {}
         self._others: dict[str, Any] = {}
         self._no_gradient: list[bool] = []
         self._generators: dict[str, Any] | None = None
@@ -103,11 +105,26 @@ class Snapshot:
         if targets:
             copy_all(targets, sources)
         state = self._state
-        self._groups = {name: [_values(group) for group in opt.param_groups] for name, opt in state.optimizers.items()}
+        for name, optimizer in state.optimizers.items():
+            self._take_groups(name, optimizer.param_groups)
         self._others = {name: stateful.copy_tree(stateful.capture(other)) for name, other in state.others.items()}
         self._no_gradient = [parameter.grad is None for parameter in self._parameters]
         self._generators = capture_generators(self._devices) if rng else None
         self._taken = True
+
+    def _take_groups(self, name: str, groups: list[dict[str, Any]]) -> None:
+        seen = self._seen.get(name)
+        if seen is None or len(seen) != len(groups):
+            seen = self._seen[name] = [None] * len(groups)
+            self._groups[name] = [{}] * len(groups)
+        for index, group in enumerate(groups):
+            known = seen[index]
+            # Mostly nothing has changed. The same immutable objects in the same order tell so without a copy, which
+            # costs much more after an iteration has emptied the caches.
+            if known is None or len(known) != len(group) or not all(map(is_, group.values(), known)):
+                self._groups[name][index], seen[index] = _values(group), None
+                if all(map(_is_immutable, self._groups[name][index].values())):
+                    seen[index] = list(group.values())
 
     def restore(self, *, buffers: bool = True) -> None:
         """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these.
@@ -188,6 +205,7 @@ class Snapshot:
             for key in [key for key in saved if key not in tree["buffers"][path]]:
                 del saved[key]
         self._groups = stateful.copy_tree(tree["groups"])
+        self._seen = {}
         self._others = stateful.copy_tree(tree["others"])
         self._no_gradient = list(tree["no_gradient"])
         self._generators = tree["generators"] if rng else None
@@ -207,6 +225,11 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
         if type(value) not in stateful.SCALARS:
             values[key] = stateful.copy_tree(value)
     return values
+
+
+def _is_immutable(value: Any) -> bool:
+    kind = type(value)
+    return kind in stateful.SCALARS or (kind is tuple and stateful.SCALARS.issuperset(map(type, value)))
 
 
 def _put_values(group: dict[str, Any], saved: dict[str, Any]) -> None:

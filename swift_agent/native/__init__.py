@@ -1,7 +1,8 @@
-"""The native forwarding backend: find it, load it, build it.
+"""The native library, a forwarding backend and a fast way to seed: find it, load it, build it.
 
-It is optional: without it process groups are exchanged in pure Python (see `swift_agent.process_group`). It must never
-be compiled while a job starts: `load()` only looks into the cache, `python -m swift_agent.native build` fills it.
+It is optional: without it process groups are exchanged (see `swift_agent.process_group`) and generators are seeded in
+pure Python, with the same results. It must never be compiled while a job starts: `load()` only looks into the cache,
+`python -m swift_agent.native build` fills it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 SOURCE = Path(__file__).with_name("forward.cpp")
+HEADERS = (Path(__file__).with_name("seeds.h"),)
 _MODULE = "swift_agent_forward"
 # pybind11 refuses to register a type twice, so one process loads the library at most once.
 _loaded: ModuleType | None = None
@@ -37,12 +39,13 @@ def library_path() -> Path:
     root = os.environ.get("SWIFT_NATIVE_DIR") or Path.home() / ".cache" / "swift-agent" / "native"
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     key = f"{torch.__version__}|{torch.version.git_version}|{suffix}|{torch.compiled_with_cxx11_abi()}|"
-    digest = hashlib.sha256(key.encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    source = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(key.encode() + source).hexdigest()[:16]
     return Path(root) / f"torch-{torch.__version__}-{digest}" / f"{_MODULE}{suffix}"
 
 
 def load() -> ModuleType | None:
-    """The compiled module (its class is `Forward`), or None: not built for this torch, or `SWIFT_NATIVE=0`.
+    """The compiled module (classes `Forward` and `Seeder`), or None: not built for this torch, or `SWIFT_NATIVE=0`.
 
     Raises ImportError when a library is there and cannot be loaded: a damaged cache must not pass unseen.
     """

@@ -18,6 +18,8 @@
 #include <shared_mutex>
 #include <unordered_set>
 
+#include "seeds.h"
+
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true);
 
 namespace py = pybind11;
@@ -396,4 +398,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           py::arg("next"), py::arg("why") = "", py::arg("guarded") = false)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
+  swift_agent::bind_seeder(m);
 }

@@ -31,6 +31,10 @@ def test_the_path_tells_torch_python_and_source_apart(monkeypatch: pytest.Monkey
     other.write_text(native.SOURCE.read_text() + "\n")
     monkeypatch.setattr(native, "SOURCE", other)
     assert native.library_path() != path
+    monkeypatch.undo()
+    monkeypatch.setenv("SWIFT_NATIVE_DIR", str(tmp_path))
+    monkeypatch.setattr(native, "HEADERS", (other,))
+    assert native.library_path() != path
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     assert "9.9.9" in str(native.library_path())
     monkeypatch.delenv("SWIFT_NATIVE_DIR")
@@ -89,3 +93,50 @@ forward.abort(); forward.shutdown(); forward.release()
     assert [line for line in lines if line] == [
         "process group aborted: not connected yet", "done", "process group aborted: peer 3 is lost"
     ]  # fmt: skip
+
+
+SEED_BOTH_WAYS = """
+import random
+import numpy, torch
+from swift_agent import native
+from swift_recovery.randomness import capture_generators, compiled_seeding, seed_generators
+
+def disturb(case):
+    if case == 1:
+        numpy.random.normal()  # leaves half of a pair behind
+    elif case == 2:
+        random.gauss(0, 1), torch.randn(1)
+    elif case == 3:
+        numpy.random.rand(312)  # as many words as its state has: it stands at the end again
+    elif case == 4:
+        numpy.random.seed(7)
+    elif case == 5:
+        state = list(numpy.random.get_state())
+        numpy.random.normal()
+        numpy.random.set_state(state[:2] + list(numpy.random.get_state()[2:]))
+
+def draws():
+    return [torch.randn(3).tolist(), random.gauss(0, 1), random.random(), numpy.random.normal(size=3).tolist(),
+            numpy.random.normal(), str(capture_generators())]
+
+compiled = compiled_seeding(native.load().Seeder)
+for case in range(48):
+    seeds = [number * case % 2**bits for number, bits in ((0x9E3779B97F4A7C15, 64), (3**40, 64), (5**13, 32))]
+    results = []
+    for seed in (compiled, seed_generators):
+        disturb(case % 6)
+        seed(*seeds)
+        results.append(str(capture_generators()))
+        if case % 4 == 0:
+            results[-1] += str(draws())
+    assert results[0] == results[1], case
+    for seed in (compiled, compiled):
+        seed(*seeds)
+        assert str(capture_generators()) == results[1][:len(str(capture_generators()))], case
+print("equal")
+"""
+
+
+def test_compiled_seeds_are_those_of_python(native_library: None) -> None:  # noqa: F811
+    done = run(SEED_BOTH_WAYS)
+    assert done.stdout == "equal\n", done.stderr

@@ -260,6 +260,43 @@ def test_a_scheduler_of_any_kind_can_be_taken() -> None:
         assert rates() == first, name
 
 
+def test_every_kind_of_hyper_parameter_comes_back_whenever_it_was_changed() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.5)}], lr=0.1)
+    group, other = optimizer.param_groups
+    group["rates"], group["pair"] = [1, 2], (0.9, [3])
+    snapshot = Snapshot(TrainingState({"m": model}, {"o": optimizer}, {}))
+
+    def values() -> list[dict[str, Any]]:
+        return [decode(*encode({k: v for k, v in g.items() if k != "params"})) for g in optimizer.param_groups]
+
+    def change(step: int) -> None:
+        if step == 1:
+            group["lr"] = 0.1 + step
+        if step == 2:
+            group["rates"].append(step)
+        if step == 3:
+            group["pair"][1].append(step)
+        if step == 4:
+            other["lr"].add_(step)
+        if step == 5:
+            group["nesterov"], group["extra"] = True, "new"
+        if step == 6:
+            del group["extra"]
+        if step == 7:
+            del group["rates"], group["pair"]
+
+    for step in range(9):  # in the last ones nothing has changed since the snapshot before, and all is immutable
+        before = values()
+        snapshot.take()
+        change(step + 1)
+        group["lr"], other["momentum"] = -1.0, 0.25
+        group["rates"] = "spoilt"
+        snapshot.restore()
+        assert str(values()) == str(before)
+        change(step + 1)
+
+
 DRAW = """
 import random, numpy, torch
 from swift_recovery.randomness import SeedSeries
