@@ -9,6 +9,7 @@ This module must never talk to a store: it turns keys and values into Python obj
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
@@ -310,14 +311,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_hints: dict[type, dict[str, Any]] = {}
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _build(kind: Any, data: Any, where: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         if not isinstance(data, dict):
             raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
-        hints = _hints.setdefault(kind, typing.get_type_hints(kind))
+        hints = _hints(kind)
         known = {name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items() if name in hints}
         try:
             return kind(**known)
