@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from swift_agent.isolation import is_cut_off
 from swift_agent.lifecycle_messages import (
     Command,
     EndJob,
@@ -97,6 +98,7 @@ class AgentState:
     incarnation: str
     max_restarts: int = 0
     stop_deadline_s: float = 10.0
+    lease_ttl_s: float = 10.0
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     lost_peers: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +119,12 @@ class Step:
 
 def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
-    return reconcile(_fold(state, event), now_s=now_s)
+    state = _fold(state, event)
+    if isinstance(event, Tick) and is_cut_off(event.lease_overdue_s, event.silence_s, state.lease_ttl_s):
+        # It must not touch what the others share.
+        why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
+        return _once(state, ("rejoin",), Rejoin(why))
+    return reconcile(state, now_s=now_s)
 
 
 def _fold(state: AgentState, event: Event) -> AgentState:

@@ -87,7 +87,10 @@ class PeerDoubted:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. *lease_overdue_s*, *silence_s*: see `isolation.is_cut_off`."""
+
+    lease_overdue_s: float = 0.0
+    silence_s: float = 0.0
 
 
 Event = (
