@@ -87,7 +87,7 @@ def recovered(keys: Keys, view: View, me: NodeRecord, phases_s: Mapping[str, flo
     assert generation is not None and plan is not None
     details = {"phases_s": dict(phases_s), "iteration": resumed_iteration(view), "plan": plan.content}
     event = EventRecord(generation.number, "recovered", f"{generation.why}; {plan.why}", at_s, details)
-    return Transaction("event", fence(keys, view, me), [Put(keys.event(generation.number), encode(event))])
+    return Transaction("event", fence(keys, view, me), [Put(keys.recovery(generation.number), encode(event))])
 
 
 def resumed_iteration(view: View) -> int:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from swift_agent import lifecycle_messages as msg
 from swift_agent import records
-from swift_rendezvous.keys import FinishedRecord, Keys, ResultRecord, StoreRecord, encode
+from swift_rendezvous.keys import (
+    EventRecord,
+    FinishedRecord,
+    Keys,
+    ResultRecord,
+    ResumedRecord,
+    StoreRecord,
+    decode,
+    encode,
+)
 from swift_rendezvous.kv import Put
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.view import View
@@ -81,6 +91,18 @@ def test_the_first_end_of_a_job_stands() -> None:
     assert not written(store, records.stop(KEYS, node("n1"), ResultRecord("stopped", "second")))
     store.delete(KEYS.result)
     assert not written(store, records.stop(KEYS, node("n0", 2), ResultRecord("stopped", "of a node that is not here")))
+
+
+def test_a_recovery_is_told_beside_the_begin_of_its_generation() -> None:
+    store, seen = stored()
+    store.put(KEYS.event(1), b"begin")
+    seen = replace(seen, resumed={0: ResumedRecord(0, 7, {}), 1: ResumedRecord(1, 7, {})})
+    assert written(store, records.recovered(KEYS, seen, ME, {"total": 0.25}, at_s=12.0))
+    entry = store.get(KEYS.recovery(1))
+    assert entry is not None
+    assert [kv.value for kv in store.get_prefix(KEYS.prefix + "events/")[0]] == [b"begin", entry.value]
+    event = decode(EventRecord, entry.value)
+    assert (event.what, event.time_s, event.details["iteration"]) == ("recovered", 12.0, 7)
 
 
 @pytest.mark.parametrize("make", [
