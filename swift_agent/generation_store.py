@@ -2,8 +2,12 @@
 
 Instead of torch's TCPStore, which resolves the name of the other end of every connection, on the client and in the
 only thread of the server: where DNS is slow or loses a packet, one connection stops all ranks for seconds (5 s with
-glibc's defaults). Besides, this one asks for a token, and `cut()` frees whoever waits on it. It must never evaluate
-what it is sent: keys and values are bytes.
+glibc's defaults). Besides, both sides prove that they know a token, and `cut()` frees whoever waits on it. It must
+never evaluate what it is sent: keys and values are bytes.
+
+    server  nonce                                                         -->  client
+            <--  nonce, HMAC(token, client|both nonces)
+            ok, HMAC(token, server|both nonces)  -->                           then questions and answers
 
 Frames: length (uint32), then parts, each with its own length (uint32); big-endian. The first part is the operation or
 the status.
@@ -13,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
+import secrets
 import socket
 import struct
 import threading
@@ -30,6 +36,12 @@ _HELLO_TIMEOUT_S = 10.0
 _MARGIN_S = 5.0
 _OK, _TIMEOUT, _REFUSED = b"ok", b"timeout", b"refused"
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
+_NONCE_BYTES = 16
+
+
+def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    # Both nonces have a fixed length, so that no two inputs have the same text.
+    return hmac.new(token, role + b"|" + server_nonce + client_nonce, hashlib.sha256).digest()
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:
@@ -100,12 +112,15 @@ class StoreServer:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(_pack([nonce]))
         hello = await asyncio.wait_for(_read(reader, limit=4096), _HELLO_TIMEOUT_S)
-        if len(hello) != 1 or not hmac.compare_digest(hello[0], self._token):
+        known = len(hello) == 2 and len(hello[0]) == _NONCE_BYTES
+        if not known or not hmac.compare_digest(hello[1], _proof(self._token, b"client", nonce, hello[0])):
             writer.write(_pack([_REFUSED]))
             await writer.drain()
             return
-        writer.write(_pack([_OK]))
+        writer.write(_pack([_OK, _proof(self._token, b"server", nonce, hello[0])]))
         while True:
             operation, *parts = await _read(reader)
             writer.write(_pack(await self._answer(operation, parts)))
@@ -177,7 +192,8 @@ class StoreClient(Store):
     """
 
     def __init__(self, host: str, port: int, token: bytes = b"", timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
-        """Raises dist.DistStoreError when the server cannot be reached within `timeout` or refuses the token."""
+        """Raises dist.DistStoreError when the server cannot be reached within `timeout`, refuses the token or
+        does not know it."""
         super().__init__()
         self._host, self._port, self._token = host, port, token
         self._time = timeout
@@ -187,7 +203,7 @@ class StoreClient(Store):
         except OSError as error:
             raise dist.DistStoreError(f"store at {host}:{port} cannot be reached: {error}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._exchange([token], timeout.total_seconds())
+        self._introduce(timeout.total_seconds())
 
     def cut(self) -> None:
         """End the connection from any thread: whoever waits on it gets an error at once. May be repeated."""
@@ -255,13 +271,30 @@ class StoreClient(Store):
         with self._lock:
             return self._exchange(parts, waiting_s)
 
+    def _introduce(self, waiting_s: float) -> None:
+        where = f"store at {self._host}:{self._port}"
+        try:
+            self._socket.settimeout(waiting_s + _MARGIN_S)
+            (server_nonce,) = self._receive_frame(limit=4096)
+            if len(server_nonce) != _NONCE_BYTES:
+                raise ValueError("not a store of ours")
+        except (OSError, ValueError, struct.error) as error:
+            self.cut()
+            raise dist.DistStoreError(f"{where}: {error}") from error
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        answer = self._exchange([nonce, _proof(self._token, b"client", server_nonce, nonce)], waiting_s)
+        if len(answer) != 1 or not hmac.compare_digest(
+            answer[0], _proof(self._token, b"server", server_nonce, nonce)
+        ):
+            self.cut()
+            raise dist.DistStoreError(f"{where} does not know this client's token: it is not a store of this job")
+
     def _exchange(self, parts: list[bytes], waiting_s: float) -> list[bytes]:
         where = f"store at {self._host}:{self._port}"
         try:
             self._socket.settimeout(waiting_s + _MARGIN_S)
             self._socket.sendall(_pack(parts))
-            (size,) = struct.unpack(">I", self._receive(4))
-            status, *answer = _unpack(self._receive(size))
+            status, *answer = self._receive_frame()
         except OSError as error:
             # A late answer would be taken for that of the next question.
             self.cut()
@@ -272,6 +305,12 @@ class StoreClient(Store):
         if status != _OK:
             raise dist.DistStoreError(f"{where} refuses this client's token")
         return answer
+
+    def _receive_frame(self, limit: int = _MAX_FRAME_BYTES) -> list[bytes]:
+        (size,) = struct.unpack(">I", self._receive(4))
+        if size > limit:
+            raise ConnectionError(f"frame of {size} bytes")
+        return _unpack(self._receive(size))
 
     def _receive(self, size: int) -> bytes:
         buffer = bytearray()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
+from swift_agent import job_secret
 from swift_agent.agent import Agent
 from swift_agent.config import AgentConfig
 from swift_agent.console import show_decisions
 from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.private_etcd import PrivateEtcd
+
+log = logging.getLogger(__name__)
 
 
 def launch_agent(config: AgentConfig) -> None:
@@ -17,6 +22,9 @@ def launch_agent(config: AgentConfig) -> None:
     signalled. In every case no process, socket, directory or key of this agent is left.
     """
     show_decisions(config.node_id)
+    open_to_all = job_secret.warning(config.key, config.nnodes + config.spares)
+    if open_to_all:
+        log.warning("%s", open_to_all)
     if config.etcd is not None:
         with EtcdStore(config.etcd) as store:
             Agent(config, store).run()

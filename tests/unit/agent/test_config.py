@@ -22,7 +22,7 @@ from swift_agent.run import cli, main
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a training script, and an environment without settings of ours."""
     for name in list(os.environ):
-        if name.startswith(("PET_", "SWIFT_ETCD_", "SWIFT_NODE_ID")):
+        if name.startswith(("PET_", "SWIFT_ETCD_", "SWIFT_JOB_", "SWIFT_NODE_ID")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -153,6 +153,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--standbys", "-1", "train.py"], r"--standbys -1: must be 0 or more"),
     (["--max-restarts", "-1", "train.py"], r"--max-restarts -1: must be 0 or more"),
     (["--replacement-timeout", "nan", "train.py"], r"--replacement-timeout nan: must be 0 or more"),
+    (["--job-secret-file", "absent", "train.py"], r"job secret file 'absent' cannot be read: No such file"),
     (["--lease-ttl", "1", "train.py"], r"--lease-ttl 1: must be 2 or more"),
     (["--stop-deadline", "0", "train.py"], r"--stop-deadline 0.0: must be above 0"),
     (["--redirects", "7", "train.py"], r"--redirects 7: not a set of streams"),
