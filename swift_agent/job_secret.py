@@ -86,8 +86,8 @@ def warning(job_key: JobKey, num_nodes: int) -> str:
     if job_key.protected or num_nodes < 2:
         return ""
     return (
-        "no job secret: agents and workers of this job do not authenticate each other, "
-        "so whoever reaches its ports can take part (--job-secret-file FILE; docs/security.md)"
+        "no job secret: agents and workers do not authenticate each other; whoever reads the job's records in etcd "
+        "and reaches its ports can take part (--job-secret-file FILE, see docs/security.md)"
     )
 
 
