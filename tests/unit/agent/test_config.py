@@ -140,6 +140,25 @@ def test_password_is_never_shown(workplace: Path) -> None:
     assert "--etcd-password-file" in told and "hunter2" not in told
 
 
+def test_the_job_secret_is_never_shown(workplace: Path) -> None:
+    (workplace / "secret").write_text("a secret of many words\n")
+    (workplace / "secret").chmod(0o600)
+    found = config("--rdzv-endpoint", "a", "--rdzv-id", "gpt", "--job-secret-file", "secret", "train.py")
+    assert found.key.protected and found.key.proof
+    assert "many words" not in repr(found) and found.key.heartbeat.hex() not in repr(found)
+    same = config("--rdzv-endpoint", "a", "--rdzv-id", "gpt", "train.py",
+                  environ={**os.environ, "SWIFT_JOB_SECRET": "a secret of many words"})  # fmt: skip
+    assert same.key.proof == found.key.proof
+    other = config("--rdzv-endpoint", "a", "--rdzv-id", "bert", "--job-secret-file", "secret", "train.py")
+    assert other.key.proof != found.key.proof
+    assert not config("--rdzv-endpoint", "a", "train.py").key.protected
+
+
+def test_a_node_alone_has_a_secret_of_its_own() -> None:
+    keys = [config("--standalone", "train.py").key for _ in range(2)]
+    assert all(key.protected for key in keys) and keys[0].heartbeat != keys[1].heartbeat
+
+
 MISTAKES: list[tuple[list[str], str]] = [
     (["--nnodes", "0", "train.py"], r"--nnodes 0: .*type --nnodes 1 or more"),
     (["--nnodes", "2:1", "train.py"], r"--nnodes 2:1: .*type --nnodes 2"),
