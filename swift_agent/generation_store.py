@@ -31,7 +31,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _MAX_FRAME_BYTES = 1 << 28
+# Before the other side has proved who it is.
+_MAX_HELLO_BYTES = 4096
 _HELLO_TIMEOUT_S = 10.0
+# An answer may hold many values; its length has 32 bits.
+_MAX_ANSWER_BYTES = (1 << 32) - 1
 # How much longer than the server the client waits for the answer that its time is up.
 _MARGIN_S = 5.0
 _OK, _TIMEOUT, _REFUSED = b"ok", b"timeout", b"refused"
@@ -114,7 +118,7 @@ class StoreServer:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         writer.write(_pack([nonce]))
-        hello = await asyncio.wait_for(_read(reader, limit=4096), _HELLO_TIMEOUT_S)
+        hello = await asyncio.wait_for(_read(reader, _MAX_HELLO_BYTES), _HELLO_TIMEOUT_S)
         known = len(hello) == 2 and len(hello[0]) == _NONCE_BYTES
         if not known or not hmac.compare_digest(hello[1], _proof(self._token, b"client", nonce, hello[0])):
             writer.write(_pack([_REFUSED]))
@@ -275,27 +279,27 @@ class StoreClient(Store):
         where = f"store at {self._host}:{self._port}"
         try:
             self._socket.settimeout(waiting_s + _MARGIN_S)
-            (server_nonce,) = self._receive_frame(limit=4096)
+            (server_nonce,) = self._receive_frame(_MAX_HELLO_BYTES)
             if len(server_nonce) != _NONCE_BYTES:
                 raise ValueError("not a store of ours")
         except (OSError, ValueError, struct.error) as error:
             self.cut()
             raise dist.DistStoreError(f"{where}: {error}") from error
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        answer = self._exchange([nonce, _proof(self._token, b"client", server_nonce, nonce)], waiting_s)
-        if len(answer) != 1 or not hmac.compare_digest(
-            answer[0], _proof(self._token, b"server", server_nonce, nonce)
-        ):
+        hello = [nonce, _proof(self._token, b"client", server_nonce, nonce)]
+        answer = self._exchange(hello, waiting_s, _MAX_HELLO_BYTES)
+        expected = _proof(self._token, b"server", server_nonce, nonce)
+        if len(answer) != 1 or not hmac.compare_digest(answer[0], expected):
             self.cut()
             raise dist.DistStoreError(f"{where} does not know this client's token: it is not a store of this job")
 
-    def _exchange(self, parts: list[bytes], waiting_s: float) -> list[bytes]:
+    def _exchange(self, parts: list[bytes], waiting_s: float, limit: int = _MAX_ANSWER_BYTES) -> list[bytes]:
         where = f"store at {self._host}:{self._port}"
         try:
             self._socket.settimeout(waiting_s + _MARGIN_S)
             self._socket.sendall(_pack(parts))
-            status, *answer = self._receive_frame()
-        except OSError as error:
+            status, *answer = self._receive_frame(limit)
+        except (OSError, ValueError, struct.error) as error:
             # A late answer would be taken for that of the next question.
             self.cut()
             raise dist.DistStoreError(f"{where}: {error}") from error
@@ -306,7 +310,7 @@ class StoreClient(Store):
             raise dist.DistStoreError(f"{where} refuses this client's token")
         return answer
 
-    def _receive_frame(self, limit: int = _MAX_FRAME_BYTES) -> list[bytes]:
+    def _receive_frame(self, limit: int) -> list[bytes]:
         (size,) = struct.unpack(">I", self._receive(4))
         if size > limit:
             raise ConnectionError(f"frame of {size} bytes")

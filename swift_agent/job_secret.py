@@ -44,7 +44,7 @@ def read(environ: Mapping[str, str], secret_file: str | None, mistakes: list[str
     secret = secret.rstrip(b"\r\n")
     if len(secret) < MIN_BYTES:
         mistakes.append(
-            f"{where}: {len(secret)} bytes are too few for a secret, {MIN_BYTES} is the least; "
+            f"{where}: too few bytes for a secret ({len(secret)}, at least {MIN_BYTES}); "
             "make one with `openssl rand -base64 32`"
         )
         return None
@@ -81,9 +81,9 @@ def key(secret: bytes | None, job_id: str, *, alone: bool) -> JobKey:
     return JobKey.of_one_node() if alone else JobKey.without_secret(job_id)
 
 
-def warning(job_key: JobKey, num_nodes: int) -> str:
+def warning(job_key: JobKey) -> str:
     """What a job without a secret has to be told, "" for any other."""
-    if job_key.protected or num_nodes < 2:
+    if job_key.protected:
         return ""
     return (
         "no job secret: agents and workers do not authenticate each other; whoever reads the job's records in etcd "

@@ -25,7 +25,7 @@ def launch_agent(config: AgentConfig) -> None:
     signalled. In every case no process, socket, directory or key of this agent is left.
     """
     show_decisions(config.node_id)
-    open_to_all = job_secret.warning(config.key, config.nnodes + config.spares)
+    open_to_all = job_secret.warning(config.key)
     if open_to_all:
         log.warning("%s", open_to_all)
     if config.etcd is not None:

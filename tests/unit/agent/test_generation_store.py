@@ -93,20 +93,22 @@ def test_a_closed_server_frees_its_clients(server: StoreServer, connect: Callabl
         connect()
 
 
-def test_a_store_that_does_not_know_the_token_is_not_used(server: StoreServer) -> None:
-    """Neither one that takes everybody, nor one that was built with another token and says yes."""
+@pytest.mark.parametrize("answer_parts", [[b"ok", b"p" * 32], [b"ok"], [], None])
+def test_a_store_that_does_not_know_the_token_is_not_used(answer_parts: list[bytes] | None) -> None:
+    """One that says yes to everybody, with a proof of its own or none, or that is no store at all."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.sendall(_pack([b"n" * 16]))
                 connection.recv(4096)
-                connection.sendall(_pack([b"ok", b"p" * 32]))
+                connection.sendall(struct.pack(">II", 8, 99) * 2 if answer_parts is None else _pack(answer_parts))
                 connection.recv(1)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(dist.DistStoreError, match="does not know this client's token"):
+        words = "does not know this client's token" if answer_parts else "store at"
+        with pytest.raises(dist.DistStoreError, match=words):
             StoreClient("127.0.0.1", listener.getsockname()[1], b"secret", timedelta(seconds=5))
         thread.join(5)
 

@@ -103,6 +103,6 @@ def test_secrets_are_hidden_from_what_is_started_and_come_back(monkeypatch: pyte
 
 def test_who_is_warned() -> None:
     open_key = job_secret.key(None, "gpt", alone=False)
-    assert "--job-secret-file" in job_secret.warning(open_key, 2) and job_secret.warning(open_key, 1) == ""
-    assert job_secret.warning(job_secret.key(SECRET.encode(), "gpt", alone=False), 2) == ""
-    assert job_secret.key(None, "gpt", alone=True).protected
+    assert "--job-secret-file" in job_secret.warning(open_key)
+    assert job_secret.warning(job_secret.key(SECRET.encode(), "gpt", alone=False)) == ""
+    assert job_secret.warning(job_secret.key(None, "gpt", alone=True)) == ""
