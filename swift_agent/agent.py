@@ -61,7 +61,7 @@ class Agent:
     def __init__(self, config: AgentConfig, store: KeyValueStore) -> None:
         self._config, self._store = config, store
         self._keys = Keys(config.job_id)
-        self._host = config.local_addr or host.local_host(config)
+        self._host = host.local_host(config)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -70,7 +70,7 @@ class Agent:
         self._channels = WorkerChannels(
             self._directory, self._selector, self._workers, lambda event: self._event(event), self._on_modules
         )
-        self._stores = GenerationStores(self._host)
+        self._stores = GenerationStores(self._host, config.key)
         self._timeline = timeline.Timeline()
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
@@ -380,13 +380,13 @@ class Agent:
     def _go_message(self, number: int) -> dict[str, Any]:
         view = self._state.view
         assert view.plan is not None and view.store is not None and view.generation is not None
-        store = view.store
+        store, token = view.store, self._stores.token(number, view.store)
         return {
             "op": "go",
             "generation": number,
             "plan": view.plan.content,
             "world_size": view.generation.world_size,
-            "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": store.token},
+            "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": token},
         }
 
     def _host_store(self, generation: int) -> None:

@@ -16,17 +16,18 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size
 
-from swift_agent import torch_private
+from swift_agent import job_secret, torch_private
 from swift_agent.errors import SwiftError
 from swift_agent.options import SWIFT_BACKEND
 from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.liveness import Limits
 
 EntryKind = Literal["script", "module", "command", "function"]
@@ -79,6 +80,7 @@ class AgentConfig:
     lease_ttl_s: int
     heartbeat_s: float
     stop_deadline_s: float
+    key: JobKey = field(repr=False)
     keep_logs: bool = True
 
     @property
@@ -111,6 +113,7 @@ class AgentConfig:
         job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
         _check_name("--rdzv-id", job_id, mistakes)
         join_timeout_s = _join_timeout_s(ns, mistakes)
+        secret = job_secret.read(environ, ns.job_secret_file, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -145,6 +148,7 @@ class AgentConfig:
             lease_ttl_s=ns.lease_ttl,
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
+            key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
         )
 

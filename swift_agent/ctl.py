@@ -9,7 +9,7 @@
     swiftctl native build                compile the optional native forwarder
 
 Exit codes: 0 done, 1 etcd or a record does not allow it, or there is no such job, 2 a wrong command line. This module
-must never write into etcd, and never print a node's token or a password.
+must never write into etcd, and never print a password.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Presence:
         `registration.enter_job`). Raises what that raises; then nothing is left."""
         self._store, self._keys = store, keys
         with contextlib.ExitStack() as undo:
-            self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s))
+            self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s), key=config.key.heartbeat)
             undo.callback(self.liveness.stop)
             self.me = NodeRecord(
                 node_id=config.node_id,
@@ -57,10 +57,9 @@ class Presence:
                 host=address,
                 watch_port=self.liveness.port,
                 num_workers=config.nproc,
-                token=secrets.token_hex(16),
                 fingerprint=host.fingerprint(config),
             )
-            job = JobRecord(config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts)
+            job = JobRecord(config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof)
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
             self.job: int = entry.job
             self._lease: Lease = entry.lease

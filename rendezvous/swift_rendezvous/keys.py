@@ -34,18 +34,18 @@ class NodeRecord:
     host: str
     watch_port: int
     num_workers: int
-    token: str = field(repr=False, default="")
     fingerprint: str = ""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all nodes of a job agree on; written once by the first node."""
+    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`."""
 
     num_nodes: int
     num_workers: int
     fingerprint: str
     max_restarts: int = 0
+    secret_proof: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,13 @@ class ProgressRecord:
 class StoreRecord:
     """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call
     `init_process_group`;
-    *session_port* serves workers that call `swift_agent.init()` and know the *token*."""
+    *session_port* serves workers that call `swift_agent.init()` and know the token, which follows from the job's key
+    and the public *nonce*."""
 
     host: str
     port: int
     session_port: int = 0
-    token: str = field(repr=False, default="")
+    nonce: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ answers, so a starved process, or a connection that was merely reset, is never t
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
                                ^------------------- its kernel answers --'
 
-The lease in etcd stays the backstop (frozen processes). A connection is accepted only from who can read the job's
-records: both sides prove that they know the other's token (HMAC, fresh nonces). Nothing received is ever executed or
-unpickled.
+The lease in etcd stays the backstop (frozen processes). A connection is kept only if both sides prove that they know
+the job's heartbeat key (`_handshake`). Nothing received is ever executed or unpickled.
 
 This module must never decide what follows from a loss.
 """
@@ -85,12 +84,15 @@ class _Peer:
 
 class Liveness:
     """Runs in daemon threads. `on_lost(incarnation, evidence)` is called from one of them, once per lost incarnation
-    (once more after `reconsider`).
+    (once more after `reconsider`). *key*: `JobKey.heartbeat`.
     """
 
-    def __init__(self, host: str, on_lost: Callable[[str, str], None], limits: Limits | None = None) -> None:
+    def __init__(
+        self, host: str, on_lost: Callable[[str, str], None], limits: Limits | None = None, *, key: bytes = b""
+    ) -> None:
         self._on_lost = on_lost
         self._limits = limits or Limits()
+        self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -245,7 +247,7 @@ class Liveness:
     def _dial_one(self, node: NodeRecord) -> None:
         try:
             assert self._me is not None
-            sock, rest = handshake.dial(node, self._me)
+            sock, rest = handshake.dial(node, self._me, self._key)
         except (OSError, ValueError) as error:
             why = f"cannot connect to its agent: {getattr(error, 'strerror', None) or error}"
             self._suspect(node.incarnation, why)
@@ -271,7 +273,7 @@ class Liveness:
             except OSError:
                 return
             assert self._me is not None
-            sender = handshake.welcome(sock, self._me)
+            sender = handshake.welcome(sock, self._me, self._key)
             if sender is None:
                 sock.close()
             else:

@@ -107,6 +107,8 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
 
 
 def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
+    if other.secret_proof != job.secret_proof:
+        return _describe_secrets(keys, other, job)
     differs = []
     if other.num_nodes != job.num_nodes:
         differs.append(f"--nnodes {other.num_nodes}, here {job.num_nodes}")
@@ -120,6 +122,16 @@ def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
         f"another job with the id {keys.job_id!r} is running ({'; '.join(differs)}). "
         "Nothing was started; choose another --rdzv-id, or start this node with the same command"
     )
+
+
+def _describe_secrets(keys: Keys, other: JobRecord, job: JobRecord) -> str:
+    if not job.secret_proof:
+        differs = "protected by a job secret, and this node has none: start it with --job-secret-file FILE"
+    elif not other.secret_proof:
+        differs = "running without a job secret, and this node has one: leave it out here, or stop the job"
+    else:
+        differs = "protected by another job secret than this node has: give all nodes the same one"
+    return f"job {keys.job_id!r} is {differs}. Nothing was started; the job is not disturbed"
 
 
 def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> None:

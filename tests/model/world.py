@@ -130,7 +130,9 @@ class Driver(Agent):
     def __init__(self, name: str) -> None:
         self._config = SimpleNamespace(node_id=name)  # type: ignore[assignment]
         self._keys = KEYS
-        self._stores = SimpleNamespace(open=lambda number: StoreRecord("h", number))  # type: ignore[assignment]
+        self._stores = SimpleNamespace(  # type: ignore[assignment]
+            open=lambda number: StoreRecord("h", number), token=lambda number, record: ""
+        )
         self._writer = SimpleNamespace(submit=self._submit)  # type: ignore[assignment]
         self._end = None
 
@@ -370,7 +372,7 @@ class World:
 
     def _join(self, node: Node, known_job: int | None) -> None:
         node.life += 1
-        node.record = NodeRecord(node.name, f"{node.name}.{node.life}", "h", 1, 1, "t", "c")
+        node.record = NodeRecord(node.name, f"{node.name}.{node.life}", "h", 1, 1, "c")
         used = node.state.restarts_used if node.state else 0
         try:
             entry = enter_job(self.store, KEYS, self.job, node.record, TTL_S, known_job)

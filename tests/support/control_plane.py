@@ -91,7 +91,7 @@ class SimNode:
 
     def join(self) -> None:
         sim = self.sim
-        self.record = NodeRecord(self.name, f"{self.name}.{self.life}", "127.0.0.1", 1, sim.num_workers, "t", "c")
+        self.record = NodeRecord(self.name, f"{self.name}.{self.life}", "127.0.0.1", 1, sim.num_workers, "c")
         self.lease = enter_job(sim.store, sim.keys, sim.job, self.record, 5).lease
         sim.sync()
         self.state = lc.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)

@@ -69,6 +69,21 @@ def test_another_command_is_refused_and_says_what_differs() -> None:
     store.advance(10.0)  # refused nodes leave no lease behind that would not run out
 
 
+@pytest.mark.parametrize(
+    ("job", "mine", "words"),
+    [("p", "q", "another job secret"), ("p", "", "start it with --job-secret-file"), ("", "q", "without a job secret")],
+)
+def test_another_secret_is_refused_whatever_else_differs(job: str, mine: str, words: str) -> None:
+    store = MemoryStore()
+    there = replace(JOB, secret_proof=job)
+    enter_job(store, KEYS, there, node("n0"), 5)
+    for change in ({}, {"num_nodes": 3}):
+        with pytest.raises(JobConflict, match=words) as refused:
+            enter_job(store, KEYS, replace(JOB, secret_proof=mine, **change), node("n1"), 5)
+        assert "not disturbed" in str(refused.value)
+    assert stored_job(store) == there and registered(store) == [node("n0")]
+
+
 def test_the_records_of_a_job_that_nobody_runs_are_removed() -> None:
     store = MemoryStore()
     store.put(KEYS.job, encode(replace(JOB, fingerprint="older")))
