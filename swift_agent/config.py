@@ -53,7 +53,7 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
-    *etcd* is None when the agent has to start a private server.
+    *etcd* is None when the agent has to start a private server. *journal*: the directory for journals, None for none.
     """
 
     launch: LaunchConfig
@@ -80,6 +80,7 @@ class AgentConfig:
     heartbeat_s: float
     stop_deadline_s: float
     keep_logs: bool = True
+    journal: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -111,6 +112,7 @@ class AgentConfig:
         job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
         _check_name("--rdzv-id", job_id, mistakes)
         join_timeout_s = _join_timeout_s(ns, mistakes)
+        journal = _journal(ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -146,6 +148,7 @@ class AgentConfig:
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             keep_logs=ns.log_dir is not None,
+            journal=journal,
         )
 
 
@@ -240,6 +243,17 @@ def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--local-ranks-filter {ns.local_ranks_filter}: not a list of ranks; type for example 0,1")
     if ns.log_dir and os.path.isfile(ns.log_dir):
         mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
+
+
+def _journal(directory: str | None, mistakes: list[str]) -> str | None:
+    if directory is None:
+        return None
+    above = directory
+    while not os.path.exists(above) and os.path.dirname(above) != above:
+        above = os.path.dirname(above) or os.curdir
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        mistakes.append(f"--journal {directory}: {above} is no directory that can be written to; name another one")
+    return os.path.abspath(directory)
 
 
 def _entry_kind(ns: argparse.Namespace, mistakes: list[str]) -> EntryKind:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from swift_agent import host
 from swift_agent.config import AgentConfig
+from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord
@@ -68,14 +69,19 @@ class Presence:
             incarnation = self.me.incarnation
             self._keep_alive = self._lease.keep_alive(lambda why: listeners.lease_lost(incarnation, why))
             undo.callback(self._keep_alive.stop)
+            rules = Rules(config.replacement_timeout_s, config.join_timeout_s)
+            self.journal: Journal | None = open_journal(config.journal, config.job_id, self.me, rules)
+            if self.journal is not None:
+                undo.callback(self.journal.close)
             self.coordinator = Coordinator(
                 store,
                 keys,
                 self.me,
                 self._lease.id,
-                plan_generation,
-                Rules(config.replacement_timeout_s, config.join_timeout_s),
+                plan_generation if self.journal is None else self.journal.planner(plan_generation),
+                rules,
                 lambda line: log.info("%s", line),
+                None if self.journal is None else self.journal.decision,
             )
             self._watcher = JobWatcher(store, keys, listeners.view)
             self.liveness.start(self.me)
@@ -108,6 +114,8 @@ class Presence:
         self._watcher.stop()
         self._keep_alive.stop()
         self.liveness.stop(goodbye)
+        if self.journal is not None:
+            self.journal.close()
 
 
 def _revoke(lease: Lease) -> None:

@@ -179,7 +179,7 @@ def _advance(view: View) -> Decision:
     if view.plan is None:
         missing = [slot for slot in slots if slot not in view.progress]
         if generation.mode == "replace" and missing:
-            return Decision(waiting=f"slots {missing} have not said what they hold")
+            return Decision(waiting=f"{_some(missing)} have not said what they hold")
         return Decision((PublishPlan(),), why=generation.why)
     if view.plan.restart:
         why = f"all workers restart: {view.plan.why}"
@@ -229,7 +229,7 @@ def _lost_after_release(view: View, lost: Losses) -> Decision:
     assert generation is not None
     left = [slot for slot in range(len(generation.slots)) if slot not in view.exited and slot not in lost.nodes]
     if left:
-        return Decision(waiting=f"slots {left} are still exiting")
+        return Decision(waiting=f"{_some(left)} are still exiting")
     why = f"training had ended; slots {sorted(lost.nodes)} were lost while their workers exited"
     return Decision((PublishResult(ResultRecord("succeeded", why)),), why=why)
 
@@ -306,6 +306,11 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
     if lost.restart is not None:
         parts.append(lost.restart.evidence)
     return "; ".join(parts)
+
+
+def _some(slots: list[int]) -> str:
+    """Many slots are counted: a wait is told anew with every change, and its text must not grow with the job."""
+    return f"slots {slots}" if len(slots) <= 8 else f"{len(slots)} slots, the first of them {slots[:8]},"
 
 
 def _exits(lost: Losses) -> tuple[WorkerExit, ...]:
