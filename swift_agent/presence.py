@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swift_agent import host
@@ -49,6 +49,7 @@ class Presence:
         """Enter the job. *known_job*: the job that this node was in before, which must still be there (see
         `registration.enter_job`). Raises what that raises; then nothing is left."""
         self._store, self._keys = store, keys
+        self._nodes: Mapping[str, NodeRecord] | None = None
         with contextlib.ExitStack() as undo:
             self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s))
             undo.callback(self.liveness.stop)
@@ -83,7 +84,7 @@ class Presence:
                 lambda line: log.info("%s", line),
                 None if self.journal is None else self.journal.decision,
             )
-            self._watcher = JobWatcher(store, keys, listeners.view)
+            self._watcher = JobWatcher(store, keys, listeners.view, self.me.incarnation)
             self.liveness.start(self.me)
             self.first_view = self._watcher.start()
             undo.callback(self._watcher.stop)
@@ -93,7 +94,9 @@ class Presence:
     def update(self, view: View) -> None:
         """Tell the threads what the job looks like now."""
         self.coordinator.update(view)
-        self.liveness.update(view.nodes.values())
+        if view.nodes is not self._nodes:  # most changes concern no node, and there may be a thousand of them
+            self._nodes = view.nodes
+            self.liveness.update(view.nodes.values())
 
     def overdue_s(self) -> float:
         """For how long this node's lease may have been over, as far as it can tell without the store."""

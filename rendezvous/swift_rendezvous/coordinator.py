@@ -224,7 +224,7 @@ class Coordinator:
         prefix = self._keys.prefix
         per_slot = [
             DeletePrefix(f"{prefix}{name}/{number}/")
-            for name in ("failure", "progress", "resumed", "finished", "exited")
+            for name in ("failure", "~progress", "~resumed", "~finished", "exited")
         ]
         single = [
             Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))

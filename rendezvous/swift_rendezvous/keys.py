@@ -171,8 +171,8 @@ class ResumedRecord:
 
 @dataclass(frozen=True)
 class FinishedRecord:
-    """All workers of a slot have reached their end. *checksums*: rank -> [iteration, checksum, ranks of its replica
-    set].
+    """All workers of a slot have reached their end. *checksums*: rank -> iteration, checksum, and its replica set as
+    text.
     """
 
     slot: int
@@ -231,6 +231,12 @@ class Keys:
         return f"{ROOT}{self.job_id}/"
 
     @property
+    def for_coordinator(self) -> str:
+        """What every slot writes in every generation, and only the coordinator reads. Sorts behind all other keys, so
+        that who is not the coordinator follows everything *before* this."""
+        return self.prefix + "~"
+
+    @property
     def job(self) -> str:
         return self.prefix + "job"
 
@@ -265,7 +271,7 @@ class Keys:
         return f"{self.prefix}failure/{generation}/{slot}"
 
     def progress(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}progress/{generation}/{slot}"
+        return f"{self.for_coordinator}progress/{generation}/{slot}"
 
     def store(self, generation: int) -> str:
         return f"{self.prefix}store/{generation}"
@@ -274,10 +280,10 @@ class Keys:
         return f"{self.prefix}plan/{generation}"
 
     def resumed(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}resumed/{generation}/{slot}"
+        return f"{self.for_coordinator}resumed/{generation}/{slot}"
 
     def finished(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}finished/{generation}/{slot}"
+        return f"{self.for_coordinator}finished/{generation}/{slot}"
 
     def release(self, generation: int) -> str:
         return f"{self.prefix}release/{generation}"

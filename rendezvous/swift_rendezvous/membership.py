@@ -23,7 +23,7 @@ from swift_rendezvous.keys import (
     ResultRecord,
     WorkerExit,
 )
-from swift_rendezvous.view import View
+from swift_rendezvous.view import View, once_per_view
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Losses:
         return bool(self.nodes or self.workers or self.restart)
 
 
+@once_per_view
 def losses(view: View) -> Losses:
     """Everything the records say was lost in the current generation."""
     generation = view.generation
@@ -202,11 +203,11 @@ def _advance(view: View) -> Decision:
 
 def _release(view: View) -> Decision:
     """All have reached the end: compare the replicas one last time, then let the workers exit."""
-    seen: dict[tuple[int, ...], dict[str, list[int]]] = {}
+    seen: dict[str, dict[str, list[int]]] = {}
     for record in view.finished.values():
         for rank, end in record.checksums.items():
             held = f"iteration {end.get('iteration')}, checksum {end.get('checksum')}"
-            seen.setdefault(tuple(end.get("replicas", ())), {}).setdefault(held, []).append(rank)
+            seen.setdefault(str(end.get("replicas")), {}).setdefault(held, []).append(rank)
     for held_by in seen.values():
         if len(held_by) > 1:
             found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())

@@ -171,7 +171,7 @@ class Job:
         decision = self.see(replace(seen, failures={0: failure}))
         assert isinstance(decision.commands[0], membership.PublishGeneration)
         second: GenerationRecord = decision.commands[0].generation
-        report = {"rank": 0, "status": "holding", "iteration": 7, "replicas": [0, 1, 2, 3], "sections": 0}
+        report = {"rank": 0, "status": "holding", "iteration": 7, "replicas": "0-3", "sections": 0}
         self.tell(msg.ReportReceived(0, 100, 1, report))
         progress = {0: ProgressRecord(0, "n0.1", (report, {"rank": 1, "status": "fresh"}))}
         others = ({**report, "rank": 2}, {**report, "rank": 3})
