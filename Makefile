@@ -49,6 +49,7 @@ test: venv etcd native lint
 bench: venv etcd
 	$(PY) benchmarks/recovery.py
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/scale.py
 
 clean:
 	rm -rf $(VENV) .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

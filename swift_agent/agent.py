@@ -126,6 +126,8 @@ class Agent:
             config.lease_ttl_s,
             restarts_used=self._state.restarts_used,
         )
+        if self._presence.journal is not None:
+            self._presence.journal.begin(self._state)
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
         if known_job is None and config.nnodes + config.spares > 1:
             least_s, most_s = Limits(config.heartbeat_s).detection_s
@@ -264,8 +266,11 @@ class Agent:
     def _event(self, event: msg.Event) -> None:
         if self._end is not None:
             return
-        step = lc.on_event(self._state, event, now_s=time.monotonic())
+        now_s = time.monotonic()
+        step = lc.on_event(self._state, event, now_s=now_s)
         self._state = step.state
+        if self._presence.journal is not None:
+            self._presence.journal.event(event, now_s, step.commands)
         for command in step.commands:
             self._execute(command)
 

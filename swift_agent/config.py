@@ -54,7 +54,7 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
-    *etcd* is None when the agent has to start a private server.
+    *etcd* is None when the agent has to start a private server. *journal*: the directory for journals, None for none.
     """
 
     launch: LaunchConfig
@@ -82,6 +82,7 @@ class AgentConfig:
     stop_deadline_s: float
     key: JobKey = field(repr=False)
     keep_logs: bool = True
+    journal: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -114,6 +115,7 @@ class AgentConfig:
         _check_name("--rdzv-id", job_id, mistakes)
         join_timeout_s = _join_timeout_s(ns, mistakes)
         secret = job_secret.read(environ, ns.job_secret_file, mistakes)
+        journal = _journal(ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -150,6 +152,7 @@ class AgentConfig:
             stop_deadline_s=ns.stop_deadline,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
+            journal=journal,
         )
 
 
@@ -244,6 +247,17 @@ def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--local-ranks-filter {ns.local_ranks_filter}: not a list of ranks; type for example 0,1")
     if ns.log_dir and os.path.isfile(ns.log_dir):
         mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
+
+
+def _journal(directory: str | None, mistakes: list[str]) -> str | None:
+    if directory is None:
+        return None
+    above = directory
+    while not os.path.exists(above) and os.path.dirname(above) != above:
+        above = os.path.dirname(above) or os.curdir
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        mistakes.append(f"--journal {directory}: {above} is no directory that can be written to; name another one")
+    return os.path.abspath(directory)
 
 
 def _entry_kind(ns: argparse.Namespace, mistakes: list[str]) -> EntryKind:

@@ -256,7 +256,7 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
 
 def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     view = state.view
-    for other, owner in enumerate(generation.slots):
+    for other, owner in enumerate(generation.slots if state.lost_peers else ()):
         evidence = state.lost_peers.get(owner.incarnation)
         known = view.failures.get(other)
         if evidence is not None and other != slot and (known is None or known.kind != "node"):
@@ -380,7 +380,7 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
 
 def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentState:
     generation = state.view.generation
-    for node in state.view.nodes.values():
+    for node in state.view.nodes.values() if state.lost_peers else ():
         if node.incarnation in state.lost_peers and generation and generation.slot_of(node.incarnation) is None:
             state = _issue(state, commands, ("spare", node.incarnation), ForgetSpare(node.node_id, node.incarnation))
     return state

@@ -13,10 +13,12 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 CODEC_VERSION = 1
+HIDDEN = "***"
 
 T = TypeVar("T")
 
@@ -170,8 +172,8 @@ class ResumedRecord:
 
 @dataclass(frozen=True)
 class FinishedRecord:
-    """All workers of a slot have reached their end. *checksums*: rank -> [iteration, checksum, ranks of its replica
-    set].
+    """All workers of a slot have reached their end. *checksums*: rank -> iteration, checksum, and its replica set as
+    text.
     """
 
     slot: int
@@ -230,6 +232,12 @@ class Keys:
         return f"{ROOT}{self.job_id}/"
 
     @property
+    def for_coordinator(self) -> str:
+        """What every slot writes in every generation, and only the coordinator reads. Sorts behind all other keys, so
+        that who is not the coordinator follows everything *before* this."""
+        return self.prefix + "~"
+
+    @property
     def job(self) -> str:
         return self.prefix + "job"
 
@@ -264,7 +272,7 @@ class Keys:
         return f"{self.prefix}failure/{generation}/{slot}"
 
     def progress(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}progress/{generation}/{slot}"
+        return f"{self.for_coordinator}progress/{generation}/{slot}"
 
     def store(self, generation: int) -> str:
         return f"{self.prefix}store/{generation}"
@@ -273,10 +281,10 @@ class Keys:
         return f"{self.prefix}plan/{generation}"
 
     def resumed(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}resumed/{generation}/{slot}"
+        return f"{self.for_coordinator}resumed/{generation}/{slot}"
 
     def finished(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}finished/{generation}/{slot}"
+        return f"{self.for_coordinator}finished/{generation}/{slot}"
 
     def release(self, generation: int) -> str:
         return f"{self.prefix}release/{generation}"
@@ -311,13 +319,28 @@ def decode(cls: type[T], value: bytes) -> T:
     return typing.cast(T, _build(cls, data, cls.__name__))
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """*value*, of dataclasses, mappings and sequences, as JSON has it; for what people read, not for the store.
+
+    What is not in a `repr` (a token) is hidden, so `from_plain` does not give it back.
+    """
+    return _plain(value, hide=True)
+
+
+def from_plain(kind: Any, data: Any, where: str) -> Any:
+    """A value of type *kind* from what `to_plain` made of it. Raises :class:`RecordError`, which begins with
+    *where*."""
+    return _build(kind, data, where)
+
+
+def _plain(value: Any, hide: bool = False) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        secret = {f.name for f in fields(value) if not f.repr and getattr(value, f.name)} if hide else ()
+        return {f.name: HIDDEN if f.name in secret else _plain(getattr(value, f.name), hide) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, hide) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, hide) for item in value]
     return value
 
 
@@ -341,7 +364,7 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         if not isinstance(data, list):
             raise RecordError(f"{where}: expected a list, found {type(data).__name__}")
         return tuple(_build(args[0], item, where) for item in data)
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(data, dict):
             raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
         try:

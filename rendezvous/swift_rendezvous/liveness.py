@@ -100,6 +100,7 @@ class Liveness:
         self._lock = threading.Lock()
         # Guarded by the lock.
         self._known: dict[str, NodeRecord] = {}
+        self._targets: list[str] | None = None  # of the ring of all known; None: to be worked out
         self._dialled: set[str] = set()  # dialling or dialled
         self._probed: set[str] = set()
         self._reported: set[str] = set()
@@ -128,6 +129,7 @@ class Liveness:
         """Tell which nodes are in the job now; connections follow."""
         with self._lock:
             self._known = {node.incarnation: node for node in nodes}
+            self._targets = None
         if not self._stopped:
             self._wake()
 
@@ -232,9 +234,11 @@ class Liveness:
         assert self._me is not None
         with self._lock:
             gone = [peer for peer in self._peers.values() if peer.watched and peer.incarnation not in self._known]
+            if self._targets is None:  # not with every heartbeat: it sorts all nodes
+                self._targets = ring_targets(self._me.incarnation, self._known)
             wanted = [
                 self._known[incarnation]
-                for incarnation in ring_targets(self._me.incarnation, self._known)
+                for incarnation in self._targets
                 if incarnation not in self._dialled | self._reported | self._departed
             ]
             self._dialled.update(node.incarnation for node in wanted)

@@ -59,7 +59,10 @@ def enter_job(
             ]
             if store.transaction(guards, [mine, Put(keys.job, found.value)]).succeeded:
                 return Entry(lease, found.create_revision)
-            if store.get(keys.node(me.node_id)) is not None:
+            there = store.get(keys.node(me.node_id))
+            if there is not None and there.lease_id == lease.id:
+                return Entry(lease, found.create_revision)  # it was sent twice, and the first one counted
+            if there is not None:
                 if time.monotonic() >= deadline_s:
                     raise JobConflict(
                         f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id"
@@ -143,7 +146,7 @@ def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> No
 
 def _all_but_nodes(keys: Keys) -> list[Op]:
     single = [keys.job, keys.generation, keys.tracked, keys.preload, keys.result, keys.coordinator]
-    many = ["failure/", "progress/", "store/", "plan/", "resumed/", "finished/", "release/", "exited/", "events/"]
+    many = ["failure/", "store/", "plan/", "release/", "exited/", "events/", "~"]
     return [*(Delete(key) for key in single), *(DeletePrefix(keys.prefix + name) for name in many)]
 
 

@@ -26,6 +26,7 @@ from swift_agent.agent import Agent
 from swift_agent.planning import plan_generation
 from swift_agent.writer import Write
 from swift_recovery.plan import Plan
+from swift_recovery.progress import ranges_of
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import GenerationRecord, JobRecord, Keys, NodeRecord, StoreRecord, WorkerExit, decode
 from swift_rendezvous.kv import Compare, Delete, Op, Put, RendezvousError, TransactionResult
@@ -139,7 +140,7 @@ class Driver(Agent):
     def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
         self._world, self._node, self._events = world, node, events
         self._state, self._end = node.state, None
-        self._presence = SimpleNamespace(me=node.record)  # type: ignore[assignment]
+        self._presence = SimpleNamespace(me=node.record, journal=None)  # type: ignore[assignment]
 
     def look(self, node: Node) -> None:
         self._state = node.state
@@ -173,7 +174,7 @@ class Driver(Agent):
             case "stop":
                 node.proc = replace(proc, stopped=max(proc.stopped, message["generation"]))
                 report = {"rank": proc.rank, "status": proc.status, "iteration": proc.iteration, "sections": 0,
-                          "replicas": self._world.ranks if proc.status == "holding" else []}  # fmt: skip
+                          "replicas": ranges_of(self._world.ranks) if proc.status == "holding" else ""}  # fmt: skip
                 self._events.append(msg.ReportReceived(0, proc.pid, message["generation"], report))
             case "go":
                 plan, number = Plan.from_json(message["plan"]), message["generation"]
@@ -571,7 +572,7 @@ class World:
                 proc = replace(proc, status="holding", iteration=proc.iteration + 1)
             if proc.iteration == self.target:
                 proc = replace(proc, finished_in=proc.go)
-                end = {"iteration": proc.iteration, "checksum": "aa", "replicas": self.ranks}
+                end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(self.ranks)}
                 events.append(msg.WorkerFinished(0, proc.pid, proc.go, end))
         node.proc = proc
         self.handle(node, events)

@@ -17,6 +17,7 @@ from typing import Any
 from swift_agent import lifecycle as lc
 from swift_agent.planning import plan_generation
 from swift_recovery.plan import Plan
+from swift_recovery.progress import ranges_of
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     ExitedRecord,
@@ -74,7 +75,7 @@ class Proc:
     released: bool = False
 
     def report(self) -> dict[str, Any]:
-        replicas = list(range(self.node.sim.world_size)) if self.status == "holding" else []
+        replicas = ranges_of(range(self.node.sim.world_size)) if self.status == "holding" else ""
         return {"rank": self.rank, "status": self.status, "iteration": self.iteration, "replicas": replicas,
                 "sections": 0}
 
@@ -101,10 +102,8 @@ class SimNode:
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
         self.peers_lost: list[lc.PeerLost] = []
         self.given: set[tuple[Any, ...]] = set()
-        listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
-                   for kv in sim.store.get_prefix(sim.keys.prefix)[0]]
-        self.view = apply_all(View(), sim.keys, listing)
-        self.cursor = len(sim.history)
+        self.follows_all = False
+        self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))
 
@@ -120,10 +119,24 @@ class SimNode:
         for command in step.commands:
             self.execute(command)
 
+    def list_job(self) -> None:
+        sim = self.sim
+        sim.sync()
+        listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
+                   for kv in sim.store.get_prefix(sim.keys.prefix)[0]]
+        self.view = apply_all(View(), sim.keys, listing)
+        self.cursor = len(sim.history)
+
     def deliver_view(self) -> None:
+        """As `JobWatcher`: who is not the coordinator does not see what only that one reads."""
         for change in self.sim.history[self.cursor]:
-            self.view = apply(self.view, self.sim.keys, change)
+            if self.follows_all or change.key < self.sim.keys.for_coordinator:
+                self.view = apply(self.view, self.sim.keys, change)
         self.cursor += 1
+        coordinator = self.view.coordinator
+        if not self.follows_all and coordinator and coordinator.incarnation == self.record.incarnation:
+            self.follows_all = True
+            self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))
 
@@ -452,7 +465,7 @@ class Sim:
 
     def finish(self, proc: Proc) -> None:
         proc.finished_in = proc.entered
-        end = {"iteration": proc.iteration, "checksum": "aa", "replicas": list(range(self.world_size))}
+        end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(range(self.world_size))}
         proc.outbox.append(lc.WorkerFinished(proc.local_rank, proc.pid, proc.entered, end))
 
     def exit(self, proc: Proc, code: int) -> None:

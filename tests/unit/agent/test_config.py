@@ -22,7 +22,7 @@ from swift_agent.run import cli, main
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a training script, and an environment without settings of ours."""
     for name in list(os.environ):
-        if name.startswith(("PET_", "SWIFT_ETCD_", "SWIFT_JOB_", "SWIFT_NODE_ID")):
+        if name.startswith(("PET_", "SWIFT_ETCD_", "SWIFT_JOB_", "SWIFT_JOURNAL", "SWIFT_NODE_ID")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -97,6 +97,15 @@ def test_endpoints_from_the_environment_and_options_before_it() -> None:
     assert (found.node_id, found.job_id) == ("rack7", "none")
     found = config("--rdzv-endpoint", "e:3", "--node-id", "x", "train.py", environ=environ)
     assert found.etcd is not None and (found.etcd.endpoints, found.node_id) == (("e:3",), "x")
+
+
+def test_a_journal_is_asked_for_and_its_directory_looked_at(workplace: Path) -> None:
+    assert config("train.py").journal is None and config("train.py", environ={"SWIFT_JOURNAL": ""}).journal is None
+    assert config("train.py", environ={"SWIFT_JOURNAL": "a/b"}).journal == str(workplace / "a" / "b")
+    assert config("--journal", "c", "train.py", environ={"SWIFT_JOURNAL": "a/b"}).journal == str(workplace / "c")
+    assert mistakes("--journal", "train.py/x", "train.py") == (
+        "--journal train.py/x: train.py is no directory that can be written to; name another one",
+    )
 
 
 def test_standalone_has_a_private_etcd_whatever_else_is_said() -> None:

@@ -112,6 +112,21 @@ def test_a_name_is_given_once() -> None:
     assert registered(store) == [node("n0")]
 
 
+def test_an_answer_that_was_lost_is_no_other_node() -> None:
+    """A slow server: the client has sent the registration again, and finds the record that it wrote itself."""
+
+    class SentTwice(MemoryStore):
+        def transaction(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = (), **_: Any
+                        ) -> TransactionResult:
+            super().transaction(compare, success, failure)
+            return replace(super().transaction(compare, success, failure), retried=True)
+
+    store = SentTwice()
+    entry = enter_job(store, KEYS, JOB, node("n0"), 5)
+    found = store.get(KEYS.node("n0"))
+    assert found is not None and found.lease_id == entry.lease.id and store.now_s == 0.0
+
+
 def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:
     store = MemoryStore()
     enter_job(store, KEYS, JOB, node("n1"), 60)
