@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 CODEC_VERSION = 1
-HIDDEN = "***"
 
 T = TypeVar("T")
 
@@ -320,11 +319,8 @@ def decode(cls: type[T], value: bytes) -> T:
 
 
 def to_plain(value: Any) -> Any:
-    """*value*, of dataclasses, mappings and sequences, as JSON has it; for what people read, not for the store.
-
-    What is not in a `repr` (a token) is hidden, so `from_plain` does not give it back.
-    """
-    return _plain(value, hide=True)
+    """*value*, of dataclasses, mappings and sequences, as JSON has it. No record holds a secret."""
+    return _plain(value)
 
 
 def from_plain(kind: Any, data: Any, where: str) -> Any:
@@ -333,14 +329,13 @@ def from_plain(kind: Any, data: Any, where: str) -> Any:
     return _build(kind, data, where)
 
 
-def _plain(value: Any, hide: bool = False) -> Any:
+def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        secret = {f.name for f in fields(value) if not f.repr and getattr(value, f.name)} if hide else ()
-        return {f.name: HIDDEN if f.name in secret else _plain(getattr(value, f.name), hide) for f in fields(value)}
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, hide) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, hide) for item in value]
+        return [_plain(item) for item in value]
     return value
 
 

@@ -4,42 +4,19 @@ the matter of the other tests."""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner
 
 from swift_agent.ctl import cli
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.kv import Watch
+from swift_rendezvous.job_key import JobKey
 from tests.faults.conftest import assert_recovered
 from tests.support.job import Agents
 
-
-@pytest.fixture
-def tokens(etcd: str) -> Iterator[set[str]]:
-    """Every token that is written into etcd during the test."""
-    found: set[str] = set()
-
-    def follow(watch: Watch) -> None:
-        for response in watch:
-            for event in response.events:
-                try:
-                    found.add(json.loads(event.kv.value).get("token", ""))
-                except (ValueError, AttributeError):
-                    continue  # not a record
-
-    with EtcdStore(EtcdConfig((etcd,))) as store, store.watch_prefix("/swift/", 0) as watch:
-        thread = threading.Thread(target=follow, args=(watch,))
-        thread.start()
-        yield found
-        watch.cancel()
-        thread.join(5)
-        assert not thread.is_alive()
+SECRET = "a secret that no journal may have"
 
 
 def replayed(path: Path) -> dict[str, Any]:
@@ -51,7 +28,7 @@ def replayed(path: Path) -> dict[str, Any]:
 
 
 def test_journals_of_a_job_with_kills_replay_as_the_same(
-    tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str], tokens: set[str]
+    tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
     """A worker is lost, then a node, whose journal may end in the middle of a line; a spare takes its place."""
     faults = [
@@ -60,8 +37,9 @@ def test_journals_of_a_job_with_kills_replay_as_the_same(
     ]
     journals = tmp_path / "journals"
     agents = make_agents(
-        orders={"faults": faults}, options=("--spares", "1"), environment={"SWIFT_JOURNAL": str(journals)}
-    )
+        orders={"faults": faults}, options=("--spares", "1"),
+        environment={"SWIFT_JOURNAL": str(journals), "SWIFT_JOB_SECRET": SECRET},
+    )  # fmt: skip
     for node in ("a", "b", "c"):
         agents.start(node)
     outcome = agents.wait()
@@ -77,7 +55,9 @@ def test_journals_of_a_job_with_kills_replay_as_the_same(
         assert one["cut_at"] is None or one["node"] == killed
         assert path.stat().st_mode & 0o777 == 0o600
     written = "\n".join(path.read_text() for path in paths)
-    tokens.discard("")
-    assert len(tokens) >= 5, "three nodes and three stores have tokens"
-    assert not [token for token in tokens if token in written] and '"token":"***"' in written
+    key = JobKey.of_secret(SECRET.encode(), agents.job_id)
+    nonces = set(re.findall(r'"nonce":"([0-9a-f]+)"', written))
+    assert len(nonces) >= 3, "each generation has a store"
+    secrets = {key.store_token(number, nonce) for number in range(1, 9) for nonce in nonces}
+    assert not [one for one in (SECRET, key.heartbeat.hex(), *secrets) if one in written]
     assert '"type":"WriteFailure"' in written and '"type":"StartWorkers"' in written
