@@ -118,7 +118,10 @@ class StoreServer:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         writer.write(_pack([nonce]))
-        hello = await asyncio.wait_for(_read(reader, _MAX_HELLO_BYTES), _HELLO_TIMEOUT_S)
+        # Not wait_for: before Python 3.12 it can swallow the cancellation that comes together with the result, and then
+        # `close` would wait for ever.
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            hello = await _read(reader, _MAX_HELLO_BYTES)
         known = len(hello) == 2 and len(hello[0]) == _NONCE_BYTES
         if not known or not hmac.compare_digest(hello[1], _proof(self._token, b"client", nonce, hello[0])):
             writer.write(_pack([_REFUSED]))
@@ -172,7 +175,8 @@ class StoreServer:
                 event = asyncio.Event()
                 self._waiting.setdefault(key, set()).add(event)
                 try:
-                    await asyncio.wait_for(event.wait(), deadline_s - self._loop.time())
+                    async with asyncio.timeout_at(deadline_s):
+                        await event.wait()
                 except TimeoutError:
                     return False
                 finally:

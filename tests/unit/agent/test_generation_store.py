@@ -113,6 +113,36 @@ def test_a_store_that_does_not_know_the_token_is_not_used(answer_parts: list[byt
         thread.join(5)
 
 
+@pytest.mark.parametrize("num_steps", range(5))
+def test_it_closes_even_as_an_answer_comes(num_steps: int, connect: Callable[[], StoreClient]) -> None:
+    """The end and the value that a client waits for, within few steps of the server's loop."""
+    server = StoreServer("127.0.0.1", token=b"secret")
+    client = StoreClient("127.0.0.1", server.port, b"secret", timedelta(seconds=10))
+
+    def wait() -> None:
+        with pytest.raises(dist.DistStoreError):
+            client.wait(["late", "never"])
+
+    ended = threading.Thread(target=wait)
+    ended.start()
+    while not server._waiting:
+        time.sleep(0.001)
+
+    def step(left: int) -> None:
+        if left == num_steps:
+            server._put(b"late", b"value")
+        if left:
+            server._loop.call_soon(step, left - 1)
+        else:
+            server._stop.set()
+
+    server._loop.call_soon_threadsafe(step, num_steps)
+    server._thread.join(5)
+    assert not server._thread.is_alive()
+    ended.join(5)
+    assert not ended.is_alive()
+
+
 def test_the_token_is_never_sent(server: StoreServer) -> None:
     """What passes over the wire when a client introduces itself is of no use to who listens, nor again."""
     said: list[bytes] = []
