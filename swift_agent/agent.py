@@ -32,6 +32,8 @@ from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.config import AgentConfig
 from swift_agent.hosting import GenerationStores
 from swift_agent.outcome import raise_outcome
+from swift_agent.patience import Patience
+from swift_agent.pausing import shall_pause
 from swift_agent.presence import Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
 from swift_agent.standby import StandbyServer
@@ -88,6 +90,8 @@ class Agent:
         self._num_signals = 0
         self._last_reap_s = 0.0
         self._rejoin_delay_s = 0.0
+        self._paused = False
+        self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._closed = False
         self._post_lock = threading.Lock()
 
@@ -125,6 +129,8 @@ class Agent:
             view=lambda view: self._post(lambda: self._on_view(view)),
             peer_lost=lambda incarnation, why: self._post(lambda: self._event(msg.PeerLost(incarnation, why))),
             lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
+            reclaimed=lambda incarnation: self._post(lambda: self._on_reclaimed(incarnation)),
+            place_lost=lambda incarnation, why: self._post(lambda: self._on_place_lost(incarnation, why)),
         )
         self._presence = Presence(config, self._store, self._keys, self._host, listeners, known_job)
         self._entered_s = time.monotonic()
@@ -148,6 +154,7 @@ class Agent:
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
+        self._resume()
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signal is not None:
             self._publish_stop(self._end)
@@ -190,16 +197,52 @@ class Agent:
             self._last_reap_s = now_s
             self._workers.check_server(now_s)
             self._check_isolation()
+            self._patience.tick(now_s)
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
             self._event(msg.Tick())
 
     def _check_isolation(self) -> None:
-        """Without etcd and without a sign of life from anybody, this node is the one that is cut off: the others go on
-        without it, and it must not touch what they share."""
-        ttl_s = self._config.lease_ttl_s
-        if self._presence.overdue_s() > 0 and self._presence.liveness.silence_s() > ttl_s:
-            self._rejoin(f"cut off: neither etcd nor another node has answered for {ttl_s:g} s")
+        ttl_s, presence = self._config.lease_ttl_s, self._presence
+        paused = shall_pause(self._paused, presence.overdue_s(), presence.liveness.silence_s(), ttl_s)
+        if paused and not self._paused:
+            why = f"cut off: neither etcd nor another node has answered for {ttl_s:g} s"
+            log.warning("%s; the workers of this node are paused until etcd does", why)
+            self._pause()
+        elif not paused:
+            self._resume()
+
+    def _pause(self) -> None:
+        self._paused = True
+        for process in self._workers.processes.values():
+            self._workers.signal_process(process, signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            log.info("the workers of this node go on")
+            for process in self._workers.processes.values():
+                self._workers.signal_process(process, signal.SIGCONT)
+
+    def _probe_store(self) -> None:
+        """Write something that changes nothing, to see whether the store takes it: see `patience`."""
+        view, me, incarnation = self._state.view, self._presence.me, self._state.incarnation
+        assert view.job is not None
+        guards = [
+            Compare.create_revision(self._keys.job, "==", self._presence.job),
+            Compare.exists(self._keys.node(me.node_id)),
+        ]
+
+        def is_current() -> bool:
+            return self._state.incarnation == incarnation
+
+        def answered(held: bool) -> None:
+            self._post(self._patience.proved if held else self._patience.failed)
+
+        dropped = lambda: self._post(self._patience.failed)  # noqa: E731
+        self._writer.submit(
+            Write("job", guards, [Put(self._keys.job, encode(view.job))], is_current, dropped, answered)
+        )
 
     def _is_registered(self, key: selectors.SelectorKey) -> bool:
         """Not if an earlier handler of this turn has closed it, and maybe given its number to something new."""
@@ -244,6 +287,19 @@ class Agent:
             self._tell_recovery(view, phases)
 
     def _on_lease_lost(self, incarnation: str, why: str) -> None:
+        if incarnation == self._state.incarnation and self._end is None:
+            log.warning("the lease of %s was lost (%s): asking for another one", self._config.node_id, why)
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        self._presence.reclaim()
+
+    def _on_reclaimed(self, incarnation: str) -> None:
+        if incarnation == self._state.incarnation:
+            log.info("node %s is back in its place; its workers were not disturbed", self._config.node_id)
+            self._event(msg.PlaceReclaimed())
+
+    def _on_place_lost(self, incarnation: str, why: str) -> None:
         if incarnation == self._state.incarnation and self._end is None:
             self._rejoin(f"the lease of {self._config.node_id} was lost: {why}")
 
@@ -306,6 +362,7 @@ class Agent:
                 self._event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
             case "suspect":
                 log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
+                self._patience.suspected(local_rank, time.monotonic())
             case "modules":
                 self._on_modules(local_rank, message["names"])
             case "note":
@@ -399,6 +456,8 @@ class Agent:
                     fenced=False,
                     lost_peer=incarnation,
                 )
+            case msg.Reclaim():
+                self._reclaim()
             case msg.Rejoin(why):
                 self._rejoin(why)
             case msg.LeaveJob(result):
@@ -526,6 +585,7 @@ class Agent:
         for local_rank in list(self._channels):
             self._drop_channel(local_rank)
         self._workers.end_all(0.0)
+        self._paused = False
         self._presence.abandon()
         # A node that is given up again and again (only some can reach it) must not keep the others busy.
         brief = time.monotonic() - self._entered_s < BRIEF_S

@@ -16,19 +16,23 @@ class GenerationStores:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._open: dict[int, tuple[TCPStore, StoreServer]] = {}
+        self._open: dict[int, tuple[StoreRecord, TCPStore, StoreServer]] = {}
 
     def open(self, generation: int) -> StoreRecord:
-        """Start the stores of *generation* on fresh ports, so that no key of an older one can be read again."""
+        """Start the stores of *generation* on fresh ports, so that no key of an older one can be read again. Those that
+        run already are named again."""
+        if generation in self._open:
+            return self._open[generation][0]
         for number in [number for number in self._open if number < generation - 1]:
-            self._open.pop(number)[1].close()
+            self._open.pop(number)[2].close()
         token = secrets.token_hex(16)
         torch_store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         session_store = StoreServer(self._host, token=token.encode())
-        self._open[generation] = (torch_store, session_store)
-        return StoreRecord(self._host, torch_store.port, session_store.port, token)
+        record = StoreRecord(self._host, torch_store.port, session_store.port, token)
+        self._open[generation] = (record, torch_store, session_store)
+        return record
 
     def close(self) -> None:
-        for _, session_store in self._open.values():
+        for _, _, session_store in self._open.values():
             session_store.close()
         self._open.clear()

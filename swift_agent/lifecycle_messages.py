@@ -86,6 +86,11 @@ class PeerDoubted:
 
 
 @dataclass(frozen=True)
+class PlaceReclaimed:
+    """This node has another lease. What it wrote while it had none may have been refused."""
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -101,6 +106,7 @@ Event = (
     | WorkerExited
     | PeerLost
     | PeerDoubted
+    | PlaceReclaimed
     | Tick
 )
 
@@ -197,6 +203,11 @@ class ForgetSpare:
 
 
 @dataclass(frozen=True)
+class Reclaim:
+    """The record of this node is gone, but nobody has its slot: get another lease. The workers train on."""
+
+
+@dataclass(frozen=True)
 class Rejoin:
     """The slot was given to another node: come back as a spare, under a new incarnation."""
 
@@ -229,6 +240,7 @@ Command = (
     | WriteFinished
     | WriteExited
     | ForgetSpare
+    | Reclaim
     | Rejoin
     | LeaveJob
     | EndJob
