@@ -32,9 +32,9 @@ from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.config import AgentConfig
 from swift_agent.hosting import GenerationStores
 from swift_agent.outcome import raise_outcome
-from swift_agent.patience import Patience
-from swift_agent.pausing import shall_pause
-from swift_agent.presence import Listeners, Presence
+from swift_agent.patience import Patience, probe
+from swift_agent.pausing import Pause
+from swift_agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_env import Placement
@@ -50,9 +50,9 @@ from swift_rendezvous.keys import (
     StoreRecord,
     encode,
 )
-from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Op, Put, StoreUnavailable
+from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Op, Put, RendezvousError
 from swift_rendezvous.liveness import Limits
-from swift_rendezvous.registration import JobConflict, JobOver
+from swift_rendezvous.registration import JobOver
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Agent:
         self._num_signals = 0
         self._last_reap_s = 0.0
         self._rejoin_delay_s = 0.0
-        self._paused = False
+        self._pause = Pause(self._signal_workers, config.lease_ttl_s)
         self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._closed = False
         self._post_lock = threading.Lock()
@@ -148,13 +148,13 @@ class Agent:
             log.info(
                 "noticed: a dead process at once, a dead machine or link in %.2g to %.2g s (--heartbeat %g), "
                 "a frozen agent in %d to %d s (--lease-ttl %d)",
-                *(least_s, most_s, config.heartbeat_s, ttl_s, 2 * ttl_s, ttl_s),
+                *(least_s, most_s, config.heartbeat_s, ttl_s + RETURN_S, 2 * ttl_s + RETURN_S, ttl_s),
             )
 
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
-        self._resume()
+        self._pause.end()
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signal is not None:
             self._publish_stop(self._end)
@@ -203,46 +203,23 @@ class Agent:
             self._event(msg.Tick())
 
     def _check_isolation(self) -> None:
-        ttl_s, presence = self._config.lease_ttl_s, self._presence
-        paused = shall_pause(self._paused, presence.overdue_s(), presence.liveness.silence_s(), ttl_s)
-        if paused and not self._paused:
-            why = f"cut off: neither etcd nor another node has answered for {ttl_s:g} s"
-            log.warning("%s; the workers of this node are paused until etcd does", why)
-            self._pause()
-        elif not paused:
-            self._resume()
+        self._pause.check(self._presence.overdue_s(), self._presence.liveness.silence_s())
 
-    def _pause(self) -> None:
-        self._paused = True
+    def _signal_workers(self, signum: int) -> None:
         for process in self._workers.processes.values():
-            self._workers.signal_process(process, signal.SIGSTOP)
-
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            log.info("the workers of this node go on")
-            for process in self._workers.processes.values():
-                self._workers.signal_process(process, signal.SIGCONT)
+            self._workers.signal_process(process, signum)
 
     def _probe_store(self) -> None:
         """Write something that changes nothing, to see whether the store takes it: see `patience`."""
-        view, me, incarnation = self._state.view, self._presence.me, self._state.incarnation
-        assert view.job is not None
-        guards = [
-            Compare.create_revision(self._keys.job, "==", self._presence.job),
-            Compare.exists(self._keys.node(me.node_id)),
-        ]
-
-        def is_current() -> bool:
-            return self._state.incarnation == incarnation
+        incarnation, job = self._state.incarnation, self._state.view.job
+        assert job is not None
+        guards, ops = probe(self._keys, job, self._presence.job, self._presence.me)
 
         def answered(held: bool) -> None:
             self._post(self._patience.proved if held else self._patience.failed)
 
-        dropped = lambda: self._post(self._patience.failed)  # noqa: E731
-        self._writer.submit(
-            Write("job", guards, [Put(self._keys.job, encode(view.job))], is_current, dropped, answered)
-        )
+        is_current = lambda: self._state.incarnation == incarnation  # noqa: E731
+        self._writer.submit(Write("probe", guards, ops, is_current, lambda: answered(False), answered))
 
     def _is_registered(self, key: selectors.SelectorKey) -> bool:
         """Not if an earlier handler of this turn has closed it, and maybe given its number to something new."""
@@ -349,6 +326,7 @@ class Agent:
     def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
         match message.get("op"):
             case "report":
+                self._patience.settled(local_rank)
                 self._event(msg.ReportReceived(local_rank, pid, int(message["generation"]), message["report"]))
             case "resumed":
                 self._event(
@@ -376,6 +354,7 @@ class Agent:
             return
         self._selector.unregister(process.pidfd)
         self._drop_channel(process.local_rank)
+        self._patience.settled(process.local_rank)
         if end.exit_code != 0:
             log.info("%s", lc.describe_exit(end))
         self._event(msg.WorkerExited(end))
@@ -584,8 +563,9 @@ class Agent:
                 self._selector.unregister(process.pidfd)
         for local_rank in list(self._channels):
             self._drop_channel(local_rank)
+            self._patience.settled(local_rank)
         self._workers.end_all(0.0)
-        self._paused = False
+        self._pause.end()
         self._presence.abandon()
         # A node that is given up again and again (only some can reach it) must not keep the others busy.
         brief = time.monotonic() - self._entered_s < BRIEF_S
@@ -599,7 +579,7 @@ class Agent:
             except JobOver as error:
                 self._end = ResultRecord("stopped", str(error))
                 return
-            except (StoreUnavailable, JobConflict) as error:
+            except RendezvousError as error:  # another node of this name; or the store is away, or takes no writes
                 log.warning("cannot come back yet: %s", error)
                 self._wait_for_signal(1.0)
         self._end = ResultRecord("stopped", "stopped while it was away from the job")

@@ -11,8 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, encode
+from swift_rendezvous.kv import Compare, Op, Put
+
 # A recovery is much faster; only an exceptional wait costs a write.
 PROBE_AFTER_S = 5.0
+
+
+def probe(keys: Keys, record: JobRecord, job: int, me: NodeRecord) -> tuple[list[Compare], list[Op]]:
+    """A transaction that changes nothing: the record of the job is written again. *job*: its create revision."""
+    guards = [Compare.create_revision(keys.job, "==", job), Compare.exists(keys.node(me.node_id))]
+    return guards, [Put(keys.job, encode(record))]
 
 
 class Patience:
@@ -29,6 +38,10 @@ class Patience:
         self._since_s[local_rank] = now_s
         if self._probing is not None:
             self._probing.discard(local_rank)  # what is on its way says nothing about later
+
+    def settled(self, local_rank: int) -> None:
+        """The worker was stopped, or has ended: it waits no more."""
+        self._since_s.pop(local_rank, None)
 
     def tick(self, now_s: float) -> None:
         waiting = tuple(sorted(rank for rank, since_s in self._since_s.items() if now_s - since_s >= PROBE_AFTER_S))

@@ -69,14 +69,14 @@ class EtcdJob:
     def goes_on(self, num_iterations: int = 8) -> None:
         """All ranks make so many iterations from here on."""
         began = {rank: self.iteration(rank) for rank in RANKS}
-        wait_for(lambda: all(self.iteration(rank) >= began[rank] + num_iterations for rank in RANKS), 20.0,
+        wait_for(lambda: all(self.iteration(rank) >= began[rank] + num_iterations for rank in RANKS), 60.0,
                  f"{num_iterations} iterations from {began}\n{self.logs()}")  # fmt: skip
 
-    def wait_log(self, text: str, nodes: tuple[str, ...] | None = None, timeout_s: float = 20.0) -> None:
+    def wait_log(self, text: str, nodes: tuple[str, ...] | None = None, timeout_s: float = 60.0) -> None:
         for node in nodes or tuple(self.agents.running):
             wait_for(lambda node=node: text in self.log(node), timeout_s, f"{text!r} from {node}:\n{self.log(node)}")  # type: ignore[misc]
 
-    def recovers(self, timeout_s: float = 20.0) -> None:
+    def recovers(self, timeout_s: float = 60.0) -> None:
         wait_for(lambda: "recovered: generation" in self.logs(), timeout_s, f"the recovery\n{self.logs()}")
 
     # ---- failures ----
@@ -97,7 +97,7 @@ class EtcdJob:
 
     # ---- the end ----
 
-    def finish(self, expected_hash: str, lost: set[int], dead: str = "", timeout_s: float = 60.0) -> Outcome:
+    def finish(self, expected_hash: str, lost: set[int], dead: str = "", timeout_s: float = 120.0) -> Outcome:
         """Let it run to its end. Only *lost* ranks have a second process, nobody changed place, nothing is lost.
 
         *dead*: the node that was killed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from swift_agent import supervisor
 from swift_agent.channel import Channel
 from swift_agent.patience import PROBE_AFTER_S, Patience
-from swift_agent.pausing import shall_pause
+from swift_agent.pausing import Pause, shall_pause
 from swift_agent.supervisor import Supervisor
 
 
@@ -32,6 +33,8 @@ def test_a_recovery_that_takes_its_usual_time_costs_nothing() -> None:
     agent.patience.tick(0.0)
     agent.patience.suspected(0, 10.0)
     agent.patience.tick(10.0 + PROBE_AFTER_S - 0.1)
+    agent.patience.settled(0)
+    agent.patience.tick(60.0)
     assert agent.num_probes == 0 and agent.told == []
 
 
@@ -76,6 +79,20 @@ def test_a_node_stands_still_only_if_nobody_answers_and_until_etcd_does() -> Non
     assert shall_pause(False, lease_overdue_s=0.1, silence_s=5.1, ttl_s=5.0)
     assert shall_pause(True, lease_overdue_s=9.0, silence_s=0.0, ttl_s=5.0)  # who is heard may be cut off as well
     assert not shall_pause(True, lease_overdue_s=0.0, silence_s=9.0, ttl_s=5.0)
+
+
+def test_workers_are_paused_once_and_go_on_once() -> None:
+    signals: list[int] = []
+    pause = Pause(signals.append, ttl_s=5.0)
+    pause.end()
+    pause.check(lease_overdue_s=0.0, silence_s=9.0)
+    assert signals == []
+    for _ in range(2):
+        pause.check(lease_overdue_s=1.0, silence_s=9.0)
+    assert signals == [signal.SIGSTOP]
+    for _ in range(2):
+        pause.check(lease_overdue_s=0.0, silence_s=9.0)
+    assert signals == [signal.SIGSTOP, signal.SIGCONT]
 
 
 @pytest.fixture
