@@ -25,32 +25,24 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from swift_agent import host, timeline
+from swift_agent import host, records, timeline
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
-from swift_agent.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.hosting import GenerationStores
+from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import raise_outcome
 from swift_agent.patience import Patience, probe
-from swift_agent.pausing import Pause
 from swift_agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
 from swift_agent.standby import StandbyServer
+from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
-from swift_rendezvous.keys import (
-    EventRecord,
-    ExitedRecord,
-    Keys,
-    ProgressRecord,
-    ResultRecord,
-    ResumedRecord,
-    StoreRecord,
-    encode,
-)
-from swift_rendezvous.kv import Compare, Delete, KeyValueStore, Op, Put, RendezvousError
+from swift_rendezvous.keys import Keys, ResultRecord, StoreRecord
+from swift_rendezvous.kv import KeyValueStore, RendezvousError
 from swift_rendezvous.liveness import Limits
 from swift_rendezvous.registration import JobOver
 from swift_rendezvous.view import View
@@ -64,9 +56,6 @@ LEAVE_TIMEOUT_S = 3.0
 # After SIGTERM; torchrun's default.
 DEFAULT_GRACE_S = 30.0
 SUCCESS_GRACE_S = 5.0
-# A node that was in the job for less than this before it was given up waits longer and longer before it comes back.
-BRIEF_S = 30.0
-MAX_REJOIN_DELAY_S = 30.0
 
 
 class Agent:
@@ -78,20 +67,21 @@ class Agent:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._directory = host.private_directory()
-        self._listener = Listener(self._directory)
         self._workers = Workers(config, self._host)
-        self._channels: dict[int, tuple[Channel, int]] = {}  # local rank -> channel, generation of the process
+        self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
+        self._channels = WorkerChannels(
+            self._directory, self._selector, self._workers, self._patience, lambda event: self._event(event),
+            self._on_modules,
+        )  # fmt: skip
         self._stores = GenerationStores(self._host)
         self._timeline = timeline.Timeline()
         self._presence: Presence
-        self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
+        self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
         self._end: ResultRecord | None = None
         self._signal: SignalException | None = None
         self._num_signals = 0
         self._last_reap_s = 0.0
         self._rejoin_delay_s = 0.0
-        self._pause = Pause(self._signal_workers, config.lease_ttl_s)
-        self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._closed = False
         self._post_lock = threading.Lock()
 
@@ -104,7 +94,6 @@ class Agent:
             stack.callback(self._close)
             stack.callback(self._install_signal_handlers())
             self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._writer = Writer(self._store, lambda why: self._post(lambda: self._stop(why)))
             stack.callback(self._writer.stop)
             self._enter(None)
@@ -139,6 +128,7 @@ class Agent:
             self._presence.me.incarnation,
             config.max_restarts,
             config.stop_deadline_s,
+            config.lease_ttl_s,
             restarts_used=self._state.restarts_used,
         )
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
@@ -154,7 +144,7 @@ class Agent:
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
-        self._pause.end()
+        self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signal is not None:
             self._publish_stop(self._end)
@@ -173,12 +163,10 @@ class Agent:
                 stack.callback(shutil.rmtree, self._config.launch.logs_specs.root_log_dir, ignore_errors=True)
             stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
             stack.callback(self._close_wake_fd)
-            stack.callback(self._listener.close)
             stack.callback(self._selector.close)
             stack.callback(self._stores.close)
             stack.callback(self._workers.close)
-            for channel, _ in self._channels.values():
-                stack.callback(channel.close)
+            stack.callback(self._channels.close)
 
     def _close_wake_fd(self) -> None:
         with self._post_lock:
@@ -196,14 +184,10 @@ class Agent:
         if now_s - self._last_reap_s >= TICK_S:
             self._last_reap_s = now_s
             self._workers.check_server(now_s)
-            self._check_isolation()
             self._patience.tick(now_s)
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
-            self._event(msg.Tick())
-
-    def _check_isolation(self) -> None:
-        self._pause.check(self._presence.overdue_s(), self._presence.liveness.silence_s())
+            self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
 
     def _signal_workers(self, signum: int) -> None:
         for process in self._workers.processes.values():
@@ -280,80 +264,12 @@ class Agent:
         if incarnation == self._state.incarnation and self._end is None:
             self._rejoin(f"the lease of {self._config.node_id} was lost: {why}")
 
-    def _accept(self) -> None:
-        accepted = self._listener.accept()
-        if accepted is None:
-            log.warning("refused a connection from another user")
-            return
-        channel, _ = accepted
-        # Bound to a worker by its first message.
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel))
-
-    def _on_stranger(self, channel: Channel) -> None:
-        """The first message of a worker says which one it is; until then nothing else is taken from it."""
-        try:
-            messages = channel.receive_ready()
-            if not messages:
-                return  # only a part of it so far
-            local_rank, generation = int(messages[0]["local_rank"]), int(messages[0]["generation"])
-        except (ChannelClosed, KeyError, TypeError, ValueError):
-            self._selector.unregister(channel)
-            channel.close()
-            return
-        self._selector.unregister(channel)
-        process = self._workers.processes.get(local_rank)
-        if process is None or process.generation != generation or process.exit_code is not None:
-            log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
-            channel.close()
-            return
-        self._drop_channel(local_rank)
-        pid = process.pid
-        self._channels[local_rank] = (channel, generation)
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
-        self._event(msg.HelloReceived(local_rank, pid))
-        for message in messages[1:]:
-            self._on_message(local_rank, pid, message)
-
-    def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
-        try:
-            messages = channel.receive_ready()
-        except ChannelClosed:
-            self._drop_channel(local_rank)  # its death is seen through its pidfd
-            return
-        for message in messages:
-            self._on_message(local_rank, pid, message)
-
-    def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
-        match message.get("op"):
-            case "report":
-                self._patience.settled(local_rank)
-                self._event(msg.ReportReceived(local_rank, pid, int(message["generation"]), message["report"]))
-            case "resumed":
-                self._event(
-                    msg.WorkerResumed(
-                        local_rank, pid, int(message["generation"]), int(message["iteration"]), message["phases_s"]
-                    )
-                )
-            case "finished":
-                self._event(msg.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
-            case "unfit":
-                self._event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
-            case "suspect":
-                log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
-                self._patience.suspected(local_rank, time.monotonic())
-            case "modules":
-                self._on_modules(local_rank, message["names"])
-            case "note":
-                log.info("rank %s: %s", message.get("rank"), message.get("text"))
-            case other:
-                log.warning("local rank %d sent an unknown message %r", local_rank, other)
-
     def _on_exit(self, process: WorkerProcess) -> None:
         end = self._workers.collect(process)
         if end is None:
             return
         self._selector.unregister(process.pidfd)
-        self._drop_channel(process.local_rank)
+        self._channels.drop(process.local_rank)
         self._patience.settled(process.local_rank)
         if end.exit_code != 0:
             log.info("%s", lc.describe_exit(end))
@@ -391,7 +307,7 @@ class Agent:
             self._execute(command)
 
     def _execute(self, command: msg.Command) -> None:
-        keys, me = self._keys, self._presence.me
+        transaction = records.transaction_of(command, self._keys, self._state.view, self._presence.me)
         match command:
             case msg.StartWorkers(local_ranks, _, warm):
                 self._start(local_ranks, warm)
@@ -407,36 +323,18 @@ class Agent:
                 self._send(local_ranks, {"op": "release"})
             case msg.HostStore(generation):
                 self._host_store(generation)
-            case msg.WriteTracked():
-                self._write("tracked", [], [Put(keys.tracked, b"1")])
             case msg.WriteFailure(generation, failure):
                 log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
-                put = Put(keys.failure(generation, failure.slot), encode(failure))
-                self._write("failure", [], [put], lost_peer=failure.incarnation if failure.kind == "node" else None)
-            case msg.WriteProgress(generation, slot, reports):
-                record = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
-                self._write("progress", [], [Put(keys.progress(generation, slot), encode(record))])
-            case msg.WriteResumed(generation, slot, iteration, phases_s):
-                resumed = ResumedRecord(slot, iteration, dict(phases_s))
-                self._write("resumed", [], [Put(keys.resumed(generation, slot), encode(resumed))])
-            case msg.WriteFinished(generation, finished):
-                self._write("finished", [], [Put(keys.finished(generation, finished.slot), encode(finished))])
-            case msg.WriteExited(generation, slot):
-                self._write(
-                    "exited", [], [Put(keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation)))]
-                )
             case msg.ForgetSpare(node_id, incarnation):
-                joined = self._state.view.joined.get(node_id, 0)
                 log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation])
-                self._write(
-                    "forget",
-                    [Compare.create_revision(keys.node(node_id), "==", joined)],
-                    [Delete(keys.node(node_id))],
-                    fenced=False,
-                    lost_peer=incarnation,
-                )
             case msg.Reclaim():
                 self._reclaim()
+            case msg.PauseWorkers(why):
+                log.warning("%s; the workers of this node are paused until etcd does", why)
+                self._signal_workers(signal.SIGSTOP)
+            case msg.ResumeWorkers():
+                log.info("etcd answers: the workers of this node are not paused any more")
+                self._signal_workers(signal.SIGCONT)
             case msg.Rejoin(why):
                 self._rejoin(why)
             case msg.LeaveJob(result):
@@ -444,36 +342,29 @@ class Agent:
                 self._end = result
             case msg.EndJob():
                 self._end = self._state.view.result
+        if transaction is not None:
+            self._write(transaction)
 
-    def _write(
-        self, what: str, guards: list[Compare], ops: list[Op], fenced: bool = True, lost_peer: str | None = None
-    ) -> None:
-        """Write a record of the current generation; it is dropped once that generation is over.
+    def _write(self, transaction: records.Transaction) -> None:
+        """Have it written; it is dropped once the generation is over.
 
-        *lost_peer*: the record says that this peer is lost. A node that was cut off has seen all others vanish; when it
-        can write again that is not true any more, so what was seen too long ago is not written but looked at again.
+        A node that was cut off has seen all others vanish. When it can write again that is not true any more, so what
+        was seen too long ago is not written but looked at again.
         """
-        view, incarnation = self._state.view, self._state.incarnation
-        if fenced:
-            guards = [
-                Compare.mod_revision(self._keys.generation, "==", view.generation_revision),
-                Compare.exists(self._keys.node(self._presence.me.node_id)),
-                *guards,
-            ]
-        number, ordered_s = view.number, time.monotonic()
+        number, incarnation, ordered_s = self._state.view.number, self._state.incarnation, time.monotonic()
 
         def is_current() -> bool:
             return self._state.view.number == number and self._state.incarnation == incarnation
 
-        if lost_peer is None:
-            self._writer.submit(Write(what, guards, ops, is_current))
-            return
-        peer = lost_peer
-
         def is_fresh() -> bool:
             return is_current() and time.monotonic() - ordered_s < EVIDENCE_S
 
-        self._writer.submit(Write(what, guards, ops, is_fresh, dropped=lambda: self._post(lambda: self._doubt(peer))))
+        what, guards, ops, peer = transaction.what, transaction.guards, transaction.ops, transaction.lost_peer
+        if peer is None:
+            write = Write(what, guards, ops, is_current)
+        else:
+            write = Write(what, guards, ops, is_fresh, dropped=lambda: self._post(lambda: self._doubt(peer)))
+        self._writer.submit(write)
 
     def _doubt(self, incarnation: str) -> None:
         self._event(msg.PeerDoubted(incarnation))
@@ -497,7 +388,7 @@ class Agent:
             restart_count=generation.num_restarts,
             max_restarts=config.max_restarts,
             generation=generation.number,
-            socket_path=self._listener.path,
+            socket_path=self._channels.path,
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
         )
         ranks = [place.rank(local_rank) for local_rank in local_ranks]
@@ -529,14 +420,7 @@ class Agent:
         insist.start()
 
     def _send(self, local_ranks: tuple[int, ...], message: Message) -> None:
-        for local_rank in local_ranks:
-            entry = self._channels.get(local_rank)
-            if entry is None:
-                continue
-            try:
-                entry[0].send(message)
-            except ChannelClosed:
-                self._drop_channel(local_rank)
+        self._channels.send(local_ranks, message)
 
     def _go_message(self, number: int) -> dict[str, Any]:
         view = self._state.view
@@ -552,7 +436,7 @@ class Agent:
 
     def _host_store(self, generation: int) -> None:
         record = self._stores.open(generation)
-        self._write("store", [], [Put(self._keys.store(generation), encode(record))])
+        self._write(records.hosted_store(self._keys, self._state.view, self._presence.me, generation, record))
 
     def _rejoin(self, why: str) -> None:
         """Come back under a new incarnation, as a spare, as soon as the store lets us. Nothing else happens meanwhile:
@@ -561,15 +445,11 @@ class Agent:
         for process in self._workers.processes.values():
             if process.exit_code is None:
                 self._selector.unregister(process.pidfd)
-        for local_rank in list(self._channels):
-            self._drop_channel(local_rank)
-            self._patience.settled(local_rank)
+        self._channels.drop_all()
         self._workers.end_all(0.0)
-        self._pause.end()
+        self._patience.clear()
         self._presence.abandon()
-        # A node that is given up again and again (only some can reach it) must not keep the others busy.
-        brief = time.monotonic() - self._entered_s < BRIEF_S
-        self._rejoin_delay_s = min(MAX_REJOIN_DELAY_S, max(1.0, 2 * self._rejoin_delay_s)) if brief else 0.0
+        self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._entered_s)
         self._wait_for_signal(self._rejoin_delay_s)
         while self._signal is None:
             try:
@@ -617,23 +497,20 @@ class Agent:
         generation = self._state.view.generation
         if generation is None or local_rank != 0 or generation.slot_of(self._state.incarnation) != 0:
             return
-        self._write("preload", [], [Put(self._keys.preload, ",".join(names).encode())])
+        self._write(records.preload(self._keys, self._state.view, self._presence.me, names))
 
     # ---- people ----
 
     def _tell_recovery(self, view: View, phases: Mapping[str, float]) -> None:
         generation = view.generation
         assert generation is not None and view.plan is not None
-        iteration = max(record.iteration for record in view.resumed.values())
         log.info(
             "recovered: generation %d goes on at iteration %d: %s",
             generation.number,
-            iteration,
+            records.resumed_iteration(view),
             timeline.describe(dict(phases)),
         )
-        details = {"phases_s": dict(phases), "iteration": iteration, "plan": view.plan.content}
-        event = EventRecord(generation.number, "recovered", f"{generation.why}; {view.plan.why}", time.time(), details)
-        self._write("event", [], [Put(self._keys.event(generation.number), encode(event))])
+        self._write(records.recovered(self._keys, view, self._presence.me, phases, time.time()))
 
     # ---- signals ----
 
@@ -670,20 +547,6 @@ class Agent:
         generation = self._state.view.generation
         if generation is not None and generation.slot_of(self._state.incarnation) is None:
             return
-        me = self._presence.me
-        mine = Compare.value(self._keys.node(me.node_id), "==", encode(me))
-        self._writer.submit(
-            Write(
-                "result",
-                [Compare.absent(self._keys.result), mine],
-                [Put(self._keys.result, encode(result))],
-                wanted=lambda: True,
-            )
-        )
+        last = records.stop(self._keys, self._presence.me, result)
+        self._writer.submit(Write(last.what, last.guards, last.ops, wanted=lambda: True))
         self._writer.flush(LEAVE_TIMEOUT_S)
-
-    def _drop_channel(self, local_rank: int) -> None:
-        entry = self._channels.pop(local_rank, None)
-        if entry is not None:
-            self._selector.unregister(entry[0])
-            entry[0].close()

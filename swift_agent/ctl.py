@@ -32,7 +32,7 @@ from swift_agent.ctl_common import add_row, needs_etcd, no_job, opened, records_
 from swift_agent.ctl_doctor import doctor
 from swift_agent.ctl_steer import gc, stop
 from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import Keys
+from swift_rendezvous.keys import ROOT, Keys
 from swift_rendezvous.kv import Compacted, KeyValue, KeyValueStore
 
 NUM_EVENTS_SHOWN = 10
@@ -69,7 +69,7 @@ def status(config: EtcdConfig, job: str | None, watch: bool, as_json: bool) -> N
         if watch:
             _watch(store, config, job, as_json)
             return
-        entries, _ = store.get_prefix(Keys(job).prefix if job else jobs.ROOT)
+        entries, _ = store.get_prefix(Keys(job).prefix if job else ROOT)
         if job and not entries:
             raise no_job(config, job)
         found = _look(job, entries)
@@ -97,7 +97,7 @@ def _watch(store: KeyValueStore, config: EtcdConfig, job: str | None, as_json: b
 
 def _follow(store: KeyValueStore, config: EtcdConfig, job: str | None, show: Callable[[Any], None]) -> None:
     """One listing, then the watch that goes on from its revision; listed again if the history was compacted."""
-    prefix = Keys(job).prefix if job else jobs.ROOT
+    prefix = Keys(job).prefix if job else ROOT
     seen = False
     while True:
         listing, revision = store.get_prefix(prefix)

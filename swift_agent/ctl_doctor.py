@@ -32,6 +32,7 @@ from swift_agent import jobs
 from swift_agent.ctl_common import etcd_options, table
 from swift_agent.diagnosis import LEASE_TTL_S, Etcd, Finding, Machine, Member, Torch, diagnose, worst
 from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.keys import ROOT
 from swift_rendezvous.kv import PermissionDenied, RendezvousError
 
 NUM_PROBES = 20
@@ -75,7 +76,7 @@ def measure_etcd(config: EtcdConfig) -> Etcd:
     from swift_rendezvous.etcd import EtcdStore
 
     members = tuple(_member(config, endpoint) for endpoint in config.endpoints)
-    key = f"{jobs.ROOT}{jobs.PROBE_ID}/{secrets.token_hex(8)}"
+    key = f"{ROOT}{jobs.PROBE_ID}/{secrets.token_hex(8)}"
     found = Etcd(members)
     with EtcdStore(config) as store:
         try:
@@ -120,7 +121,7 @@ def _member(config: EtcdConfig, endpoint: str) -> Member:
 
     try:
         with EtcdStore(replace(config, endpoints=(endpoint,), timeout_s=HTTP_TIMEOUT_S)) as store:
-            _allowed(lambda: store.get(f"{jobs.ROOT}{jobs.PROBE_ID}"))
+            _allowed(lambda: store.get(f"{ROOT}{jobs.PROBE_ID}"))
     except RendezvousError as error:
         return Member(endpoint, error=str(error).splitlines()[-1].removeprefix(f"  {endpoint}").strip())
     version, ahead_s = _http_version(config, endpoint)

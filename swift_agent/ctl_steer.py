@@ -19,7 +19,7 @@ from rich.text import Text
 from swift_agent import jobs
 from swift_agent.ctl_common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import Keys, ResultRecord, decode, encode
+from swift_rendezvous.keys import ROOT, Keys, ResultRecord, decode, encode
 from swift_rendezvous.kv import Compare, KeyValue, KeyValueStore, Put
 
 POLL_S = 0.2
@@ -75,7 +75,7 @@ def _write_result(
     store: KeyValueStore, config: EtcdConfig, record: KeyValue, result: ResultRecord
 ) -> tuple[ResultRecord, bool]:
     """Write *result* if the job of *record* is still there and has none. Returns the result and whether it is ours."""
-    keys = Keys(record.key[len(jobs.ROOT) :].rpartition("/")[0])
+    keys = Keys(record.key[len(ROOT) :].rpartition("/")[0])
     guards = [Compare.create_revision(keys.job, "==", record.create_revision), Compare.absent(keys.result)]
     written = store.transaction(guards, [Put(keys.result, encode(result))])
     if written.succeeded:
@@ -115,7 +115,7 @@ def gc(config: EtcdConfig, yes: bool, grace_s: float, as_json: bool) -> None:
     listed, or removed what was listed, 1 etcd does not answer, 2 a wrong command line.
     """
     with opened(config) as store:
-        found = jobs.leftovers(store.get_prefix(jobs.ROOT)[0])
+        found = jobs.leftovers(store.get_prefix(ROOT)[0])
         if found and yes:
             time.sleep(grace_s)
         outcomes = [(leftover, _outcome(store, leftover, yes)) for leftover in found]

@@ -89,7 +89,8 @@ def read_plan(content: object) -> Plan | None:
 
 def explain(view: View, episodes: Sequence[Episode], number: int) -> Explanation | None:
     """Why generation *number* is as it is; None if nothing is known of it."""
-    episode = next((episode for episode in episodes if episode.generation == number), None)
+    # The last one: where the job ran again its entry says more than that of the generation's begin.
+    episode = next((episode for episode in reversed(episodes) if episode.generation == number), None)
     if view.generation is not None and view.generation.number == number:
         return _current(view, view.generation, episode)
     return None if episode is None else _past(episode)

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swift_rendezvous.keys import EventRecord, Keys, RecordError, decode
+from swift_rendezvous.keys import ROOT, EventRecord, Keys, RecordError, decode
 from swift_rendezvous.kv import Compare, DeletePrefix, KeyValue, Op, WatchResponse
-from swift_rendezvous.view import Change, View, apply_all
+from swift_rendezvous.view import View, view_of_entries
 
-ROOT = "/swift/"
 # Where `swiftctl doctor` measures how long a write takes. No job, so that none is disturbed.
 PROBE_ID = ".swiftctl-doctor"
 
@@ -32,8 +31,7 @@ def of_job(job_id: str, entries: Iterable[KeyValue]) -> list[KeyValue]:
 
 def view_of(job_id: str, entries: Iterable[KeyValue]) -> View:
     """The records of a job as an agent sees them. Raises `RecordError`."""
-    changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries]
-    return apply_all(View(), Keys(job_id), changes)
+    return view_of_entries(Keys(job_id), entries)
 
 
 def events_of(job_id: str, entries: Iterable[KeyValue]) -> tuple[EventRecord, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from swift_agent.isolation import shall_pause
 from swift_agent.lifecycle_messages import (
     Command,
     EndJob,
@@ -25,12 +26,14 @@ from swift_agent.lifecycle_messages import (
     HostStore,
     KillWorkers,
     LeaveJob,
+    PauseWorkers,
     PeerDoubted,
     PeerLost,
     PlaceReclaimed,
     Reclaim,
     Rejoin,
     ReportReceived,
+    ResumeWorkers,
     SendGo,
     SendRelease,
     SendStop,
@@ -101,12 +104,14 @@ class AgentState:
     incarnation: str
     max_restarts: int = 0
     stop_deadline_s: float = 10.0
+    lease_ttl_s: float = 10.0
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     lost_peers: Mapping[str, str] = field(default_factory=dict)
     restarts_used: int = 0
     restarts_counted_in: int = 0
     store_started: int = 0
+    paused: bool = False
     issued: frozenset[tuple[Any, ...]] = frozenset()
     """Writes and messages of the current generation that are on their way."""
 
@@ -121,7 +126,16 @@ class Step:
 
 def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
-    return reconcile(_fold(state, event), now_s=now_s)
+    state = _fold(state, event)
+    if not isinstance(event, Tick):
+        return reconcile(state, now_s=now_s)
+    paused = shall_pause(state.paused, event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
+    why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
+    changed: tuple[Command, ...] = ()
+    if paused != state.paused:
+        changed = (PauseWorkers(why) if paused else ResumeWorkers(),)
+    step = reconcile(replace(state, paused=paused), now_s=now_s)
+    return Step(step.state, (*changed, *step.commands))
 
 
 def _fold(state: AgentState, event: Event) -> AgentState:

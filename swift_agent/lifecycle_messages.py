@@ -92,7 +92,10 @@ class PlaceReclaimed:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. *lease_overdue_s*, *silence_s*: see `isolation.shall_pause`."""
+
+    lease_overdue_s: float = 0.0
+    silence_s: float = 0.0
 
 
 Event = (
@@ -203,6 +206,18 @@ class ForgetSpare:
 
 
 @dataclass(frozen=True)
+class PauseWorkers:
+    """Nobody can be asked whether the slot of this node was given away: its workers stand still, with their state."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class ResumeWorkers:
+    """Etcd has answered: the slot is still that of this node."""
+
+
+@dataclass(frozen=True)
 class Reclaim:
     """The record of this node is gone, but nobody has its slot: get another lease. The workers train on."""
 
@@ -240,6 +255,8 @@ Command = (
     | WriteFinished
     | WriteExited
     | ForgetSpare
+    | PauseWorkers
+    | ResumeWorkers
     | Reclaim
     | Rejoin
     | LeaveJob

@@ -43,6 +43,10 @@ class Patience:
         """The worker was stopped, or has ended: it waits no more."""
         self._since_s.pop(local_rank, None)
 
+    def clear(self) -> None:
+        """None of the workers lives any more."""
+        self._since_s.clear()
+
     def tick(self, now_s: float) -> None:
         waiting = tuple(sorted(rank for rank, since_s in self._since_s.items() if now_s - since_s >= PROBE_AFTER_S))
         if not waiting:

@@ -356,3 +356,20 @@ def parse_rendezvous_config(text: str) -> dict[str, str]:
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     return _parse_rendezvous_config(text)
+
+
+# ---------------------------------------------------------------------------------------------------------- rendezvous
+
+
+def new_rendezvous_state() -> Any:
+    """The state of torch's dynamic rendezvous, before anybody has joined."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    return dynamic_rendezvous._RendezvousState()
+
+
+def rendezvous_node(address: str, pid: int, local_id: int) -> Any:
+    """A node in such a state."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    return dynamic_rendezvous._NodeDesc(address, pid, local_id)

@@ -1,13 +1,11 @@
 """What torch's dynamic rendezvous needs of a backend, on a `KeyValueStore`: one state, written by compare-and-swap.
 
 Who joins, who waits and when a round is complete is torch's own code (`DynamicRendezvousHandler`). This module must
-never decide any of it, and must never let torch unpickle what could run code.
+never decide any of it. In etcd the state is JSON: nothing that comes from there is unpickled.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +21,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from swift_agent.torch_rendezvous import BACKEND
+from swift_agent.torch_rendezvous_state import to_json, to_torch
 from swift_agent.torch_store import EtcdRunStore, LeasedStore, connection_errors
 from swift_rendezvous.kv import Compare, DeletePrefix, Get, KeyValue, KeyValueStore, Op, Put
 
@@ -49,7 +48,7 @@ class SwiftEtcdBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Any] | None:
         with connection_errors():
             kv = self._store.store.get(self._key)
-        return None if kv is None else (self._checked(kv), kv.mod_revision)
+        return None if kv is None else (self._read(kv), kv.mod_revision)
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
         """Write *state* if the present one has this *token*; without one, if there is none.
@@ -60,8 +59,10 @@ class SwiftEtcdBackend(RendezvousBackend):
             current = self.get_state()
             return None if current is None else (*current, False)
 
+        stored = to_json(state)
+
         def write(lease_id: int) -> Sequence[Op]:
-            put = Put(self._key, state, lease_id)
+            put = Put(self._key, stored, lease_id)
             # A new state counts its rounds from 0 again; what an earlier one has left in the store of round 0 would
             # be taken for its own.
             return [put] if token is not None else [DeletePrefix(self._store_prefix), put]
@@ -76,25 +77,13 @@ class SwiftEtcdBackend(RendezvousBackend):
         if not isinstance(kv, KeyValue):
             return None
         # The answer to a first try may have been lost after it was applied: then what is there is ours.
-        return self._checked(kv), kv.mod_revision, result.retried and kv.value == state
+        return self._read(kv), kv.mod_revision, result.retried and kv.value == stored
 
-    def _checked(self, kv: KeyValue) -> bytes:
+    def _read(self, kv: KeyValue) -> bytes:
         try:
-            _StateOnly(io.BytesIO(kv.value)).load()
-        except Exception as error:  # unpickling of garbage can raise nearly anything
+            return to_torch(kv.value)
+        except ValueError as error:
             raise RendezvousStateError(f"the state of this run in etcd ({kv.key}) is corrupt: {error}") from error
-        return kv.value
-
-
-class _StateOnly(pickle.Unpickler):
-    """Refuses all but a rendezvous state. torch unpickles the same bytes after it without any check."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == torchs.__name__ and name in ("_RendezvousState", "_NodeDesc"):
-            return getattr(torchs, name)
-        if (module, name) in (("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
 
 
 class SwiftEtcdHandler(RendezvousHandler):

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 Planner = Callable[[GenerationRecord, Mapping[int, ProgressRecord]], PlanRecord]
 
+# So many generations stay in the history.
 NUM_EVENTS_KEPT = 1000
 
 
@@ -251,8 +252,10 @@ class Coordinator:
         single = [
             Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))
         ]
-        old_event = [Delete(self._keys.event(number - NUM_EVENTS_KEPT))] if number > NUM_EVENTS_KEPT else []
-        return [*per_slot, *single, *old_event]
+        old = number - NUM_EVENTS_KEPT
+        # As a prefix: both entries of that generation.
+        old_events = [DeletePrefix(self._keys.event(old))] if old > 0 else []
+        return [*per_slot, *single, *old_events]
 
     def _event(self, number: int, what: str, why: str) -> Op:
         return Put(self._keys.event(number), encode(EventRecord(number, what, why, time.time())))

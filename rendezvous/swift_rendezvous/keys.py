@@ -214,6 +214,10 @@ class EventRecord:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+# Of all keys of swift-agent; the id of a job follows.
+ROOT = "/swift/"
+
+
 @dataclass(frozen=True)
 class Keys:
     """The key names of one job."""
@@ -222,7 +226,7 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        return f"/swift/{self.job_id}/"
+        return f"{ROOT}{self.job_id}/"
 
     @property
     def job(self) -> str:
@@ -279,8 +283,13 @@ class Keys:
     def exited(self, generation: int, slot: int) -> str:
         return f"{self.prefix}exited/{generation}/{slot}"
 
-    def event(self, sequence: int) -> str:
-        return f"{self.prefix}events/{sequence:08d}"
+    def event(self, generation: int) -> str:
+        """Its begin, in the history. In the order of the keys that of `recovery` follows it."""
+        return f"{self.prefix}events/{generation:08d}"
+
+    def recovery(self, generation: int) -> str:
+        """The history's entry for the moment in which the job ran again."""
+        return f"{self.event(generation)}.recovered"
 
 
 def encode(record: Any) -> bytes:

@@ -29,6 +29,7 @@ from swift_rendezvous.keys import (
     StoreRecord,
     decode,
 )
+from swift_rendezvous.kv import KeyValue
 
 T = TypeVar("T")
 
@@ -143,6 +144,13 @@ def apply_all(view: View, keys: Keys, changes: Iterable[Change]) -> View:
     for change in sorted(changes, key=lambda c: c.mod_revision):
         view = apply(view, keys, change)
     return view
+
+
+def view_of_entries(keys: Keys, entries: Iterable[KeyValue]) -> View:
+    """The view that a listing of the job's prefix gives. Raises `RecordError`."""
+    return apply_all(
+        View(), keys, (Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries)
+    )
 
 
 def _node(view: View, node_id: str, change: Change) -> View:

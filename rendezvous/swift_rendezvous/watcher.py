@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from swift_rendezvous.keys import Keys, RecordError
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch
-from swift_rendezvous.view import Change, View, apply, apply_all
+from swift_rendezvous.view import Change, View, apply, view_of_entries
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class JobWatcher:
 
     def _list(self) -> tuple[View, int]:
         entries, revision = self._store.get_prefix(self._keys.prefix)
-        changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries]
-        view = apply_all(View(), self._keys, changes)
+        view = view_of_entries(self._keys, entries)
         # Deletions leave no key: the listing may be newer than its newest record.
         return replace(view, revision=max(view.revision, revision)), revision
 

@@ -23,11 +23,21 @@ def hosts(make_network: Callable[[int], Network]) -> Network:
     return make_network(len(NODES))
 
 
-def start(agents: Agents) -> None:
+def train(make_agents: Callable[..., Agents], hosts: Network, etcd: EtcdCluster) -> Agents:
+    """A job of two nodes and a spare, each in a namespace of its own; returns when it trains."""
+    agents = make_agents(
+        endpoint=etcd.endpoints[0],
+        orders={"iterations": ITERATIONS, "pause_s": 0.15, "faults": []},
+        options=("--spares", "1"),
+        environment={"GLOO_SOCKET_IFNAME": "eth0"},
+        prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
+    )
     for node in NODES:
         agents.start(node)
         # Slots go by the order in which nodes come; the last one is the spare.
         wait_for(lambda node=node: "joined job" in log(agents, node), 30.0, f"node {node}")
+    wait_for(lambda: iteration(agents, 2) >= 8 and iteration(agents, 0) >= 8, 60.0, "training")
+    return agents
 
 
 def log(agents: Agents, node: str) -> str:
@@ -46,18 +56,9 @@ def iteration(agents: Agents, rank: int) -> int:
 def test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare(
     healed: str, hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
-    orders = {"iterations": ITERATIONS}
-    expected = undisturbed(**orders)
+    expected = undisturbed(iterations=ITERATIONS)
     with EtcdCluster(tmp_path, host=hosts.address) as etcd:
-        agents = make_agents(
-            endpoint=etcd.endpoints[0],
-            orders={**orders, "pause_s": 0.15, "faults": []},
-            options=("--spares", "1"),
-            environment={"GLOO_SOCKET_IFNAME": "eth0"},
-            prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
-        )
-        start(agents)
-        wait_for(lambda: iteration(agents, 2) >= 8 and iteration(agents, 0) >= 8, 60.0, "training")
+        agents = train(make_agents, hosts, etcd)
         hosts.hosts[1].cut()
         wait_for(lambda: "recovered" in log(agents, "a") + log(agents, "c"), 30.0, "the recovery")
         if healed == "late":
@@ -80,18 +81,9 @@ def test_etcd_alone_out_of_reach_stops_nobody(
     hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
     """One node cannot reach etcd, but the others: its lease runs out, and that is a loss; nobody trains twice."""
-    orders = {"iterations": ITERATIONS}
-    expected = undisturbed(**orders)
+    expected = undisturbed(iterations=ITERATIONS)
     with EtcdCluster(tmp_path, host=hosts.address) as etcd:
-        agents = make_agents(
-            endpoint=etcd.endpoints[0],
-            orders={**orders, "pause_s": 0.15, "faults": []},
-            options=("--spares", "1"),
-            environment={"GLOO_SOCKET_IFNAME": "eth0"},
-            prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
-        )
-        start(agents)
-        wait_for(lambda: iteration(agents, 2) >= 8 and iteration(agents, 0) >= 8, 60.0, "training")
+        agents = train(make_agents, hosts, etcd)
         hosts.hosts[1].deafen(hosts.address, from_inside=True)
         cut_s = time.monotonic()
         wait_for(lambda: "recovered" in log(agents, "a") + log(agents, "c"), 40.0, "the recovery")

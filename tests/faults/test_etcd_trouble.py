@@ -32,7 +32,7 @@ QUORUM_LOST_S = float(os.environ.get("SWIFT_TEST_QUORUM_LOST_S", "15"))
 ITERATIONS = 160
 PAUSE_S = 0.15
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[[i
                             orders={"iterations": iterations})  # fmt: skip
             for node in NODES[:2]:
                 agents.start(node)
-            outcome = agents.wait()
+            outcome = agents.wait(200.0)
             assert set(outcome.exit_codes.values()) == {0} and len(outcome.hashes) == 1, outcome.text()
             known[iterations] = outcome.hashes.pop()
         return known[iterations]

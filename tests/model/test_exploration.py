@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swift_agent import agent
+from swift_agent import records
 from swift_rendezvous import coordinator, membership
 from tests.model import world as model
 from tests.model.explore import explore
@@ -82,8 +82,8 @@ def patched(thing: Any, old: str, new: str, names: dict[str, Any]) -> Any:
 # What is changed (owner, function), how, where the search begins.
 MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "no fence on the generation": (
-        agent.Agent, "_write",
-        'Compare.mod_revision(self._keys.generation, "==", view.generation_revision),', "",
+        records, "fence",
+        'Compare.mod_revision(keys.generation, "==", view.generation_revision),', "",
         lambda: training(faults=2, kinds=("late", "kill"))),
     "no guard on the coordinator": (
         coordinator.Coordinator, "_execute",
@@ -94,9 +94,10 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         "if any(isinstance(command, PublishGeneration) for command in commands):", "if False:",
         lambda: training(faults=2, kinds=("crash",))),
     "a stale view writes progress": (
-        agent.Agent, "_execute",
-        "[Put(keys.progress(generation, slot), encode(record))]",
-        "[Put(keys.progress(generation, slot), encode(record))], fenced=False",
+        records, "transaction_of",
+        "    return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)",
+        "    guards = [] if what == 'progress' else fence(keys, view, me)\n"
+        "    return Transaction(what, guards, [Put(key, value)], lost_peer)",
         lambda: recovering(faults=2, kinds=("late", "kill"))),
     "a plan can be written twice": (
         coordinator.Coordinator, "_execute",

@@ -27,9 +27,9 @@ class EtcdJob:
         self.agents, self.keys = agents, Keys(agents.job_id)
         for node in nodes:
             agents.start(node)
-        wait_for(lambda: all(self.iteration(rank) >= 3 for rank in RANKS), 60.0, "training")
+        wait_for(lambda: all(self.iteration(rank) >= 3 for rank in RANKS), 150.0, "training")
         for node in nodes:
-            wait_for(lambda node=node: "joined job" in self.log(node), 30.0, f"node {node}")  # type: ignore[misc]
+            wait_for(lambda node=node: "joined job" in self.log(node), 150.0, f"node {node}")  # type: ignore[misc]
         generation = self.generation()
         self.owners = {rank: owner.node_id for rank, owner in enumerate(generation.slots)}
         self.spare = next((node for node in nodes if node not in self.owners.values()), "")

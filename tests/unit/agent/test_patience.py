@@ -1,8 +1,7 @@
-"""Workers that wait for the word that a peer failed: how long, and when their node stands still. Pure, or nearly."""
+"""How long workers wait for the word that a peer failed."""
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import pytest
 from swift_agent import supervisor
 from swift_agent.channel import Channel
 from swift_agent.patience import PROBE_AFTER_S, Patience
-from swift_agent.pausing import Pause, shall_pause
 from swift_agent.supervisor import Supervisor
 
 
@@ -73,28 +71,6 @@ def test_a_proof_says_nothing_about_a_later_failure() -> None:
     assert agent.told == [(0,), (0,)] and agent.num_probes == 2
 
 
-def test_a_node_stands_still_only_if_nobody_answers_and_until_etcd_does() -> None:
-    assert not shall_pause(False, lease_overdue_s=9.0, silence_s=1.0, ttl_s=5.0)  # etcd alone is away: training goes on
-    assert not shall_pause(False, lease_overdue_s=0.0, silence_s=9.0, ttl_s=5.0)
-    assert shall_pause(False, lease_overdue_s=0.1, silence_s=5.1, ttl_s=5.0)
-    assert shall_pause(True, lease_overdue_s=9.0, silence_s=0.0, ttl_s=5.0)  # who is heard may be cut off as well
-    assert not shall_pause(True, lease_overdue_s=0.0, silence_s=9.0, ttl_s=5.0)
-
-
-def test_workers_are_paused_once_and_go_on_once() -> None:
-    signals: list[int] = []
-    pause = Pause(signals.append, ttl_s=5.0)
-    pause.end()
-    pause.check(lease_overdue_s=0.0, silence_s=9.0)
-    assert signals == []
-    for _ in range(2):
-        pause.check(lease_overdue_s=1.0, silence_s=9.0)
-    assert signals == [signal.SIGSTOP]
-    for _ in range(2):
-        pause.check(lease_overdue_s=0.0, silence_s=9.0)
-    assert signals == [signal.SIGSTOP, signal.SIGCONT]
-
-
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Channel]]:
     """A worker's supervisor that has a second of patience, and its agent's end."""
@@ -132,3 +108,5 @@ def test_the_time_of_a_worker_begins_anew_as_long_as_its_agent_cannot_know(line:
     agent.send({"op": "stop", "generation": 1, "why": "a peer failed"})
     thread.join(10.0)
     assert answers == [True]
+    # Its thread is done with the stop when it has reported; closed before that it would take its agent for dead.
+    assert [agent.receive()["op"] for _ in range(3)] == ["hello", "suspect", "report"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
 )
 
+from swift_agent import torch_private
 from swift_agent.torch_rendezvous import BACKEND, PluginOptions, create_handler, get_handler
 from swift_agent.torch_rendezvous_backend import SwiftEtcdBackend, make_handler, run_prefix
+from swift_agent.torch_rendezvous_state import to_json, to_torch
 from swift_agent.torch_store import EtcdRunStore, LeasedStore
 from swift_rendezvous.etcd import EtcdConfig, EtcdStore
 from swift_rendezvous.kv import KeyValueStore, TransactionResult
@@ -72,8 +75,35 @@ def parameters(run_id: str = "job", endpoint: str = "host", nodes: tuple[int, in
     return RendezvousParameters(BACKEND, endpoint, run_id, *nodes, local_addr="127.0.0.1", **conf)
 
 
-def state(text: str) -> bytes:
-    return pickle.dumps(text)
+def state(address: str) -> bytes:
+    """One that torch could have made, of one node that waits."""
+    made = torch_private.new_rendezvous_state()
+    made.wait_list.add(torch_private.rendezvous_node(address, 1, 2))
+    return pickle.dumps(made)
+
+
+def test_the_state_survives_the_store() -> None:
+    begun = datetime(2026, 11, 21, 12, 0, 0, 123456, tzinfo=UTC)
+    nodes = [torch_private.rendezvous_node(f"host{index % 2}", 100 - index, index) for index in range(4)]
+    made = torch_private.new_rendezvous_state()
+    empty = vars(torch_private.new_rendezvous_state())
+    assert vars(pickle.loads(to_torch(to_json(pickle.dumps(made))))) == empty
+    made.round, made.complete, made.closed, made.deadline = 3, True, True, begun
+    made.participants = {nodes[1]: 0, nodes[0]: 1}
+    made.wait_list, made.redundancy_list = {nodes[2]}, {nodes[3], nodes[2]}
+    made.last_heartbeats = {node: begun + timedelta(seconds=index) for index, node in enumerate(nodes)}
+    stored = to_json(pickle.dumps(made))
+    assert b"host1" in stored and json.loads(stored)["v"] == 1
+    again = pickle.loads(to_torch(stored))
+    assert type(again) is type(made) and vars(again) == vars(made)
+    assert to_json(to_torch(stored)) == stored
+
+
+def test_a_state_with_other_fields_is_not_cut_short() -> None:
+    made = torch_private.new_rendezvous_state()
+    made.epoch = 1
+    with pytest.raises(ValueError, match="other fields than swift-agent knows: epoch"):
+        to_json(pickle.dumps(made))
 
 
 # -- the state -----------------------------------------------------------------------------------------------------
@@ -165,7 +195,20 @@ class Evil:
         return os.system, ("touch evil",)
 
 
-@pytest.mark.parametrize("value", [b"garbage", b"", pickle.dumps(Evil())], ids=["garbage", "empty", "code"])
+CORRUPT = {
+    "garbage": b"garbage",
+    "empty": b"",
+    "code": pickle.dumps(Evil()),
+    "no object": b"[]",
+    "another version": to_json(state("host")).replace(b'"v": 1', b'"v": 2'),
+    "a field less": to_json(state("host")).replace(b'"closed": false, ', b""),
+    "a time that is none": to_json(state("host")).replace(b'"deadline": null', b'"deadline": "soon"'),
+    "a node that is none": to_json(state("host")).replace(b'["host", 1, 2]', b'["host", 1]'),
+    "a number that is none": to_json(state("host")).replace(b'["host", 1, 2]', b'["host", 1, "x"]'),
+}
+
+
+@pytest.mark.parametrize("value", CORRUPT.values(), ids=CORRUPT)
 def test_a_corrupt_state_is_refused_and_runs_nothing(
     value: bytes, leased: LeasedStore, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

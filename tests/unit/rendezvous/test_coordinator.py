@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swift_rendezvous import coordinator
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     CoordinatorRecord,
@@ -288,6 +289,23 @@ def test_takeover_in_the_middle_of_any_write(jobs: Callable[..., Job], at: int, 
         died.set()
         undertaker.join()
     assert first.tap.num_writes >= at, "the cut never came"
+
+
+def test_only_the_last_generations_stay_in_the_history(
+    jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "NUM_EVENTS_KEPT", 2)
+    job = jobs(["n0", "n1"])
+    job.start()
+    for number in range(1, 5):
+        job.wait_generation(number)
+        job.store.put(KEYS.recovery(number), b"told")
+        if number < 4:
+            job.report()
+            job.wait(lambda n=number: job.store.get(KEYS.plan(n)), f"plan {number}")  # type: ignore[misc]
+            job.fail("workers", 1, (1,))
+    kept = [kv.key for kv in job.store.get_prefix(KEYS.prefix + "events/")[0]]
+    assert kept == [key for number in (2, 3, 4) for key in (KEYS.event(number), KEYS.recovery(number))]
 
 
 def _scenario(job: Job) -> None:

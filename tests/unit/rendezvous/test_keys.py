@@ -110,13 +110,16 @@ def test_keys_of_a_job_do_not_reach_into_another() -> None:
     assert not mine.failure(11, 0).startswith(mine.failure(1, 0).rpartition("/")[0] + "/")
     names = [mine.job, mine.generation, mine.coordinator, mine.tracked, mine.preload, mine.result, mine.node("a"),
              mine.failure(1, 0), mine.progress(1, 0), mine.store(1), mine.plan(1), mine.resumed(1, 0),
-             mine.finished(1, 0), mine.release(1), mine.exited(1, 0), mine.event(1)]
+             mine.finished(1, 0), mine.release(1), mine.exited(1, 0), mine.event(1), mine.recovery(1)]
     assert len(set(names)) == len(names) and all(name.startswith(mine.prefix) for name in names)
 
 
 def test_events_sort_as_numbers() -> None:
     keys = k.Keys("j")
-    assert sorted(keys.event(n) for n in (9, 10, 100)) == [keys.event(9), keys.event(10), keys.event(100)]
+    in_order = [key for n in (9, 10, 100) for key in (keys.event(n), keys.recovery(n))]
+    assert sorted(reversed(in_order)) == in_order
+    # `event` as a prefix means both entries of its generation, and no other's.
+    assert [key for key in in_order if key.startswith(keys.event(10))] == [keys.event(10), keys.recovery(10)]
 
 
 def test_slots_and_world_size() -> None:

@@ -1,0 +1,101 @@
+"""What an agent writes into the store: commands of the `lifecycle` as guarded transactions. Pure.
+
+Everything is fenced: a record of generation g is stored only while g is the job's generation and this node has a record
+of its own. So a node that was given up, or looks at an old view, writes nothing, whenever it does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swift_agent import lifecycle_messages as msg
+from swift_rendezvous.keys import (
+    EventRecord,
+    ExitedRecord,
+    Keys,
+    NodeRecord,
+    ProgressRecord,
+    ResultRecord,
+    ResumedRecord,
+    StoreRecord,
+    encode,
+)
+from swift_rendezvous.kv import Compare, Delete, Op, Put
+from swift_rendezvous.view import View
+
+
+@dataclass(frozen=True)
+class Transaction:
+    """*what*, for people. *lost_peer*: it says that this incarnation is lost, which may be untrue when it is late."""
+
+    what: str
+    guards: Sequence[Compare]
+    ops: Sequence[Op]
+    lost_peer: str | None = None
+
+
+def fence(keys: Keys, view: View, me: NodeRecord) -> list[Compare]:
+    """Holds while the generation is the one of *view* and this node is known."""
+    return [
+        Compare.mod_revision(keys.generation, "==", view.generation_revision),
+        Compare.exists(keys.node(me.node_id)),
+    ]
+
+
+def transaction_of(command: msg.Command, keys: Keys, view: View, me: NodeRecord) -> Transaction | None:
+    """The write that *command* asks for, None if it asks for something else."""
+    lost_peer: str | None = None
+    match command:
+        case msg.WriteTracked():
+            what, key, value = "tracked", keys.tracked, b"1"
+        case msg.WriteFailure(generation, failure):
+            what, key, value = "failure", keys.failure(generation, failure.slot), encode(failure)
+            lost_peer = failure.incarnation if failure.kind == "node" else None
+        case msg.WriteProgress(generation, slot, reports):
+            progress = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
+            what, key, value = "progress", keys.progress(generation, slot), encode(progress)
+        case msg.WriteResumed(generation, slot, iteration, phases_s):
+            resumed = ResumedRecord(slot, iteration, dict(phases_s))
+            what, key, value = "resumed", keys.resumed(generation, slot), encode(resumed)
+        case msg.WriteFinished(generation, finished):
+            what, key, value = "finished", keys.finished(generation, finished.slot), encode(finished)
+        case msg.WriteExited(generation, slot):
+            what, key, value = "exited", keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation))
+        case msg.ForgetSpare(node_id, incarnation):
+            # Not fenced by generation, but by the node itself: it may have come back.
+            as_seen = Compare.create_revision(keys.node(node_id), "==", view.joined.get(node_id, 0))
+            return Transaction("forget", [as_seen], [Delete(keys.node(node_id))], incarnation)
+        case _:
+            return None
+    return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)
+
+
+def hosted_store(keys: Keys, view: View, me: NodeRecord, generation: int, store: StoreRecord) -> Transaction:
+    """Where the stores of *generation* listen."""
+    return Transaction("store", fence(keys, view, me), [Put(keys.store(generation), encode(store))])
+
+
+def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> Transaction:
+    """What standbys import ahead."""
+    return Transaction("preload", fence(keys, view, me), [Put(keys.preload, ",".join(modules).encode())])
+
+
+def recovered(keys: Keys, view: View, me: NodeRecord, phases_s: Mapping[str, float], at_s: float) -> Transaction:
+    """The job runs again in the generation of *view*: an entry of its history. *at_s*: Unix time."""
+    generation, plan = view.generation, view.plan
+    assert generation is not None and plan is not None
+    details = {"phases_s": dict(phases_s), "iteration": resumed_iteration(view), "plan": plan.content}
+    event = EventRecord(generation.number, "recovered", f"{generation.why}; {plan.why}", at_s, details)
+    return Transaction("event", fence(keys, view, me), [Put(keys.recovery(generation.number), encode(event))])
+
+
+def resumed_iteration(view: View) -> int:
+    """The number of the first iteration after the one that the job went on with."""
+    return max(record.iteration for record in view.resumed.values())
+
+
+def stop(keys: Keys, me: NodeRecord, result: ResultRecord) -> Transaction:
+    """The job ends with *result*, if it has none yet and this node was not given up."""
+    guards = [Compare.absent(keys.result), Compare.value(keys.node(me.node_id), "==", encode(me))]
+    return Transaction("result", guards, [Put(keys.result, encode(result))])

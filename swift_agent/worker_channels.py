@@ -1,0 +1,134 @@
+"""The agent's end of the sockets of its workers: who is at the other end, and what it said.
+
+    connect --> (stranger) --first message names the worker--> bound to a local rank --> closed
+
+Every message becomes an event of the `lifecycle`, or a call of *tell*. Must never start or end a process.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Callable
+
+from swift_agent import lifecycle_messages as msg
+from swift_agent.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.patience import Patience
+from swift_agent.workers import Workers
+
+log = logging.getLogger(__name__)
+
+
+class WorkerChannels:
+    """Registers its sockets with *selector*, whose keys' data are called when they are readable.
+
+    *on_event* takes events; *on_modules* a local rank and what it has imported.
+    """
+
+    def __init__(
+        self, directory: str, selector: selectors.BaseSelector, workers: Workers, patience: Patience,
+        on_event: Callable[[msg.Event], None], on_modules: Callable[[int, list[str]], None],
+    ) -> None:  # fmt: skip
+        self._selector, self._workers, self._patience = selector, workers, patience
+        self._on_event, self._on_modules = on_event, on_modules
+        self._listener = Listener(directory)
+        self._channels: dict[int, Channel] = {}  # by local rank
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    @property
+    def path(self) -> str:
+        """Where workers connect to."""
+        return self._listener.path
+
+    def send(self, local_ranks: tuple[int, ...], message: Message) -> None:
+        """To those that are connected. Who is gone is heard of through its process."""
+        for local_rank in local_ranks:
+            channel = self._channels.get(local_rank)
+            if channel is None:
+                continue
+            try:
+                channel.send(message)
+            except ChannelClosed:
+                self.drop(local_rank)
+
+    def drop(self, local_rank: int) -> None:
+        channel = self._channels.pop(local_rank, None)
+        if channel is not None:
+            self._selector.unregister(channel)
+            channel.close()
+
+    def drop_all(self) -> None:
+        for local_rank in list(self._channels):
+            self.drop(local_rank)
+
+    def close(self) -> None:
+        """The selector may be closed already."""
+        self._listener.close()
+        for channel in self._channels.values():
+            channel.close()
+
+    def _accept(self) -> None:
+        accepted = self._listener.accept()
+        if accepted is None:
+            log.warning("refused a connection from another user")
+            return
+        channel, _ = accepted
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel))
+
+    def _on_stranger(self, channel: Channel) -> None:
+        """The first message of a worker says which one it is; until then nothing else is taken from it."""
+        try:
+            messages = channel.receive_ready()
+            if not messages:
+                return  # only a part of it so far
+            local_rank, generation = int(messages[0]["local_rank"]), int(messages[0]["generation"])
+        except (ChannelClosed, KeyError, TypeError, ValueError):
+            self._selector.unregister(channel)
+            channel.close()
+            return
+        self._selector.unregister(channel)
+        process = self._workers.processes.get(local_rank)
+        if process is None or process.generation != generation or process.exit_code is not None:
+            log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
+            channel.close()
+            return
+        self.drop(local_rank)
+        pid = process.pid
+        self._channels[local_rank] = channel
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
+        self._on_event(msg.HelloReceived(local_rank, pid))
+        for message in messages[1:]:
+            self._on_message(local_rank, pid, message)
+
+    def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
+        try:
+            messages = channel.receive_ready()
+        except ChannelClosed:
+            self.drop(local_rank)  # its death is seen through its pidfd
+            return
+        for message in messages:
+            self._on_message(local_rank, pid, message)
+
+    def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
+        match message.get("op"):
+            case "report":
+                generation = int(message["generation"])
+                self._patience.settled(local_rank)
+                self._on_event(msg.ReportReceived(local_rank, pid, generation, message["report"]))
+            case "resumed":
+                generation, iteration = int(message["generation"]), int(message["iteration"])
+                self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, message["phases_s"]))
+            case "finished":
+                self._on_event(msg.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
+            case "unfit":
+                self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
+            case "suspect":
+                log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
+                self._patience.suspected(local_rank, time.monotonic())
+            case "modules":
+                self._on_modules(local_rank, message["names"])
+            case "note":
+                log.info("rank %s: %s", message.get("rank"), message.get("text"))
+            case other:
+                log.warning("local rank %d sent an unknown message %r", local_rank, other)
