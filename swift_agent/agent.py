@@ -258,6 +258,8 @@ class Agent:
     def _on_reclaimed(self, incarnation: str) -> None:
         if incarnation == self._state.incarnation:
             log.info("node %s is back in its place; its workers were not disturbed", self._config.node_id)
+            for peer in tuple(self._state.lost_peers):
+                self._doubt(peer)  # seen while nothing could be written: look again whether it is true
             self._event(msg.PlaceReclaimed())
 
     def _on_place_lost(self, incarnation: str, why: str) -> None:

@@ -4,7 +4,7 @@ In every test the same job of two nodes and a spare trains; the trouble is made 
 counted while it lasts, then a worker (or a node) is killed, and the trouble ends. Survivors keep their processes, ranks
 keep their places, and the final state is bit for bit that of a run without any of it.
 
-SWIFT_TEST_QUORUM_LOST_S: for how long the quorum is lost (default 15 s; the leases live 3 s).
+SWIFT_TEST_QUORUM_LOST_S: for how long the quorum is lost (default 15 s; the leases live 4 s).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.etcd_job import NODES, EtcdJob, ballast
 from tests.support.job import Agents
 
-TTL_S = 3
+TTL_S = 4
 QUORUM_LOST_S = float(os.environ.get("SWIFT_TEST_QUORUM_LOST_S", "15"))
 ITERATIONS = 160
 PAUSE_S = 0.15
