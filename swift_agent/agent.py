@@ -33,7 +33,8 @@ from swift_agent.config import AgentConfig
 from swift_agent.hosting import GenerationStores
 from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import raise_outcome
-from swift_agent.presence import Listeners, Presence
+from swift_agent.patience import Patience, probe
+from swift_agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_channels import WorkerChannels
@@ -41,9 +42,9 @@ from swift_agent.worker_env import Placement
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
 from swift_rendezvous.keys import Keys, ResultRecord, StoreRecord
-from swift_rendezvous.kv import KeyValueStore, StoreUnavailable
+from swift_rendezvous.kv import KeyValueStore, RendezvousError
 from swift_rendezvous.liveness import Limits
-from swift_rendezvous.registration import JobConflict, JobOver
+from swift_rendezvous.registration import JobOver
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,11 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._directory = host.private_directory()
         self._workers = Workers(config, self._host)
+        self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._channels = WorkerChannels(
-            self._directory, self._selector, self._workers, lambda event: self._event(event), self._on_modules
-        )
+            self._directory, self._selector, self._workers, self._patience, lambda event: self._event(event),
+            self._on_modules,
+        )  # fmt: skip
         self._stores = GenerationStores(self._host, config.key)
         self._timeline = timeline.Timeline()
         self._presence: Presence
@@ -115,6 +118,8 @@ class Agent:
             view=lambda view: self._post(lambda: self._on_view(view)),
             peer_lost=lambda incarnation, why: self._post(lambda: self._event(msg.PeerLost(incarnation, why))),
             lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
+            reclaimed=lambda incarnation: self._post(lambda: self._on_reclaimed(incarnation)),
+            place_lost=lambda incarnation, why: self._post(lambda: self._on_place_lost(incarnation, why)),
         )
         self._presence = Presence(config, self._store, self._keys, self._host, listeners, known_job)
         self._entered_s = time.monotonic()
@@ -135,12 +140,13 @@ class Agent:
             log.info(
                 "noticed: a dead process at once, a dead machine or link in %.2g to %.2g s (--heartbeat %g), "
                 "a frozen agent in %d to %d s (--lease-ttl %d)",
-                *(least_s, most_s, config.heartbeat_s, ttl_s, 2 * ttl_s, ttl_s),
+                *(least_s, most_s, config.heartbeat_s, ttl_s + RETURN_S, 2 * ttl_s + RETURN_S, ttl_s),
             )
 
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
+        self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signal is not None:
             self._publish_stop(self._end)
@@ -180,9 +186,26 @@ class Agent:
         if now_s - self._last_reap_s >= TICK_S:
             self._last_reap_s = now_s
             self._workers.check_server(now_s)
+            self._patience.tick(now_s)
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
             self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
+
+    def _signal_workers(self, signum: int) -> None:
+        for process in self._workers.processes.values():
+            self._workers.signal_process(process, signum)
+
+    def _probe_store(self) -> None:
+        """Write something that changes nothing, to see whether the store takes it: see `patience`."""
+        incarnation, job = self._state.incarnation, self._state.view.job
+        assert job is not None
+        guards, ops = probe(self._keys, job, self._presence.job, self._presence.me)
+
+        def answered(held: bool) -> None:
+            self._post(self._patience.proved if held else self._patience.failed)
+
+        is_current = lambda: self._state.incarnation == incarnation  # noqa: E731
+        self._writer.submit(Write("probe", guards, ops, is_current, lambda: answered(False), answered))
 
     def _is_registered(self, key: selectors.SelectorKey) -> bool:
         """Not if an earlier handler of this turn has closed it, and maybe given its number to something new."""
@@ -228,6 +251,21 @@ class Agent:
 
     def _on_lease_lost(self, incarnation: str, why: str) -> None:
         if incarnation == self._state.incarnation and self._end is None:
+            log.warning("the lease of %s was lost (%s): asking for another one", self._config.node_id, why)
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        self._presence.reclaim()
+
+    def _on_reclaimed(self, incarnation: str) -> None:
+        if incarnation == self._state.incarnation:
+            log.info("node %s is back in its place; its workers were not disturbed", self._config.node_id)
+            for peer in tuple(self._state.lost_peers):
+                self._doubt(peer)  # seen while nothing could be written: look again whether it is true
+            self._event(msg.PlaceReclaimed())
+
+    def _on_place_lost(self, incarnation: str, why: str) -> None:
+        if incarnation == self._state.incarnation and self._end is None:
             self._rejoin(f"the lease of {self._config.node_id} was lost: {why}")
 
     def _on_exit(self, process: WorkerProcess) -> None:
@@ -236,6 +274,7 @@ class Agent:
             return
         self._selector.unregister(process.pidfd)
         self._channels.drop(process.local_rank)
+        self._patience.settled(process.local_rank)
         if end.exit_code != 0:
             log.info("%s", lc.describe_exit(end))
         self._event(msg.WorkerExited(end))
@@ -295,6 +334,14 @@ class Agent:
                 log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
             case msg.ForgetSpare(node_id, incarnation):
                 log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation])
+            case msg.Reclaim():
+                self._reclaim()
+            case msg.PauseWorkers(why):
+                log.warning("%s; the workers of this node are paused until etcd does", why)
+                self._signal_workers(signal.SIGSTOP)
+            case msg.ResumeWorkers():
+                log.info("etcd answers: the workers of this node are not paused any more")
+                self._signal_workers(signal.SIGCONT)
             case msg.Rejoin(why):
                 self._rejoin(why)
             case msg.LeaveJob(result):
@@ -407,6 +454,7 @@ class Agent:
                 self._selector.unregister(process.pidfd)
         self._channels.drop_all()
         self._workers.end_all(0.0)
+        self._patience.clear()
         self._presence.abandon()
         self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._entered_s)
         self._wait_for_signal(self._rejoin_delay_s)
@@ -418,7 +466,7 @@ class Agent:
             except JobOver as error:
                 self._end = ResultRecord("stopped", str(error))
                 return
-            except (StoreUnavailable, JobConflict) as error:
+            except RendezvousError as error:  # another node of this name; or the store is away, or takes no writes
                 log.warning("cannot come back yet: %s", error)
                 self._wait_for_signal(1.0)
         self._end = ResultRecord("stopped", "stopped while it was away from the job")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -21,24 +20,28 @@ class GenerationStores:
 
     def __init__(self, host: str, key: JobKey) -> None:
         self._host, self._key = host, key
-        self._open: dict[int, tuple[TCPStore, StoreServer]] = {}
+        self._open: dict[int, tuple[StoreRecord, TCPStore, StoreServer]] = {}
 
     def open(self, generation: int) -> StoreRecord:
-        """Start the stores of *generation* on fresh ports, so that no key of an older one can be read again."""
+        """Start the stores of *generation* on fresh ports, so that no key of an older one can be read again. Those that
+        run already are named again."""
+        if generation in self._open:
+            return self._open[generation][0]
         for number in [number for number in self._open if number < generation - 1]:
-            self._open.pop(number)[1].close()
-        record = StoreRecord(self._host, 0, nonce=secrets.token_hex(16))
-        session_store = StoreServer(self._host, token=self.token(generation, record).encode())
+            self._open.pop(number)[2].close()
+        nonce = secrets.token_hex(16)
+        session_store = StoreServer(self._host, token=self._key.store_token(generation, nonce).encode())
         torch_store = _listening_on(self._host)
-        self._open[generation] = (torch_store, session_store)
-        return replace(record, port=torch_store.port, session_port=session_store.port)
+        record = StoreRecord(self._host, torch_store.port, session_store.port, nonce)
+        self._open[generation] = (record, torch_store, session_store)
+        return record
 
     def token(self, generation: int, record: StoreRecord) -> str:
         """What a worker needs for the session store of *record*, whoever hosts it."""
         return self._key.store_token(generation, record.nonce)
 
     def close(self) -> None:
-        for _, session_store in self._open.values():
+        for _, _, session_store in self._open.values():
             session_store.close()
         self._open.clear()
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from swift_agent.isolation import is_cut_off
+from swift_agent.isolation import shall_pause
 from swift_agent.lifecycle_messages import (
     Command,
     EndJob,
@@ -26,10 +26,14 @@ from swift_agent.lifecycle_messages import (
     HostStore,
     KillWorkers,
     LeaveJob,
+    PauseWorkers,
     PeerDoubted,
     PeerLost,
+    PlaceReclaimed,
+    Reclaim,
     Rejoin,
     ReportReceived,
+    ResumeWorkers,
     SendGo,
     SendRelease,
     SendStop,
@@ -50,8 +54,10 @@ from swift_agent.lifecycle_messages import (
 )
 from swift_agent.timeline import merge_phases
 from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, ResultRecord, WorkerExit
-from swift_rendezvous.membership import losses
+from swift_rendezvous.membership import absent, losses
 from swift_rendezvous.view import View
+
+RECLAIM = ("reclaim",)
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class AgentState:
     restarts_used: int = 0
     restarts_counted_in: int = 0
     store_started: int = 0
+    paused: bool = False
     issued: frozenset[tuple[Any, ...]] = frozenset()
     """Writes and messages of the current generation that are on their way."""
 
@@ -120,11 +127,15 @@ class Step:
 def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
     state = _fold(state, event)
-    if isinstance(event, Tick) and is_cut_off(event.lease_overdue_s, event.silence_s, state.lease_ttl_s):
-        # It must not touch what the others share.
-        why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
-        return _once(state, ("rejoin",), Rejoin(why))
-    return reconcile(state, now_s=now_s)
+    if not isinstance(event, Tick):
+        return reconcile(state, now_s=now_s)
+    paused = shall_pause(state.paused, event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
+    why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
+    changed: tuple[Command, ...] = ()
+    if paused != state.paused:
+        changed = (PauseWorkers(why) if paused else ResumeWorkers(),)
+    step = reconcile(replace(state, paused=paused), now_s=now_s)
+    return Step(step.state, (*changed, *step.commands))
 
 
 def _fold(state: AgentState, event: Event) -> AgentState:
@@ -133,6 +144,8 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             if view.revision < state.view.revision:
                 return state  # seen by this node's former incarnation, and delivered late
             issued = state.issued if view.number == state.view.number else frozenset()
+            if _is_registered(state, view):
+                issued -= {RECLAIM}  # the next loss is another one
             return replace(state, view=view, issued=issued)
         case WorkerStarted(local_rank, generation, pid):
             worker = state.workers.get(local_rank)
@@ -161,6 +174,11 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return replace(state, lost_peers={**state.lost_peers, incarnation: evidence})
         case PeerDoubted(incarnation):
             return _doubt(state, incarnation)
+        case PlaceReclaimed():
+            # Writes are idempotent, but for the store: its address is not told twice.
+            hosting = state.view.store is None and state.view.number == state.store_started
+            started = state.store_started - 1 if hosting else state.store_started
+            return replace(state, issued=state.issued & {RECLAIM}, store_started=started)
         case Tick():
             return state
 
@@ -182,8 +200,9 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
         return Step(state)
     commands: list[Command] = []
     state = _forget_lost_spares(state, commands)
-    mine = view.nodes.get(state.node_id)
-    if mine is None or mine.incarnation != state.incarnation:
+    if not _is_registered(state, view):
+        if state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absent(view).values()}:
+            return _once(state, RECLAIM, Reclaim(), commands)
         # Nobody can choose a node without a record, not even for its own slot.
         why = f"the record of {state.node_id} was removed: the other nodes took it for lost"
         return _once(state, ("rejoin",), Rejoin(why), commands)
@@ -208,6 +227,11 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     state = _report_progress(state, generation, slot, commands)
     state = _report_end(state, generation, slot, commands)
     return Step(state, tuple(commands))
+
+
+def _is_registered(state: AgentState, view: View) -> bool:
+    mine = view.nodes.get(state.node_id)
+    return mine is not None and mine.incarnation == state.incarnation
 
 
 def _count_restart(state: AgentState, generation: GenerationRecord, slot: int) -> AgentState:
@@ -291,7 +315,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
 
 def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list[Command], now_s: float) -> AgentState:
     view, number = state.view, generation.number
-    lost = losses(view)
+    lost = losses(view, with_absent=False)
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
     # Who waits at its end stands in no collective, and may yet be released: only a new generation calls it back. Once
     # the workers are released nothing is recovered any more.
@@ -333,7 +357,7 @@ def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list
 
 
 def _report_progress(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
-    if generation.mode != "replace" or losses(state.view) or slot in state.view.progress:
+    if generation.mode != "replace" or losses(state.view, with_absent=False) or slot in state.view.progress:
         return state
     reports: list[Mapping[str, Any]] = []
     for local_rank in range(generation.num_workers):
@@ -354,7 +378,7 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
     workers = [state.workers.get(local_rank) for local_rank in range(generation.num_workers)]
     if any(w is None or w.generation < generation.epoch for w in workers):
         return state  # the end of a process that is being restarted is not the end of its rank
-    if losses(state.view) and not state.view.released:
+    if losses(state.view, with_absent=False) and not state.view.released:
         return state
     local = [w for w in workers if w is not None]
     number = generation.number

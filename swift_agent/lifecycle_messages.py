@@ -86,8 +86,13 @@ class PeerDoubted:
 
 
 @dataclass(frozen=True)
+class PlaceReclaimed:
+    """This node has another lease. What it wrote while it had none may have been refused."""
+
+
+@dataclass(frozen=True)
 class Tick:
-    """Time has passed. *lease_overdue_s*, *silence_s*: see `isolation.is_cut_off`."""
+    """Time has passed. *lease_overdue_s*, *silence_s*: see `isolation.shall_pause`."""
 
     lease_overdue_s: float = 0.0
     silence_s: float = 0.0
@@ -104,6 +109,7 @@ Event = (
     | WorkerExited
     | PeerLost
     | PeerDoubted
+    | PlaceReclaimed
     | Tick
 )
 
@@ -200,6 +206,23 @@ class ForgetSpare:
 
 
 @dataclass(frozen=True)
+class PauseWorkers:
+    """Nobody can be asked whether the slot of this node was given away: its workers stand still, with their state."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class ResumeWorkers:
+    """Etcd has answered: the slot is still that of this node."""
+
+
+@dataclass(frozen=True)
+class Reclaim:
+    """The record of this node is gone, but nobody has its slot: get another lease. The workers train on."""
+
+
+@dataclass(frozen=True)
 class Rejoin:
     """The slot was given to another node: come back as a spare, under a new incarnation."""
 
@@ -232,6 +255,9 @@ Command = (
     | WriteFinished
     | WriteExited
     | ForgetSpare
+    | PauseWorkers
+    | ResumeWorkers
+    | Reclaim
     | Rejoin
     | LeaveJob
     | EndJob

@@ -3,7 +3,9 @@
     enter: listener --> lease, record --> keep-alive, watch, liveness ring, coordinator
     leave: all of these stopped; with a goodbye, or silently if the others shall take this node for lost
 
-A node that was given up by the others comes back with a new presence. Must never touch workers.
+A node that was given up by the others comes back with a new presence. One whose lease was lost while it lived (etcd
+was away for too long, somebody revoked it) gets another lease under the same incarnation, if nobody has its slot
+meanwhile: `reclaim`. Must never touch workers.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,14 +24,20 @@ from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord
-from swift_rendezvous.kv import KeyValueStore, Lease, RendezvousError
+from swift_rendezvous.kv import KeepAlive, KeyValueStore, Lease, RendezvousError
 from swift_rendezvous.liveness import Limits, Liveness
 from swift_rendezvous.membership import Rules
-from swift_rendezvous.registration import Entry, enter_job, leave_job
+from swift_rendezvous.registration import Entry, JobOver, PlaceLost, enter_job, leave_job, reclaim_place
 from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
 
 log = logging.getLogger(__name__)
+
+# The time that a node whose lease is gone has to come back by itself: ever, and after etcd was away, when it may have
+# to connect again first. See `membership.missing`.
+RETURN_S = 1.0
+OUTAGE_S = 3.0
+RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class Listeners:
     view: Callable[[View], None]
     peer_lost: Callable[[str, str], None]
     lease_lost: Callable[[str, str], None]
+    reclaimed: Callable[[str], None]
+    place_lost: Callable[[str, str], None]
 
 
 class Presence:
@@ -66,10 +78,12 @@ class Presence:
             self.job: int = entry.job
             self._lease: Lease = entry.lease
             undo.callback(_revoke, self._lease)
-            incarnation = self.me.incarnation
-            self._keep_alive = self._lease.keep_alive(lambda why: listeners.lease_lost(incarnation, why))
+            self._listeners, self._ttl_s = listeners, config.lease_ttl_s
+            self._lock = threading.Lock()
+            self._stopped, self._reclaiming = False, False
+            self._keep_alive = self._keep(self._lease)
             undo.callback(self._keep_alive.stop)
-            rules = Rules(config.replacement_timeout_s, config.join_timeout_s)
+            rules = Rules(config.replacement_timeout_s, config.join_timeout_s, RETURN_S, OUTAGE_S)
             self.journal: Journal | None = open_journal(config.journal, config.job_id, self.me, rules)
             if self.journal is not None:
                 undo.callback(self.journal.close)
@@ -81,6 +95,7 @@ class Presence:
                 plan_generation if self.journal is None else self.journal.planner(plan_generation),
                 rules,
                 lambda line: log.info("%s", line),
+                lambda: self._keep_alive.unbroken_s(),
                 None if self.journal is None else self.journal.decision,
             )
             self._watcher = JobWatcher(store, keys, listeners.view, self.me.incarnation)
@@ -101,6 +116,42 @@ class Presence:
         """For how long this node's lease may have been over, as far as it can tell without the store."""
         return self._keep_alive.overdue_s()
 
+    def reclaim(self) -> None:
+        """Get another lease for this incarnation, in a thread; `reclaimed` or `place_lost` of the listeners says how it
+        ended. The store is waited for without limit; meanwhile the workers train on."""
+        with self._lock:
+            if self._stopped or self._reclaiming:
+                return
+            self._reclaiming = True
+        threading.Thread(target=self._reclaim, name="swift-reclaim", daemon=True).start()
+
+    def _reclaim(self) -> None:
+        away = False
+        while not self._stopped:
+            try:
+                lease = reclaim_place(self._store, self._keys, self.me, self.job, self._ttl_s)
+            except (PlaceLost, JobOver) as error:
+                self._listeners.place_lost(self.me.incarnation, str(error))
+                return
+            except RendezvousError as error:
+                if not away:
+                    log.warning("cannot get another lease yet: %s", error)
+                away = True
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._reclaiming = False
+                if not self._stopped:
+                    self._keep_alive.stop()
+                    self._lease, self._keep_alive = lease, self._keep(lease)
+                    self.coordinator.lease_id = lease.id
+                    self._listeners.reclaimed(self.me.incarnation)
+                    return
+            _revoke(lease)  # this node has left meanwhile
+
+    def _keep(self, lease: Lease) -> KeepAlive:
+        return lease.keep_alive(lambda why: self._listeners.lease_lost(self.me.incarnation, why))
+
     def leave(self) -> None:
         """Tell the others and remove this node's records; who is last removes the job's."""
         self._stop(goodbye=True)
@@ -112,6 +163,8 @@ class Presence:
         _revoke(self._lease)
 
     def _stop(self, goodbye: bool) -> None:
+        with self._lock:
+            self._stopped = True
         self.coordinator.stop()
         self._watcher.stop()
         self._keep_alive.stop()

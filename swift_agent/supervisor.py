@@ -29,7 +29,9 @@ from swift_recovery.plan import Plan
 log = logging.getLogger(__name__)
 
 # A collective may fail before the agents know why. Longer than any detection takes; then the error is the user's own.
+# The time runs in slices: that in which this process was paused does not count.
 CONFIRM_TIMEOUT_S = 30.0
+CONFIRM_SLICE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Supervisor:
         self._stepping = False
         self._report_waits = False
         self._released = False
+        self._patience_s = 0.0
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._thread = threading.Thread(target=self._read, name="swift-supervisor", daemon=True)
@@ -126,11 +129,18 @@ class Supervisor:
             return self._go
 
     def confirm(self, error: BaseException) -> bool:
-        """A collective failed: ask whether a peer did. True once the stop has come, False if it does not come."""
+        """A collective failed: ask whether a peer did. True once the stop has come, False if it does not come.
+
+        As long as the agent says that it cannot know (see `patience`) the time does not run.
+        """
         if not self.interrupted:
             self.send({"op": "suspect", "why": str(error)[-300:]})
         with self.changed:
-            return self.changed.wait_for(lambda: self.interrupted, CONFIRM_TIMEOUT_S)
+            self._patience_s = CONFIRM_TIMEOUT_S
+            while not self.interrupted and self._patience_s > 0:
+                self.changed.wait_for(lambda: self.interrupted, CONFIRM_SLICE_S)
+                self._patience_s -= CONFIRM_SLICE_S
+            return self.interrupted
 
     def wait_aborted(self) -> None:
         """The stop has been heard: wait until the process groups are cut, too. A few microseconds."""
@@ -182,6 +192,9 @@ class Supervisor:
                     with self.changed:
                         self._go = go
                         self.changed.notify_all()
+                case "wait":
+                    with self.changed:
+                        self._patience_s = CONFIRM_TIMEOUT_S
                 case "release":
                     with self.changed:
                         self._released = True

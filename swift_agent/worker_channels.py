@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import selectors
+import time
 from collections.abc import Callable
 
 from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.patience import Patience
 from swift_agent.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -25,10 +27,10 @@ class WorkerChannels:
     """
 
     def __init__(
-        self, directory: str, selector: selectors.BaseSelector, workers: Workers,
+        self, directory: str, selector: selectors.BaseSelector, workers: Workers, patience: Patience,
         on_event: Callable[[msg.Event], None], on_modules: Callable[[int, list[str]], None],
     ) -> None:  # fmt: skip
-        self._selector, self._workers = selector, workers
+        self._selector, self._workers, self._patience = selector, workers, patience
         self._on_event, self._on_modules = on_event, on_modules
         self._listener = Listener(directory)
         self._channels: dict[int, Channel] = {}  # by local rank
@@ -112,6 +114,7 @@ class WorkerChannels:
         match message.get("op"):
             case "report":
                 generation = int(message["generation"])
+                self._patience.settled(local_rank)
                 self._on_event(msg.ReportReceived(local_rank, pid, generation, message["report"]))
             case "resumed":
                 generation, iteration = int(message["generation"]), int(message["iteration"])
@@ -122,6 +125,7 @@ class WorkerChannels:
                 self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
             case "suspect":
                 log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
+                self._patience.suspected(local_rank, time.monotonic())
             case "modules":
                 self._on_modules(local_rank, message["names"])
             case "note":

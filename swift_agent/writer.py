@@ -22,7 +22,8 @@ RETRY_S = 0.2
 class Write:
     """One guarded transaction. A guard that does not hold means that the world has moved on: the write is dropped.
 
-    *wanted* is asked before each try; *dropped* is called, in the writer's thread, if it was not any more.
+    *wanted* is asked before each try; *dropped* is called, in the writer's thread, if it was not any more, *answered*
+    when the store has answered, with whether the guards held.
     """
 
     what: str
@@ -30,6 +31,7 @@ class Write:
     ops: Sequence[Op]
     wanted: Callable[[], bool]
     dropped: Callable[[], None] = lambda: None
+    answered: Callable[[bool], None] = lambda held: None
 
 
 class Writer:
@@ -77,7 +79,9 @@ class Writer:
                     write.dropped()
                     break
                 try:
-                    if not self._store.transaction(write.guards, write.ops).succeeded:
+                    held = self._store.transaction(write.guards, write.ops).succeeded
+                    write.answered(held)
+                    if not held:
                         log.debug("%s: outdated, not written", write.what)
                     away = False
                     break

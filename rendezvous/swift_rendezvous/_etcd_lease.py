@@ -59,6 +59,7 @@ class EtcdKeepAlive:
         self._lease = lease
         self._on_lost = on_lost
         self._stop = threading.Event()
+        self._broken_s = time.monotonic()
         threading.Thread(target=self._run, name=f"etcd-lease-{lease.id:x}", daemon=True).start()
 
     def stop(self) -> None:
@@ -67,12 +68,16 @@ class EtcdKeepAlive:
     def overdue_s(self) -> float:
         return max(0.0, time.monotonic() - self._lease.confirmed_s - self._lease.ttl_s)
 
+    def unbroken_s(self) -> float:
+        return time.monotonic() - self._broken_s
+
     def _run(self) -> None:
         interval_s = self._lease.ttl_s / 3
         said: str | None = None
         while not self._stop.wait(interval_s):
             if self._closed.is_set():
                 return
+            asked_s = time.monotonic()
             try:
                 # The deadline leaves time to try the other endpoints before the lease is over.
                 self._lease.refresh(timeout_s=max(TRY_S, self._lease.ttl_s / 2))
@@ -83,6 +88,7 @@ class EtcdKeepAlive:
             except RendezvousError as error:
                 if self._stop.is_set() or self._closed.is_set():
                     return
+                self._broken_s = time.monotonic()
                 # One line per outage, not one per try.
                 if type(error).__name__ != said:
                     said = type(error).__name__
@@ -91,3 +97,5 @@ class EtcdKeepAlive:
             else:
                 said = None
                 interval_s = self._lease.ttl_s / 3
+                if time.monotonic() - asked_s > TRY_S:
+                    self._broken_s = time.monotonic()

@@ -10,6 +10,7 @@ This module must never contain policy; that is `membership` (who) and the planne
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,12 +31,15 @@ from swift_rendezvous.membership import (
     Decision,
     ForgetNode,
     PublishGeneration,
+    PublishLoss,
     PublishPlan,
     PublishRelease,
     PublishResult,
     Rules,
+    absent,
     decide,
     losses,
+    missing,
 )
 from swift_rendezvous.view import View
 
@@ -64,14 +68,20 @@ class Coordinator:
         planner: Planner,
         rules: Rules,
         announce: Callable[[str], None],
+        unbroken_s: Callable[[], float] = lambda: math.inf,
         witness: Witness | None = None,
     ) -> None:
-        self._store, self._keys, self._me, self._lease_id = store, keys, me, lease_id
+        """*unbroken_s*: see `kv.KeepAlive`."""
+        self._store, self._keys, self._me = store, keys, me
+        self.lease_id = lease_id  # of the next election: the node may have got a new one
         self._planner, self._rules, self._announce, self._witness = planner, rules, announce, witness
+        self._unbroken_s = unbroken_s
+        self._absent_since_s: dict[str, float] = {}
         self._view: View | None = None
         self._changed = threading.Condition()
         self._stopped = False
         self._waiting_since_s: float | None = None
+        self._said = ""
         self._thread = threading.Thread(target=self._run, name="swift-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -132,6 +142,21 @@ class Coordinator:
                 self._elect(view)
             return None
         now_s = time.monotonic()
+        gone = {owner.incarnation for owner in absent(view).values()}
+        self._absent_since_s = {name: self._absent_since_s.get(name, now_s) for name in gone}
+        decision = missing(
+            view, self._rules, now_s=now_s, absent_since_s=self._absent_since_s, unbroken_s=self._unbroken_s()
+        )
+        if decision is not None:
+            # Nothing else is decided meanwhile: a slot that is given away cannot be taken back.
+            if decision.waiting != self._said and not decision.commands:
+                self._announce(decision.waiting)
+            self._said = decision.waiting
+            for command in decision.commands:
+                if not self._execute(view, command):
+                    break
+            return decision.deadline_s
+        self._said = ""
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
         if self._witness is not None:
             self._witness(view, now_s, self._waiting_since_s, decision)
@@ -168,7 +193,7 @@ class Coordinator:
         mine = Put(
             self._keys.coordinator,
             encode(CoordinatorRecord(self._me.node_id, self._me.incarnation)),
-            lease_id=self._lease_id,
+            lease_id=self.lease_id,
         )
         guard = Compare.mod_revision(self._keys.coordinator, "==", view.coordinator_revision)
         if self._store.transaction([guard], [mine]).succeeded:
@@ -208,6 +233,11 @@ class Coordinator:
             case PublishResult(result):
                 guards.append(Compare.create_revision(keys.result, "==", 0))
                 ops = [Put(keys.result, encode(result))]
+            case PublishLoss(failure):
+                guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+                assert view.generation is not None
+                guards.append(Compare.absent(keys.node(view.generation.slots[failure.slot].node_id)))
+                ops = [Put(keys.failure(view.number, failure.slot), encode(failure))]
             case ForgetNode(node_id, _):
                 guards.append(self._as_seen(view, node_id))
                 ops = [Delete(keys.node(node_id))]

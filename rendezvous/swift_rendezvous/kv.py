@@ -186,6 +186,10 @@ class KeepAlive(Protocol):
     def overdue_s(self) -> float:
         """Seconds since when the lease may have expired because no refresh was confirmed; 0.0 while it is alive."""
 
+    def unbroken_s(self) -> float:
+        """Seconds since this began, or since a refresh failed or took longer than a second: for how long the store has
+        been there without a break."""
+
 
 class Lease(Protocol):
     """Keys written with ``lease_id=lease.id`` are deleted together when the lease expires or is revoked."""

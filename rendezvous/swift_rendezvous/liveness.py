@@ -243,7 +243,8 @@ class Liveness:
             ]
             self._dialled.update(node.incarnation for node in wanted)
         for peer in gone:
-            self._bid_farewell(peer.sock)
+            # No farewell: whose record was lost with its lease may be back in a moment, and would have taken this node
+            # for one that has left.
             self._drop(peer)
         for node in wanted:
             threading.Thread(target=self._dial_one, args=(node,), name="swift-liveness-dial", daemon=True).start()

@@ -13,6 +13,7 @@ This module must never read a clock, talk to a store or log; times come in as ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from swift_rendezvous.keys import (
@@ -25,13 +26,20 @@ from swift_rendezvous.keys import (
 )
 from swift_rendezvous.view import View, once_per_view
 
+LEASE_IS_GONE = "its lease in etcd is gone"
+
 
 @dataclass(frozen=True)
 class Rules:
-    """What the user allows, in seconds: waits for a replacement, and for enough nodes to begin."""
+    """What the user allows, in seconds: waits for a replacement, and for enough nodes to begin.
+
+    *return_s*, *outage_s*: see `missing`.
+    """
 
     replacement_timeout_s: float = 300.0
     join_timeout_s: float = 600.0
+    return_s: float = 0.0
+    outage_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,14 @@ class ForgetNode:
     incarnation: str
 
 
-Command = PublishGeneration | PublishPlan | PublishRelease | PublishResult | ForgetNode
+@dataclass(frozen=True)
+class PublishLoss:
+    """Write down that the node of a slot has not come back: from there on it cannot."""
+
+    failure: FailureRecord
+
+
+Command = PublishGeneration | PublishPlan | PublishRelease | PublishResult | ForgetNode | PublishLoss
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,71 @@ class Losses:
 
 
 @once_per_view
-def losses(view: View) -> Losses:
-    """Everything the records say was lost in the current generation."""
+def absent(view: View) -> dict[int, Owner]:
+    """Slots whose node has no record, though nobody has said that it is lost: its lease in etcd is gone.
+
+    Etcd may have been away for longer than the lease lives while the node trained on: then it comes back by itself.
+    """
+    generation = view.generation
+    if generation is None:
+        return {}
+    accused = {slot for slot, f in view.failures.items() if f.kind == "node"}
+    return {
+        slot: owner
+        for slot, owner in enumerate(generation.slots)
+        if owner.node_id not in view.nodes
+        and slot not in view.exited
+        and not (slot in accused and view.failures[slot].incarnation == owner.incarnation)
+    }
+
+
+def missing(
+    view: View, rules: Rules, *, now_s: float, absent_since_s: Mapping[str, float], unbroken_s: float
+) -> Decision | None:
+    """What the coordinator does about the nodes that are `absent`; None if there is none.
+
+    Each has `rules.return_s` to come back, and all have `rules.outage_s` after a time in which the store was away (it
+    is there since *unbroken_s*): when it comes back many leases may be over at once, and their nodes return one by one.
+    *absent_since_s*: by incarnation, seconds of the clock of *now_s*.
+    """
+    gone = absent(view)
+    if not gone or view.result is not None or view.job is None:
+        return None
+    all_due_s = now_s + rules.outage_s - unbroken_s
+    late: list[Command] = []
+    next_s: list[float] = []
+    for slot, owner in gone.items():
+        due_s = max(all_due_s, absent_since_s.get(owner.incarnation, now_s) + rules.return_s)
+        if now_s < due_s:
+            next_s.append(due_s)
+            continue
+        holder = view.coordinator.node_id if view.coordinator else ""
+        late.append(PublishLoss(FailureRecord("node", slot, owner.incarnation, (), LEASE_IS_GONE, holder)))
+    names = ", ".join(owner.node_id for owner in gone.values())
+    waiting = f"the lease of {names} is gone; waiting whether it comes back by itself"
+    return Decision(tuple(late), waiting=waiting, deadline_s=min(next_s) if next_s else None)
+
+
+def losses(view: View, *, with_absent: bool = True) -> Losses:
+    """Everything the records say was lost in the current generation.
+
+    *with_absent*: a node without a record counts as lost. That is the coordinator's business (see `missing`); nobody
+    else may act on it.
+    """
+    return _all_losses(view) if with_absent else _told_losses(view)
+
+
+@once_per_view
+def _all_losses(view: View) -> Losses:
+    return _losses(view, with_absent=True)
+
+
+@once_per_view
+def _told_losses(view: View) -> Losses:
+    return _losses(view, with_absent=False)
+
+
+def _losses(view: View, *, with_absent: bool) -> Losses:
     generation = view.generation
     if generation is None:
         return Losses()
@@ -113,8 +191,10 @@ def losses(view: View) -> Losses:
             continue  # its workers are done; the agent may leave
         if failure is not None and failure.kind == "node":
             nodes[slot] = failure.evidence
-        elif alive is None or alive.incarnation != owner.incarnation:
-            nodes[slot] = "its lease in etcd is gone" if alive is None else "it came back as a new incarnation"
+        elif alive is not None and alive.incarnation != owner.incarnation:
+            nodes[slot] = "it came back as a new incarnation"
+        elif alive is None and with_absent:
+            nodes[slot] = LEASE_IS_GONE
         elif failure is not None and failure.kind == "workers":
             workers[slot] = failure
         elif failure is not None and failure.kind == "restart":

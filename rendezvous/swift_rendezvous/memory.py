@@ -317,6 +317,7 @@ class MemoryKeepAlive:
     def __init__(self, lease: MemoryLease, store: MemoryStore, on_lost: Callable[[str], None] | None) -> None:
         self._lease = lease
         self._store = store
+        self._began_s = store.now_s
         self.on_lost = on_lost
 
     def stop(self) -> None:
@@ -324,6 +325,9 @@ class MemoryKeepAlive:
 
     def overdue_s(self) -> float:
         return max(0.0, self._store.now_s - self._lease.deadline_s)
+
+    def unbroken_s(self) -> float:
+        return self._store.now_s - self._began_s
 
 
 class MemoryWatch:

@@ -10,16 +10,22 @@ import logging
 import time
 from dataclasses import dataclass
 
-from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, decode, encode
+from swift_rendezvous.keys import FailureRecord, GenerationRecord, JobRecord, Keys, NodeRecord, decode, encode
 from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValue, KeyValueStore, Lease, Op, Put, RendezvousError
 
 log = logging.getLogger(__name__)
 
 ENDING_TIMEOUT_S = 10.0
+# After a time in which etcd was away the nodes of a running job may all be without a lease; they come back within this.
+RETURN_TIMEOUT_S = 3.0
 
 
 class JobConflict(RendezvousError):
     """Another job runs under this id, or another node under this name."""
+
+
+class PlaceLost(RendezvousError):
+    """The others have taken this node for lost: it may come back, but not as the one that it was."""
 
 
 class JobOver(RendezvousError):
@@ -76,6 +82,51 @@ def enter_job(
         raise
 
 
+def reclaim_place(store: KeyValueStore, keys: Keys, me: NodeRecord, known_job: int, lease_ttl_s: int) -> Lease:
+    """Write the record of *me* again, under a fresh lease, after the old lease was lost; the incarnation stays.
+
+    For a node that has trained on while etcd was away. Raises `PlaceLost` if the slot was given to another node or this
+    one was accused meanwhile, or if it has no slot; `JobOver`; or what the store raises. Then no lease is left. May be
+    called again when it is not known whether it has succeeded.
+    """
+    lease = store.grant_lease(lease_ttl_s)
+    try:
+        while True:
+            job = _find(store, keys, known_job)
+            stored, record = store.get(keys.generation), store.get(keys.node(me.node_id))
+            if record is not None and record.value != encode(me):
+                raise PlaceLost(f"another node is in the job under the name {me.node_id!r}")
+            generation = None if stored is None else decode(GenerationRecord, stored.value)
+            slot = None if generation is None else generation.slot_of(me.incarnation)
+            if stored is None or generation is None or slot is None:
+                raise PlaceLost(f"{me.node_id} has no slot in the job")
+            failure_key = keys.failure(generation.number, slot)
+            failure = store.get(failure_key)
+            if failure is not None:
+                accused = decode(FailureRecord, failure.value)
+                if accused.kind == "node" and accused.incarnation == me.incarnation:
+                    raise PlaceLost(f"the other nodes took {me.node_id} for lost: {accused.evidence}")
+            guards = [
+                Compare.mod_revision(keys.generation, "==", stored.mod_revision),
+                Compare.mod_revision(failure_key, "==", failure.mod_revision if failure else 0),
+                Compare.mod_revision(keys.node(me.node_id), "==", record.mod_revision if record else 0),
+                Compare.create_revision(keys.job, "==", known_job),
+                Compare.absent(keys.result),
+            ]
+            # The job is written again for the same reason as in `enter_job`.
+            mine = [Put(keys.node(me.node_id), encode(me), lease_id=lease.id), Put(keys.job, job.value)]
+            if store.transaction(guards, mine).succeeded:
+                return lease
+            found = store.get(keys.node(me.node_id))
+            if found is not None and found.lease_id == lease.id:
+                return lease  # it was sent twice, and the first one counted
+            lease.refresh()
+    except BaseException:
+        with contextlib.suppress(RendezvousError):
+            lease.revoke()
+        raise
+
+
 def _find(store: KeyValueStore, keys: Keys, known_job: int) -> KeyValue:
     found = store.get(keys.job)
     if found is None or found.create_revision != known_job or store.get(keys.result) is not None:
@@ -86,6 +137,7 @@ def _find(store: KeyValueStore, keys: Keys, known_job: int) -> KeyValue:
 def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValue:
     """Return the job's record as it is stored."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
+    return_s = time.monotonic() + RETURN_TIMEOUT_S
     while True:
         value = encode(job)
         store.transaction([Compare.absent(keys.job)], [Put(keys.job, value)])
@@ -94,8 +146,12 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
             continue
         nodes, _ = store.get_prefix(keys.nodes)
         ended = store.get(keys.result) is not None
-        if not nodes and found.value == value and store.get(keys.generation) is None and not ended:
+        begun = store.get(keys.generation) is not None
+        if not nodes and found.value == value and not begun and not ended:
             return found  # just created by a node that is about to register, or has nothing that could mislead
+        if not nodes and begun and not ended and time.monotonic() < return_s:
+            time.sleep(0.1)  # etcd was away, and they are on their way back; or they have died all at once
+            continue
         if not nodes:
             _remove_leftovers(store, keys, found.mod_revision)
         elif ended and time.monotonic() < deadline_s:
@@ -158,7 +214,9 @@ def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) ->
         lease.revoke()
         job = store.get(keys.job)
         nodes, _ = store.get_prefix(keys.nodes)
-        if job is not None and not nodes:
+        # A job without nodes that has begun and not ended: their leases were lost while etcd was away.
+        over = store.get(keys.generation) is None or store.get(keys.result) is not None
+        if job is not None and not nodes and over:
             store.transaction([Compare.mod_revision(keys.job, "==", job.mod_revision)], _all_but_nodes(keys))
     except RendezvousError as error:
         log.warning("could not remove this node's records (its lease will): %s", error)

@@ -62,7 +62,7 @@ def test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare(
         hosts.hosts[1].cut()
         wait_for(lambda: "recovered" in log(agents, "a") + log(agents, "c"), 30.0, "the recovery")
         if healed == "late":
-            # Neither etcd nor anybody else answers: it ends its workers by itself.
+            # Neither etcd nor anybody else answers: its workers stand still, by themselves.
             wait_for(lambda: "cut off: neither etcd nor another node" in log(agents, "b"), 30.0, "its own conclusion")
             assert iteration(agents, 0) < ITERATIONS - 1
         hosts.hosts[1].heal()

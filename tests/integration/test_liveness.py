@@ -149,6 +149,21 @@ def test_goodbye_is_no_loss(start: Callable[..., Node | Process]) -> None:
     assert me.lost.empty()
 
 
+def test_a_record_that_was_lost_for_a_moment_is_no_goodbye(start: Callable[..., Node | Process]) -> None:
+    """Etcd was away and all leases were over: the nodes vanish from each other's view, and come back as they were."""
+    me, peer = start(Node, "a"), start(Process, "b")
+    assert isinstance(me, Node) and isinstance(peer, Process)
+    me.liveness.update([me.record, peer.record])
+    peer.tell(me.record, peer.record)
+    me.wait_connections(2, {"b"}, "one connection each way")
+    peer.tell(peer.record)
+    me.wait_connections(1, {"b"}, "the end of the one that it had made")
+    peer.tell(me.record, peer.record)
+    me.wait_connections(2, {"b"}, "both connections again")
+    peer.kill()
+    assert me.next_lost()[0] == "b"
+
+
 def test_a_node_that_was_never_there_is_lost(
     start: Callable[..., Node | Process], free_port: Callable[[], int]
 ) -> None:

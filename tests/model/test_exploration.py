@@ -56,6 +56,8 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "two failures in training": lambda: training(faults=2),
     "two failures in a recovery": lambda: recovering(faults=2),
     "three crashes and kills": lambda: training(faults=3, kinds=("crash", "kill")),
+    "leases are lost in training": lambda: training(faults=3, kinds=("lapse", "kill")),
+    "a lease is lost in a recovery": lambda: recovering(faults=2, kinds=("lapse", "late", "freeze")),
     "one failure in a recovery, every order": lambda: recovering(faults=1, ordered=False),
 }
 

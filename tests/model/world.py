@@ -27,12 +27,13 @@ from swift_agent.planning import plan_generation
 from swift_agent.writer import Write
 from swift_recovery.plan import Plan
 from swift_recovery.progress import ranges_of
+from swift_rendezvous import registration
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import GenerationRecord, JobRecord, Keys, NodeRecord, StoreRecord, WorkerExit, decode
 from swift_rendezvous.kv import Compare, Delete, Op, Put, RendezvousError, TransactionResult
 from swift_rendezvous.membership import Rules, losses
 from swift_rendezvous.memory import MemoryLease, MemoryStore
-from swift_rendezvous.registration import JobOver, enter_job, leave_job
+from swift_rendezvous.registration import JobOver, PlaceLost, enter_job, leave_job
 from swift_rendezvous.view import Change, View, apply, apply_all
 
 KEYS = Keys("job")
@@ -43,7 +44,7 @@ RULES = Rules(1e9, 1e9)  # nobody gives up waiting: who waits although enough no
 Action = tuple[str, int, int]  # what, which node, and a second one for `accuse`
 Response = tuple[Change, ...]
 
-FAULTS = ("crash", "freeze", "cut", "late", "kill")
+FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse")
 
 
 class Violation(AssertionError):
@@ -191,6 +192,9 @@ class Driver(Agent):
     def _rejoin(self, why: str) -> None:
         self._world.rejoin(self._node)
 
+    def _reclaim(self) -> None:
+        """The agent asks in a thread: it is a step of its own, `notice`."""
+
 
 class Recorder:
     """In the place of a coordinator's store: its transactions go on one by one, as if each had succeeded.
@@ -279,6 +283,8 @@ class World:
                 continue
             if node.where == "up":
                 found += [(kind, index, 0) for kind in ("freeze", "cut", "late") if kind in self.kinds]
+                if "lapse" in self.kinds and node.lease_id in self.store._leases:
+                    found.append(("lapse", index, 0))
             if "crash" in self.kinds:
                 found.append(("crash", index, 0))
             if node.proc is not None and node.where != "frozen" and "kill" in self.kinds:
@@ -310,10 +316,10 @@ class World:
                 self.handle(node, events)
             case "return":
                 node.where = "late"
-            case "expire":
+            case "expire" | "lapse":
                 self.store.revoke(self.store._leases[node.lease_id])
             case "notice":
-                self.rejoin(node)
+                self.reclaim(node)
             case "accuse":
                 self.handle(node, deque([msg.PeerLost(self.nodes[other].record.incarnation, "lost")]))
             case "see":
@@ -403,6 +409,17 @@ class World:
         node.proc = None
         self.settle_others(node)
         self._join(node, node.job)
+
+    def reclaim(self, node: Node) -> None:
+        """Its lease is gone: it gets another one in place, or comes back as a spare."""
+        try:
+            node.lease_id = registration.reclaim_place(self.store, KEYS, node.record, node.job, TTL_S).id
+        except (PlaceLost, JobOver):
+            self.rejoin(node)
+            return
+        demand(node.record.incarnation not in self.given_up, f"{node.record.incarnation} comes back after its slot")
+        self.settle()
+        self.handle(node, deque([msg.PlaceReclaimed()]))
 
     def _leave_lease(self, node: Node) -> None:
         lease = self.store._leases.get(node.lease_id)

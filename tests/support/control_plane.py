@@ -227,7 +227,8 @@ class SimNode:
 
     def send_go(self, local_ranks: tuple[int, ...], number: int) -> None:
         view = self.state.view
-        assert view.plan is not None and view.store is not None and not view.plan.restart and not losses(view)
+        assert view.plan is not None and view.store is not None and not view.plan.restart \
+            and not losses(view, with_absent=False)
         for local_rank in local_ranks:
             proc = self.spoken_to(local_rank)
             if proc is None:

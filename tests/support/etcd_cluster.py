@@ -172,6 +172,12 @@ class EtcdCluster:
         assert process is not None and process.poll() is None, f"member {index} does not run"
         process.send_signal(signal.SIGSTOP)
 
+    def wait_dead(self, index: int, timeout_s: float = 20.0) -> None:
+        """Until a member has ended by itself."""
+        process = self._processes[index]
+        assert process is not None
+        wait_for(lambda: process.poll() is not None, timeout_s, f"the end of member {index}")
+
     def thaw(self, index: int) -> None:
         process = self._processes[index]
         assert process is not None
@@ -192,9 +198,9 @@ class EtcdCluster:
 
         return int(wait_for(find, timeout_s, "a leader")[0])
 
-    def ctl(self, *args: str, user: str | None = None) -> str:
-        """Run etcdctl on member 0; returns what it prints."""
-        command = [str(Path(self._binary).parent / "etcdctl"), "--endpoints", self.endpoints[0]]
+    def ctl(self, *args: str, user: str | None = None, index: int = 0) -> str:
+        """Run etcdctl on a member; returns what it prints."""
+        command = [str(Path(self._binary).parent / "etcdctl"), "--endpoints", self.endpoints[index]]
         if self.tls:
             command += ["--cacert", self.tls.ca, "--cert", self.tls.client_cert, "--key", self.tls.client_key]
         if user:

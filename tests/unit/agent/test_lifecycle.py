@@ -343,6 +343,42 @@ def test_a_node_without_a_record_comes_back_even_if_nobody_took_its_slot() -> No
     assert only(spare.change(nodes={n: node(n) for n in ("n0", "n1")}), lc.Rejoin)
 
 
+def test_a_node_whose_lease_is_gone_keeps_its_workers_and_asks_for_another() -> None:
+    agent = training()
+    both = agent.seen.nodes
+    assert agent.change(nodes={"n1": both["n1"]}) == [lc.Reclaim()]
+    assert agent.tell(lc.Tick()) == []
+    assert agent.exit(1, -9) == []  # nobody can be told now; it is not forgotten
+    assert agent.change(nodes=both) != []
+    lost = only(agent.tell(lc.PlaceReclaimed()), lc.WriteFailure).failure
+    assert lost.kind == "workers" and lost.local_ranks == (1,)
+    # Once it is back the next loss is another one.
+    assert agent.change(nodes={"n1": both["n1"]}) == [lc.Reclaim()]
+    # Accused meanwhile: it may only come back as a spare.
+    assert "took it for lost" in only(agent.change(failures={0: failure("node", 0)}), lc.Rejoin).why
+
+
+def test_what_was_refused_while_the_lease_was_gone_is_written_again() -> None:
+    agent = training()
+    commands = next_generation(agent, store_slot=0)
+    assert only(commands, lc.HostStore).generation == 2
+    both = agent.seen.nodes
+    agent.report(0, 1)
+    assert only(agent.report(1, 1), lc.WriteProgress).slot == 0
+    agent.change(nodes={"n1": both["n1"]})
+    agent.change(nodes=both)
+    again = agent.tell(lc.PlaceReclaimed())
+    assert only(again, lc.HostStore).generation == 2 and only(again, lc.WriteProgress).generation == 2
+    agent.change(store=STORE, progress={0: ProgressRecord(0, "n0.1", ())})
+    none_of(agent.tell(lc.PlaceReclaimed()), lc.HostStore, lc.WriteProgress)
+
+
+def test_a_peer_without_a_record_stops_nobody_until_it_is_called_lost() -> None:
+    agent = training()
+    assert agent.change(nodes={"n0": node("n0")}) == []
+    assert only(agent.change(failures={1: failure("node", 1)}), lc.SendStop).local_ranks == (0, 1)
+
+
 def test_a_late_view_changes_nothing() -> None:
     agent = training()
     assert agent.tell(lc.ViewChanged(View(revision=0))) == [] and agent.state.view == agent.seen

@@ -55,10 +55,10 @@ MUTANTS = {
                             "state = _mark(state, ready, current=number, stopped=number)"),
     "never kills what hangs": ("and now_s - w.stop_sent_s >= state.stop_deadline_s\n", "and False\n"),
     "takes an old end for a new one": ("stop_sent_s=now_s, finished=None)", "stop_sent_s=now_s)"),
-    "is silent about its end after a late loss": ("if losses(state.view) and not state.view.released:",
-                                                  "if losses(state.view):"),
+    "is silent about its end after a late loss": (
+        "if losses(state.view, with_absent=False) and not state.view.released:", "if losses(state.view):"),
     "does not come back when it was given up": (
-        "if mine is None or mine.incarnation != state.incarnation:", "if False:"),
+        "if not _is_registered(state, view):", "if False:"),
     "believes a view of its former life": ("if view.revision < state.view.revision:", "if False:"),
     "does not repeat a loss in the next generation": (
         "issued = state.issued if view.number == state.view.number else frozenset()", "issued = state.issued"),

@@ -31,6 +31,7 @@ OURS = {
     "stop_deadline": 10.0,
     "node_id": None,
     "journal": None,
+    "job_secret_file": None,
     "etcd_user": None,
     "etcd_password_file": None,
     "etcd_cacert": None,

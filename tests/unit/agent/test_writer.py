@@ -80,3 +80,13 @@ def test_a_record_that_will_never_be_taken_does_not_hold_up_the_others(
 def test_a_guard_that_does_not_hold_drops_the_record(store: Shaky, writer: Writer) -> None:
     writer.submit(Write("w", [Compare.exists("absent")], PUT, lambda: True))
     assert writer.flush(5.0) and store.num_tries == 1 and store.get("k") is None
+
+
+def test_the_answer_of_the_store_is_told(store: Shaky, writer: Writer) -> None:
+    answers: list[bool] = []
+    store.error = StoreUnavailable("away")
+    writer.submit(Write("w", [], PUT, lambda: True, answered=answers.append))
+    writer.submit(Write("w", [Compare.exists("absent")], PUT, lambda: True, answered=answers.append))
+    assert not writer.flush(0.3) and answers == []
+    store.error = None
+    assert writer.flush(5.0) and answers == [True, False]

@@ -220,6 +220,24 @@ def test_a_lost_coordinator_is_succeeded_without_waiting_for_its_lease(jobs: Cal
     job.wait(lambda: job.store.get(KEYS.node("n0")) is None, "n0 is forgotten")
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_slot_is_kept_for_a_node_whose_lease_is_gone(returns: bool, jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1", "n2"], rules=Rules(30.0, return_s=1.0))
+    job.start()
+    job.wait_generation(1)
+    lost = next(job.agents[name] for name in ("n0", "n1") if not job.agents[name].acting)
+    lost.lease.revoke()
+    gone_s = time.monotonic()
+    job.wait(lambda: any("comes back by itself" in line for a in job.agents.values() for line in a.lines), "the wait")
+    if returns:
+        job.store.put(KEYS.node(lost.name), encode(lost.record))
+        job.fail("workers", 0, (1,))
+        assert lost.name in [owner.node_id for owner in job.wait_generation(2).slots]
+    else:
+        assert lost.name not in [owner.node_id for owner in job.wait_generation(2).slots]
+        assert time.monotonic() - gone_s >= 1.0
+
+
 def test_a_lost_spare_that_was_coordinator_is_succeeded(jobs: Callable[..., Job]) -> None:
     job = jobs(["n0", "n1", "n2"])
     job.start("n2")

@@ -13,17 +13,22 @@ from swift_rendezvous.keys import (
     JobRecord,
     PlanRecord,
     ProgressRecord,
+    ResultRecord,
 )
 from swift_rendezvous.membership import (
+    LEASE_IS_GONE,
     Decision,
     ForgetNode,
     PublishGeneration,
+    PublishLoss,
     PublishPlan,
     PublishRelease,
     PublishResult,
     Rules,
+    absent,
     decide,
     losses,
+    missing,
     spares,
 )
 from swift_rendezvous.view import View
@@ -220,6 +225,55 @@ def test_a_failure_of_a_former_owner_is_no_loss() -> None:
 def test_spares_are_all_nodes_without_a_slot() -> None:
     assert [n.node_id for n in spares(view(names=("n4", "n0", "n3", "n1")))] == ["n4", "n3"]
     assert [n.incarnation for n in spares(view(nodes={"n0": node("n0", 2), "n1": node("n1")}))] == ["n0.2"]
+
+
+# ---- nodes whose lease is gone ----
+
+
+def wait_for_missing(v: View, *, since_s: float | None = None, unbroken_s: float = 1e9) -> Decision | None:
+    """What is decided at 100 s; n1 is absent since *since_s*."""
+    since = {} if since_s is None else {"n1.1": since_s}
+    rules = Rules(30.0, return_s=1.0, outage_s=3.0)
+    return missing(v, rules, now_s=100.0, absent_since_s=since, unbroken_s=unbroken_s)
+
+
+def test_a_node_without_a_record_is_absent_until_somebody_says_that_it_is_lost() -> None:
+    gone = without(view(), "n1")
+    assert absent(view()) == {} and [owner.node_id for owner in absent(gone).values()] == ["n1"]
+    assert losses(gone).nodes == {1: LEASE_IS_GONE} and not losses(gone, with_absent=False)
+    accused = replace(gone, failures={1: failure("node", 1)})
+    assert absent(accused) == {} and losses(accused, with_absent=False).nodes == {1: "evidence node 1"}
+    # Of an incarnation that had the slot before, or of its workers: no accusation of this node.
+    assert absent(replace(gone, failures={1: failure("node", 1, name="n7")}))
+    workers = replace(gone, failures={1: failure("workers", 1, (0,))})
+    assert absent(workers) and losses(workers, with_absent=False).workers
+    assert absent(replace(gone, exited={1: ExitedRecord(1, "n1.1")})) == {}
+    assert absent(replace(gone, nodes={**gone.nodes, "n1": node("n1", 2)})) == {}  # it is back as another
+    assert absent(View()) == {}
+
+
+def test_an_absent_node_has_a_moment_to_come_back() -> None:
+    gone = without(view(), "n1")
+    assert wait_for_missing(view()) is None
+    fresh = wait_for_missing(gone)
+    assert fresh is not None and fresh.commands == () and fresh.deadline_s == 101.0 and "n1" in fresh.waiting
+    late = wait_for_missing(gone, since_s=99.0)
+    assert late is not None and late.deadline_s is None
+    lost = late.commands[0]
+    assert isinstance(lost, PublishLoss) and (lost.failure.kind, lost.failure.slot) == ("node", 1)
+    assert lost.failure.incarnation == "n1.1" and lost.failure.evidence == LEASE_IS_GONE
+
+
+def test_after_an_outage_of_the_store_all_have_longer() -> None:
+    gone = without(view(), "n1")
+    soon = wait_for_missing(gone, since_s=98.0, unbroken_s=2.0)
+    assert soon is not None and soon.commands == () and soon.deadline_s == 101.0
+    over = wait_for_missing(gone, since_s=98.0, unbroken_s=3.0)
+    assert over is not None and len(over.commands) == 1
+
+
+def test_nobody_is_missed_in_a_job_that_has_ended() -> None:
+    assert wait_for_missing(without(view(result=ResultRecord("failed", "w")), "n1"), since_s=0.0) is None
 
 
 # ---- all situations of a small job ----

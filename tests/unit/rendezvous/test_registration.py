@@ -12,8 +12,8 @@ import pytest
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, ResultRecord, decode, encode
 from swift_rendezvous.kv import Compare, LeaseLost, Op, Put, RendezvousError, StoreUnavailable, TransactionResult
 from swift_rendezvous.memory import MemoryStore
-from swift_rendezvous.registration import JobConflict, JobOver, enter_job, leave_job
-from tests.support.records import generation, node
+from swift_rendezvous.registration import JobConflict, JobOver, PlaceLost, enter_job, leave_job, reclaim_place
+from tests.support.records import failure, generation, node
 
 KEYS = Keys("job")
 JOB = JobRecord(2, 2, "command", 0)
@@ -153,6 +153,7 @@ def test_the_last_to_leave_removes_the_job() -> None:
     store = MemoryStore()
     leases = [enter_job(store, KEYS, JOB, node(f"n{i}"), 5).lease for i in range(2)]
     store.put(KEYS.generation, encode(generation(1)))
+    store.put(KEYS.result, encode(ResultRecord("succeeded", "w")))
     leave_job(store, KEYS, node("n0"), leases[0])
     assert stored_job(store) == JOB and store.get(KEYS.generation) is not None
     leave_job(store, KEYS, node("n1"), leases[1])
@@ -282,6 +283,107 @@ def test_who_comes_back_finds_its_job() -> None:
     entry.lease.revoke()
     assert enter_job(store, KEYS, JOB, node("a", 2), 5, known_job=entry.job).job == entry.job
     assert node("a", 2) in registered(store) and store.get(KEYS.generation) is not None
+
+
+# ---- a lease that was lost ----
+
+
+def begun(store: MemoryStore) -> tuple[int, NodeRecord]:
+    """Generation 3 of n0 and n1; the lease of n0 is over. Its job, and n0."""
+    entry = enter_job(store, KEYS, JOB, node("n0"), 5)
+    enter_job(store, KEYS, JOB, node("n1"), 5)
+    store.put(KEYS.generation, encode(generation(3)))
+    entry.lease.revoke()
+    return entry.job, node("n0")
+
+
+def test_a_node_gets_another_lease_in_its_place() -> None:
+    store = MemoryStore()
+    job, me = begun(store)
+    assert me not in registered(store)
+    lease = reclaim_place(store, KEYS, me, job, 5)
+    assert me in registered(store)
+    again = reclaim_place(store, KEYS, me, job, 5)  # the first answer was lost
+    lease.revoke()
+    assert me in registered(store)
+    again.revoke()
+    assert me not in registered(store)
+
+
+def give_away(store: MemoryStore) -> None:
+    store.put(KEYS.generation, encode(generation(4, "replace", slots=("n2", "n1"))))
+
+
+def accuse(store: MemoryStore) -> None:
+    store.put(KEYS.failure(3, 0), encode(failure("node", 0)))
+
+
+def come_first(store: MemoryStore) -> None:
+    store.put(KEYS.node("n0"), encode(node("n0", 2)))
+
+
+def end(store: MemoryStore) -> None:
+    store.put(KEYS.result, encode(ResultRecord("stopped", "w")))
+
+
+def begin_another(store: MemoryStore) -> None:
+    store.delete_prefix(KEYS.prefix)
+    store.put(KEYS.job, encode(JOB))
+    store.put(KEYS.generation, encode(generation(3)))
+
+
+@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("event", [give_away, accuse, come_first, end, begin_another])
+def test_nobody_comes_back_into_a_place_that_is_not_its_own_any_more(
+    event: Callable[[MemoryStore], None], at: int
+) -> None:
+    """What takes the place away happens before any of its calls; after the last one it is back, and was in time."""
+    store = MemoryStore()
+    job, me = begun(store)
+    way = Interrupted(store, at, lambda: event(store))
+    try:
+        reclaim_place(way, KEYS, me, job, 5)
+    except (PlaceLost, JobOver):
+        assert me not in registered(store)
+        assert len(store._leases) == 1  # that of n1
+    else:
+        assert way.num_calls <= at
+
+
+def test_a_failure_of_its_workers_does_not_cost_a_node_its_place() -> None:
+    store = MemoryStore()
+    job, me = begun(store)
+    store.put(KEYS.failure(3, 0), encode(failure("workers", 0, (1,))))
+    reclaim_place(store, KEYS, me, job, 5)
+    assert me in registered(store) and store.get(KEYS.failure(3, 0)) is not None
+
+
+def test_a_node_without_a_slot_has_no_place_to_come_back_to() -> None:
+    store = MemoryStore()
+    job, _ = begun(store)
+    with pytest.raises(PlaceLost):
+        reclaim_place(store, KEYS, node("n9"), job, 5)
+
+
+def test_a_newcomer_gives_the_nodes_of_a_running_job_time_to_come_back() -> None:
+    """Etcd was away for so long that all leases are over: no node is there, but the job trains."""
+    store = MemoryStore()
+    job, me = begun(store)
+    store.delete(KEYS.node("n1"))
+    returns = threading.Timer(0.5, reclaim_place, [store, KEYS, me, job, 5])
+    returns.start()
+    assert enter_job(store, KEYS, JOB, node("n2"), 5).job == job
+    returns.join()
+    assert store.get(KEYS.generation) is not None and registered(store) == [node("n0"), node("n2")]
+
+
+def test_a_spare_that_leaves_alone_does_not_remove_a_running_job() -> None:
+    store = MemoryStore()
+    job, _ = begun(store)
+    store.delete(KEYS.node("n1"))
+    spare = enter_job(store, KEYS, JOB, node("n2"), 5, known_job=job).lease
+    leave_job(store, KEYS, node("n2"), spare)
+    assert stored_job(store) == JOB and store.get(KEYS.generation) is not None
 
 
 def void(_: object) -> None:
