@@ -44,11 +44,12 @@ lint: venv
 	$(VENV)/bin/lint-imports
 
 test: venv etcd native lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadgroup
 
 bench: venv etcd
 	$(PY) benchmarks/recovery.py
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/scale.py
 
 clean:
 	rm -rf $(VENV) .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -95,9 +96,10 @@ class Run:
                   "--out", str(self.weights)]
         roots = [str(HERE.parent / room) for room in ("", "rendezvous", "recovery", "logging_store")]
         paths = [*roots, os.environ.get("PYTHONPATH", "")]
-        # What a killed agent leaves in its temporary directory goes with ours.
+        # What a killed agent leaves in its temporary directory goes with ours. A user gives --job-secret-file FILE.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-               "TMPDIR": str(directory)}
+               "TMPDIR": str(directory), "SWIFT_JOB_SECRET": secrets.token_hex(16)}
+        env.pop("SWIFT_JOB_SECRET_FILE", None)
         for node in nodes:
             # A session of its own: Ctrl-C reaches only the demo, which then ends its agents.
             self.agents[node] = subprocess.Popen(

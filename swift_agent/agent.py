@@ -62,7 +62,7 @@ class Agent:
     def __init__(self, config: AgentConfig, store: KeyValueStore) -> None:
         self._config, self._store = config, store
         self._keys = Keys(config.job_id)
-        self._host = config.local_addr or host.local_host(config)
+        self._host = host.local_host(config)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -73,7 +73,7 @@ class Agent:
             self._directory, self._selector, self._workers, self._patience, lambda event: self._event(event),
             self._on_modules,
         )  # fmt: skip
-        self._stores = GenerationStores(self._host)
+        self._stores = GenerationStores(self._host, config.key)
         self._timeline = timeline.Timeline()
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
@@ -131,6 +131,8 @@ class Agent:
             config.lease_ttl_s,
             restarts_used=self._state.restarts_used,
         )
+        if self._presence.journal is not None:
+            self._presence.journal.begin(self._state)
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
         if known_job is None and config.nnodes + config.spares > 1:
             least_s, most_s = Limits(config.heartbeat_s).detection_s
@@ -303,8 +305,11 @@ class Agent:
     def _event(self, event: msg.Event) -> None:
         if self._end is not None:
             return
-        step = lc.on_event(self._state, event, now_s=time.monotonic())
+        now_s = time.monotonic()
+        step = lc.on_event(self._state, event, now_s=now_s)
         self._state = step.state
+        if self._presence.journal is not None:
+            self._presence.journal.event(event, now_s, step.commands)
         for command in step.commands:
             self._execute(command)
 
@@ -427,13 +432,13 @@ class Agent:
     def _go_message(self, number: int) -> dict[str, Any]:
         view = self._state.view
         assert view.plan is not None and view.store is not None and view.generation is not None
-        store = view.store
+        store, token = view.store, self._stores.token(number, view.store)
         return {
             "op": "go",
             "generation": number,
             "plan": view.plan.content,
             "world_size": view.generation.world_size,
-            "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": store.token},
+            "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": token},
         }
 
     def _host_store(self, generation: int) -> None:

@@ -16,17 +16,18 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size
 
-from swift_agent import torch_private
+from swift_agent import job_secret, torch_private
 from swift_agent.errors import SwiftError
 from swift_agent.options import SWIFT_BACKEND
 from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.liveness import Limits
 
 EntryKind = Literal["script", "module", "command", "function"]
@@ -53,7 +54,7 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
-    *etcd* is None when the agent has to start a private server.
+    *etcd* is None when the agent has to start a private server. *journal*: the directory for journals, None for none.
     """
 
     launch: LaunchConfig
@@ -79,7 +80,9 @@ class AgentConfig:
     lease_ttl_s: int
     heartbeat_s: float
     stop_deadline_s: float
+    key: JobKey = field(repr=False)
     keep_logs: bool = True
+    journal: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -111,6 +114,8 @@ class AgentConfig:
         job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
         _check_name("--rdzv-id", job_id, mistakes)
         join_timeout_s = _join_timeout_s(ns, mistakes)
+        secret = job_secret.read(environ, ns.job_secret_file, mistakes)
+        journal = _journal(ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -145,7 +150,9 @@ class AgentConfig:
             lease_ttl_s=ns.lease_ttl,
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
+            key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
+            journal=journal,
         )
 
 
@@ -240,6 +247,17 @@ def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--local-ranks-filter {ns.local_ranks_filter}: not a list of ranks; type for example 0,1")
     if ns.log_dir and os.path.isfile(ns.log_dir):
         mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
+
+
+def _journal(directory: str | None, mistakes: list[str]) -> str | None:
+    if directory is None:
+        return None
+    above = directory
+    while not os.path.exists(above) and os.path.dirname(above) != above:
+        above = os.path.dirname(above) or os.curdir
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        mistakes.append(f"--journal {directory}: {above} is no directory that can be written to; name another one")
+    return os.path.abspath(directory)
 
 
 def _entry_kind(ns: argparse.Namespace, mistakes: list[str]) -> EntryKind:

@@ -6,10 +6,11 @@
     swiftctl stop JOB                    end a job                                                  (ctl_steer)
     swiftctl gc [--yes]                  remove the records of jobs that nobody runs                (ctl_steer)
     swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
+    swiftctl replay JOURNAL              do today's cores decide as an agent's did?                 (ctl_replay)
     swiftctl native build                compile the optional native forwarder
 
 Exit codes: 0 done, 1 etcd or a record does not allow it, or there is no such job, 2 a wrong command line. This module
-must never write into etcd, and never print a node's token or a password.
+must never write into etcd, and never print a password.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from swift_agent import explain as explaining
 from swift_agent import jobs
 from swift_agent.ctl_common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_agent.ctl_doctor import doctor
+from swift_agent.ctl_replay import replay
 from swift_agent.ctl_steer import gc, stop
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.keys import ROOT, Keys
@@ -49,6 +51,7 @@ def cli() -> None:
 cli.add_command(stop)
 cli.add_command(gc)
 cli.add_command(doctor)
+cli.add_command(replay)
 
 
 # ---- status --------------------------------------------------------------------------------------------------------

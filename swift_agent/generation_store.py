@@ -2,8 +2,12 @@
 
 Instead of torch's TCPStore, which resolves the name of the other end of every connection, on the client and in the
 only thread of the server: where DNS is slow or loses a packet, one connection stops all ranks for seconds (5 s with
-glibc's defaults). Besides, this one asks for a token, and `cut()` frees whoever waits on it. It must never evaluate
-what it is sent: keys and values are bytes.
+glibc's defaults). Besides, both sides prove that they know a token, and `cut()` frees whoever waits on it. It must
+never evaluate what it is sent: keys and values are bytes.
+
+    server  nonce                                                         -->  client
+            <--  nonce, HMAC(token, client|both nonces)
+            ok, HMAC(token, server|both nonces)  -->                           then questions and answers
 
 Frames: length (uint32), then parts, each with its own length (uint32); big-endian. The first part is the operation or
 the status.
@@ -13,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
+import secrets
 import socket
 import struct
 import threading
@@ -25,11 +31,21 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _MAX_FRAME_BYTES = 1 << 28
+# Before the other side has proved who it is.
+_MAX_HELLO_BYTES = 4096
 _HELLO_TIMEOUT_S = 10.0
+# An answer may hold many values; its length has 32 bits.
+_MAX_ANSWER_BYTES = (1 << 32) - 1
 # How much longer than the server the client waits for the answer that its time is up.
 _MARGIN_S = 5.0
 _OK, _TIMEOUT, _REFUSED = b"ok", b"timeout", b"refused"
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
+_NONCE_BYTES = 16
+
+
+def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    # Both nonces have a fixed length, so that no two inputs have the same text.
+    return hmac.new(token, role + b"|" + server_nonce + client_nonce, hashlib.sha256).digest()
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:
@@ -100,12 +116,18 @@ class StoreServer:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = await asyncio.wait_for(_read(reader, limit=4096), _HELLO_TIMEOUT_S)
-        if len(hello) != 1 or not hmac.compare_digest(hello[0], self._token):
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(_pack([nonce]))
+        # Not wait_for: before Python 3.12 it can swallow the cancellation that comes together with the result, and then
+        # `close` would wait for ever.
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            hello = await _read(reader, _MAX_HELLO_BYTES)
+        known = len(hello) == 2 and len(hello[0]) == _NONCE_BYTES
+        if not known or not hmac.compare_digest(hello[1], _proof(self._token, b"client", nonce, hello[0])):
             writer.write(_pack([_REFUSED]))
             await writer.drain()
             return
-        writer.write(_pack([_OK]))
+        writer.write(_pack([_OK, _proof(self._token, b"server", nonce, hello[0])]))
         while True:
             operation, *parts = await _read(reader)
             writer.write(_pack(await self._answer(operation, parts)))
@@ -153,7 +175,8 @@ class StoreServer:
                 event = asyncio.Event()
                 self._waiting.setdefault(key, set()).add(event)
                 try:
-                    await asyncio.wait_for(event.wait(), deadline_s - self._loop.time())
+                    async with asyncio.timeout_at(deadline_s):
+                        await event.wait()
                 except TimeoutError:
                     return False
                 finally:
@@ -177,7 +200,8 @@ class StoreClient(Store):
     """
 
     def __init__(self, host: str, port: int, token: bytes = b"", timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
-        """Raises dist.DistStoreError when the server cannot be reached within `timeout` or refuses the token."""
+        """Raises dist.DistStoreError when the server cannot be reached within `timeout`, refuses the token or
+        does not know it."""
         super().__init__()
         self._host, self._port, self._token = host, port, token
         self._time = timeout
@@ -187,7 +211,7 @@ class StoreClient(Store):
         except OSError as error:
             raise dist.DistStoreError(f"store at {host}:{port} cannot be reached: {error}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._exchange([token], timeout.total_seconds())
+        self._introduce(timeout.total_seconds())
 
     def cut(self) -> None:
         """End the connection from any thread: whoever waits on it gets an error at once. May be repeated."""
@@ -255,14 +279,31 @@ class StoreClient(Store):
         with self._lock:
             return self._exchange(parts, waiting_s)
 
-    def _exchange(self, parts: list[bytes], waiting_s: float) -> list[bytes]:
+    def _introduce(self, waiting_s: float) -> None:
+        where = f"store at {self._host}:{self._port}"
+        try:
+            self._socket.settimeout(waiting_s + _MARGIN_S)
+            (server_nonce,) = self._receive_frame(_MAX_HELLO_BYTES)
+            if len(server_nonce) != _NONCE_BYTES:
+                raise ValueError("not a store of ours")
+        except (OSError, ValueError, struct.error) as error:
+            self.cut()
+            raise dist.DistStoreError(f"{where}: {error}") from error
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        hello = [nonce, _proof(self._token, b"client", server_nonce, nonce)]
+        answer = self._exchange(hello, waiting_s, _MAX_HELLO_BYTES)
+        expected = _proof(self._token, b"server", server_nonce, nonce)
+        if len(answer) != 1 or not hmac.compare_digest(answer[0], expected):
+            self.cut()
+            raise dist.DistStoreError(f"{where} does not know this client's token: it is not a store of this job")
+
+    def _exchange(self, parts: list[bytes], waiting_s: float, limit: int = _MAX_ANSWER_BYTES) -> list[bytes]:
         where = f"store at {self._host}:{self._port}"
         try:
             self._socket.settimeout(waiting_s + _MARGIN_S)
             self._socket.sendall(_pack(parts))
-            (size,) = struct.unpack(">I", self._receive(4))
-            status, *answer = _unpack(self._receive(size))
-        except OSError as error:
+            status, *answer = self._receive_frame(limit)
+        except (OSError, ValueError, struct.error) as error:
             # A late answer would be taken for that of the next question.
             self.cut()
             raise dist.DistStoreError(f"{where}: {error}") from error
@@ -272,6 +313,12 @@ class StoreClient(Store):
         if status != _OK:
             raise dist.DistStoreError(f"{where} refuses this client's token")
         return answer
+
+    def _receive_frame(self, limit: int) -> list[bytes]:
+        (size,) = struct.unpack(">I", self._receive(4))
+        if size > limit:
+            raise ConnectionError(f"frame of {size} bytes")
+        return _unpack(self._receive(size))
 
     def _receive(self, size: int) -> bytes:
         buffer = bytearray()

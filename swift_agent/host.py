@@ -38,7 +38,12 @@ def private_directory() -> str:
 
 
 def local_host(config: AgentConfig) -> str:
-    """The address at which the other nodes reach this one: that of the interface that leads to etcd."""
+    """The address at which the other nodes reach this one: `--local-addr`, else that of the interface that leads to
+    etcd. Raises `JobStopped` if it is not known, or not of this machine.
+    """
+    if config.local_addr:
+        _check_own(config.local_addr)
+        return config.local_addr
     if config.etcd is None:
         return "127.0.0.1"
     problems = []
@@ -55,6 +60,18 @@ def local_host(config: AgentConfig) -> str:
     raise JobStopped(
         f"cannot find this node's address on the way to etcd ({'; '.join(problems)}); name it with --local-addr"
     )
+
+
+def _check_own(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise JobStopped(
+            f"--local-addr {address}: nothing can listen there: {error.strerror or error}; "
+            "type an address of this machine"
+        ) from None
 
 
 def mistaken_address(me: NodeRecord, nodes: Iterable[NodeRecord]) -> str:

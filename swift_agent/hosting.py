@@ -1,21 +1,26 @@
 """The c10d stores that an agent hosts, one pair per generation: torch's own for scripts that call `init_process_group`,
-and ours, with a token, for workers that call `swift_agent.init()`. Must never decide who hosts."""
+and ours, with a token, for workers that call `swift_agent.init()`. Both listen on the job's interface only.
+
+Must never decide who hosts, and must never let a token into a record or a message to anybody but a worker."""
 
 from __future__ import annotations
 
 import secrets
+import socket
+from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from swift_agent.generation_store import StoreServer
+from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.keys import StoreRecord
 
 
 class GenerationStores:
     """Keeps the stores of the newest generation and of the one before, which its workers may still be leaving."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, key: JobKey) -> None:
+        self._host, self._key = host, key
         self._open: dict[int, tuple[StoreRecord, TCPStore, StoreServer]] = {}
 
     def open(self, generation: int) -> StoreRecord:
@@ -25,14 +30,26 @@ class GenerationStores:
             return self._open[generation][0]
         for number in [number for number in self._open if number < generation - 1]:
             self._open.pop(number)[2].close()
-        token = secrets.token_hex(16)
-        torch_store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        session_store = StoreServer(self._host, token=token.encode())
-        record = StoreRecord(self._host, torch_store.port, session_store.port, token)
+        record = StoreRecord(self._host, 0, nonce=secrets.token_hex(16))
+        session_store = StoreServer(self._host, token=self.token(generation, record).encode())
+        torch_store = _listening_on(self._host)
+        record = replace(record, port=torch_store.port, session_port=session_store.port)
         self._open[generation] = (record, torch_store, session_store)
         return record
+
+    def token(self, generation: int, record: StoreRecord) -> str:
+        """What a worker needs for the session store of *record*, whoever hosts it."""
+        return self._key.store_token(generation, record.nonce)
 
     def close(self) -> None:
         for _, _, session_store in self._open.values():
             session_store.close()
         self._open.clear()
+
+
+def _listening_on(host: str) -> TCPStore:
+    """torch's store opens its own port on all interfaces, whatever host it is given; not one that it is handed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=4096)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,6 +1,6 @@
 """What the keys of jobs say, for operators: who is in a job, what it does, whether anybody runs it. Pure.
 
-Must never talk to a store or read a clock, and must never let a node's or a store's token into what it returns.
+Must never talk to a store or read a clock.
 """
 
 from __future__ import annotations

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
+from swift_agent import job_secret
 from swift_agent.agent import Agent
 from swift_agent.config import AgentConfig
 from swift_agent.console import show_decisions
 from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.keys import Keys
+from swift_rendezvous.kv import PermissionDenied
 from swift_rendezvous.private_etcd import PrivateEtcd
+
+log = logging.getLogger(__name__)
 
 
 def launch_agent(config: AgentConfig) -> None:
@@ -17,9 +25,23 @@ def launch_agent(config: AgentConfig) -> None:
     signalled. In every case no process, socket, directory or key of this agent is left.
     """
     show_decisions(config.node_id)
+    open_to_all = job_secret.warning(config.key)
+    if open_to_all:
+        log.warning("%s", open_to_all)
     if config.etcd is not None:
-        with EtcdStore(config.etcd) as store:
-            Agent(config, store).run()
+        try:
+            with EtcdStore(config.etcd) as store:
+                Agent(config, store).run()
+        except PermissionDenied as error:
+            raise PermissionDenied(_describe_denied(error, config.etcd, Keys(config.job_id).prefix)) from None
         return
     with PrivateEtcd() as server, EtcdStore(server.config) as store:
         Agent(config, store).run()
+
+
+def _describe_denied(error: PermissionDenied, etcd: EtcdConfig, prefix: str) -> str:
+    who = f"user {etcd.user!r}" if etcd.user else "the user of this client certificate"
+    return (
+        f"{error}: {who} needs a role that may read and write {prefix}; "
+        f"type `etcdctl role grant-permission ROLE --prefix=true readwrite {prefix}` (docs/security.md)"
+    )

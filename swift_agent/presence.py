@@ -15,11 +15,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swift_agent import host
 from swift_agent.config import AgentConfig
+from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord
@@ -60,8 +61,9 @@ class Presence:
         """Enter the job. *known_job*: the job that this node was in before, which must still be there (see
         `registration.enter_job`). Raises what that raises; then nothing is left."""
         self._store, self._keys = store, keys
+        self._nodes: Mapping[str, NodeRecord] | None = None
         with contextlib.ExitStack() as undo:
-            self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s))
+            self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s), key=config.key.heartbeat)
             undo.callback(self.liveness.stop)
             self.me = NodeRecord(
                 node_id=config.node_id,
@@ -69,10 +71,9 @@ class Presence:
                 host=address,
                 watch_port=self.liveness.port,
                 num_workers=config.nproc,
-                token=secrets.token_hex(16),
                 fingerprint=host.fingerprint(config),
             )
-            job = JobRecord(config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts)
+            job = JobRecord(config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof)
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
             self.job: int = entry.job
             self._lease: Lease = entry.lease
@@ -82,17 +83,22 @@ class Presence:
             self._stopped, self._reclaiming = False, False
             self._keep_alive = self._keep(self._lease)
             undo.callback(self._keep_alive.stop)
+            rules = Rules(config.replacement_timeout_s, config.join_timeout_s, RETURN_S, OUTAGE_S)
+            self.journal: Journal | None = open_journal(config.journal, config.job_id, self.me, rules)
+            if self.journal is not None:
+                undo.callback(self.journal.close)
             self.coordinator = Coordinator(
                 store,
                 keys,
                 self.me,
                 self._lease.id,
-                plan_generation,
-                Rules(config.replacement_timeout_s, config.join_timeout_s, RETURN_S, OUTAGE_S),
+                plan_generation if self.journal is None else self.journal.planner(plan_generation),
+                rules,
                 lambda line: log.info("%s", line),
+                None if self.journal is None else self.journal.decision,
                 lambda: self._keep_alive.unbroken_s(),
             )
-            self._watcher = JobWatcher(store, keys, listeners.view)
+            self._watcher = JobWatcher(store, keys, listeners.view, self.me.incarnation)
             self.liveness.start(self.me)
             self.first_view = self._watcher.start()
             undo.callback(self._watcher.stop)
@@ -102,7 +108,9 @@ class Presence:
     def update(self, view: View) -> None:
         """Tell the threads what the job looks like now."""
         self.coordinator.update(view)
-        self.liveness.update(view.nodes.values())
+        if view.nodes is not self._nodes:  # most changes concern no node, and there may be a thousand of them
+            self._nodes = view.nodes
+            self.liveness.update(view.nodes.values())
 
     def overdue_s(self) -> float:
         """For how long this node's lease may have been over, as far as it can tell without the store."""
@@ -161,6 +169,8 @@ class Presence:
         self._watcher.stop()
         self._keep_alive.stop()
         self.liveness.stop(goodbye)
+        if self.journal is not None:
+            self.journal.close()
 
 
 def _revoke(lease: Lease) -> None:

@@ -48,7 +48,9 @@ def transaction_of(command: msg.Command, keys: Keys, view: View, me: NodeRecord)
     lost_peer: str | None = None
     match command:
         case msg.WriteTracked():
-            what, key, value = "tracked", keys.tracked, b"1"
+            # Every node says it; that all are told of it once is enough.
+            guards = [*fence(keys, view, me), Compare.absent(keys.tracked)]
+            return Transaction("tracked", guards, [Put(keys.tracked, b"1")])
         case msg.WriteFailure(generation, failure):
             what, key, value = "failure", keys.failure(generation, failure.slot), encode(failure)
             lost_peer = failure.incarnation if failure.kind == "node" else None
@@ -87,7 +89,9 @@ def recovered(keys: Keys, view: View, me: NodeRecord, phases_s: Mapping[str, flo
     assert generation is not None and plan is not None
     details = {"phases_s": dict(phases_s), "iteration": resumed_iteration(view), "plan": plan.content}
     event = EventRecord(generation.number, "recovered", f"{generation.why}; {plan.why}", at_s, details)
-    return Transaction("event", fence(keys, view, me), [Put(keys.recovery(generation.number), encode(event))])
+    key = keys.recovery(generation.number)
+    # Told once: another coordinator, which takes over later, sees the same records and would measure until then.
+    return Transaction("event", [*fence(keys, view, me), Compare.absent(key)], [Put(key, encode(event))])
 
 
 def resumed_iteration(view: View) -> int:

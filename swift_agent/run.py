@@ -15,6 +15,7 @@ from typing import Any
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from swift_agent import job_secret
 from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.errors import JobStopped
 from swift_agent.options import SWIFT_BACKEND, LaunchCommand, parse_args
@@ -29,14 +30,16 @@ def run(ns: argparse.Namespace) -> None:
     and `swift_rendezvous.kv.RendezvousError` when etcd refuses or another job has this id.
     """
     if ns.rdzv_backend != SWIFT_BACKEND:
-        _torchrun(ns)
+        with job_secret.hidden():
+            _torchrun(ns)
         return
     config = AgentConfig.from_args(ns)
     from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded
 
     # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
-    launch_agent(config)
+    with job_secret.hidden():
+        launch_agent(config)
 
 
 def _torchrun(ns: argparse.Namespace) -> None:

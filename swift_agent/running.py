@@ -30,6 +30,7 @@ from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
+from swift_recovery.progress import ranges_of
 
 R = TypeVar("R")
 
@@ -398,7 +399,7 @@ class Protected:
             return {}
         return {
             "iteration": self._place.here.iteration,
-            "replicas": list(self._tracked.replicas),
+            "replicas": ranges_of(self._tracked.replicas),
             "checksum": f"{self._tracked.checksum():016x}",
         }
 

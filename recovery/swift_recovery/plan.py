@@ -111,9 +111,17 @@ def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
 
 
 def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tuple[int, ...]]:
+    # Most ranks name the same set: sorted once per rank, it would be work for the square of their number.
+    named: dict[int, frozenset[int]] = {}  # by identity: `progress.ranks_of` gives the same object for the same text
     sets: set[tuple[int, ...]] = set()
     for rank, report in holding.items():
-        sets.add(tuple(sorted({*report.replicas, rank})))
+        others = named.get(id(report.replicas))
+        if others is None:
+            others = named[id(report.replicas)] = frozenset(report.replicas)
+            if rank in others:
+                sets.add(tuple(sorted(others)))
+        if rank not in others:
+            sets.add(tuple(sorted({*others, rank})))
     return sorted(members for members in sets if all(0 <= rank < world_size for rank in members))
 
 

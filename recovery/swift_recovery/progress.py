@@ -6,7 +6,9 @@ optimizer step can begin, so what the report says stays true even while the main
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Status = Literal["fresh", "setup", "empty", "holding"]
@@ -30,7 +32,9 @@ class RankReport:
     replicas: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
+        # Not `asdict`, which copies every rank.
+        return {**vars(self), "replicas": ranges_of(self.replicas)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankReport:
@@ -42,5 +46,28 @@ class RankReport:
             status=data["status"],
             iteration=int(data.get("iteration", 0)),
             sections=int(data.get("sections", 0)),
-            replicas=tuple(int(rank) for rank in data.get("replicas", ())),
+            replicas=ranks_of(data.get("replicas", "")),
         )
+
+
+def ranges_of(ranks: Iterable[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8: of the length of the gaps, not of the ranks. In ascending order, each once."""
+    ranges: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+@functools.lru_cache(maxsize=256)
+def ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks of a text of `ranges_of`. Raises ValueError or TypeError for another one."""
+    if not isinstance(text, str):
+        raise TypeError(f"ranks as text are wanted, not {text!r}")
+    ranks: list[int] = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return tuple(ranks)

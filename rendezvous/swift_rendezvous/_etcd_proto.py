@@ -111,10 +111,12 @@ def decode_event(message: Any) -> Event:
     return Event("delete" if message.type == _DELETE_EVENT else "put", decode_key_value(message.kv))
 
 
-def watch_request(prefix: str, single_key: bool, start_revision: int) -> Any:
+def watch_request(prefix: str, single_key: bool, start_revision: int, before: str | None = None) -> Any:
     """Start a watch. The server reports its progress every ten minutes, which keeps the resume point of a quiet watch
     ahead of compaction."""
     keys = {"key": encode_key(prefix)} if single_key else prefix_range(prefix)
+    if before is not None:
+        keys["range_end"] = encode_key(before)
     create = _WatchCreateRequest(**keys, start_revision=start_revision, progress_notify=True)
     return WATCH.request(create_request=create)
 

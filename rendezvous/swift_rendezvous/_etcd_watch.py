@@ -25,10 +25,11 @@ class EtcdWatch:
     """Implements `kv.Watch`. The thread that iterates reads the stream itself: no queue, no hop between threads."""
 
     def __init__(self, transport: Transport, watchdog: Watchdog, prefix: str, single_key: bool,
-                 start_revision: int) -> None:
+                 start_revision: int, before: str | None = None) -> None:
         self._transport = transport
         self._watchdog = watchdog
         self.prefix = prefix
+        self._before = before
         self._single_key = single_key
         # The next revision that the caller has not seen. Taken from the events, never from a response's header: the
         # header of a catching-up watch names the store's revision, which may be ahead of what was delivered.
@@ -87,7 +88,7 @@ class EtcdWatch:
         # With `hasleader` a member that is cut off from its leader ends the stream instead of staying silent.
         metadata = (("hasleader", "true"), *((("token", self._token),) if self._token else ()))
         done = self._request_done = threading.Event()
-        request = watch_request(self.prefix, self._single_key, self._next_revision)
+        request = watch_request(self.prefix, self._single_key, self._next_revision, self._before)
 
         def requests() -> Iterator[Any]:
             yield request

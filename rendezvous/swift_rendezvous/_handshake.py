@@ -1,9 +1,11 @@
-"""How two agents prove to each other that they belong to the same job: HMAC with the token of the one that is dialled,
-which only who can read the job's records knows.
+"""How two agents prove to each other that they belong to the same job: HMAC with the job's heartbeat key (`JobKey`)
+over what both say, fresh nonces of both included, so that nothing that was recorded is of use a second time.
 
-    dialler  {"from", "to", "nonce", "mac": HMAC(token, hello|from|to|nonce)}  -->  dialled
-             <--  HMAC(token, welcome|nonce)
+    dialled  {"nonce"}                                                            -->  dialler
+             <--  {"from", "to", "nonce", "mac": HMAC(key, hello|from|to|both nonces)}
+             {"mac": HMAC(key, welcome|from|to|both nonces)}                      -->
 
+The dialler proves itself first: who merely finds the port gets no proof from it to test guesses of a secret with.
 Must never execute, unpickle or trust anything that comes in.
 """
 
@@ -16,6 +18,7 @@ import logging
 import secrets
 import socket
 import time
+from typing import Any
 
 from swift_rendezvous.keys import NodeRecord
 
@@ -25,66 +28,90 @@ TIMEOUT_S = 2.0
 _MAX_LINE_BYTES = 4096
 
 
-def dial(node: NodeRecord, me: NodeRecord) -> tuple[socket.socket, bytes]:
+def dial(node: NodeRecord, me: NodeRecord, key: bytes) -> tuple[socket.socket, bytes]:
     """A connection to the agent of *node*, and what has come behind its proof already. Raises OSError or ValueError."""
     sock = socket.create_connection((node.host, node.watch_port), timeout=TIMEOUT_S)
     try:
+        lines = _Lines(sock)
         nonce = secrets.token_hex(16)
-        hello = {
-            "from": me.incarnation,
-            "to": node.incarnation,
-            "nonce": nonce,
-            "mac": _mac(node.token, "hello", me.incarnation, node.incarnation, nonce),
-        }
-        sock.sendall(json.dumps(hello).encode() + b"\n")
-        answer, rest = _read_line(sock)
-        if not _same(answer, _mac(node.token, "welcome", nonce)):
+        said = (me.incarnation, node.incarnation, nonce, _text(lines.read(), "nonce"))
+        hello = {"from": me.incarnation, "to": node.incarnation, "nonce": nonce, "mac": _mac(key, "hello", *said)}
+        _send(sock, hello)
+        if not _same(_text(lines.read(), "mac"), _mac(key, "welcome", *said)):
             raise OSError("it did not prove who it is")
-        return sock, rest
+        return sock, lines.rest
     except (OSError, ValueError):
         sock.close()
         raise
 
 
-def welcome(sock: socket.socket, me: NodeRecord) -> str | None:
+def welcome(sock: socket.socket, me: NodeRecord, key: bytes) -> str | None:
     """The incarnation of who has dialled, after both proofs; None for anybody else, a mere probe included."""
     try:
-        sock.settimeout(TIMEOUT_S)
-        line, _ = _read_line(sock)
+        nonce = secrets.token_hex(16)
+        lines = _Lines(sock)
+        _send(sock, {"nonce": nonce})
+        line = lines.read()
         if not line:  # a probe: somebody asks whether this process lives
             return None
-        hello = json.loads(line)
-        sender, nonce = str(hello["from"]), str(hello["nonce"])
-        if not _same(str(hello["mac"]), _mac(me.token, "hello", sender, me.incarnation, nonce)):
+        sender = _text(line, "from")
+        said = (sender, me.incarnation, _text(line, "nonce"), nonce)
+        if not _same(_text(line, "mac"), _mac(key, "hello", *said)):
             raise ValueError("wrong proof")
-        sock.sendall(_mac(me.token, "welcome", nonce).encode() + b"\n")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _send(sock, {"mac": _mac(key, "welcome", *said)})
+    except (OSError, ValueError) as error:
         log.debug("refused a connection: %s", error)
         return None
     return sender
 
 
-def _mac(token: str, *parts: str) -> str:
-    return hmac.new(token.encode(), "|".join(parts).encode(), hashlib.sha256).hexdigest()
+def _send(sock: socket.socket, message: dict[str, str]) -> None:
+    sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _text(line: str, name: str) -> str:
+    """One field of a message. Raises OSError if the other side has said nothing, ValueError if it is no message."""
+    if not line:
+        raise OSError("it did not prove who it is")
+    try:
+        message: Any = json.loads(line)
+    except RecursionError:
+        raise ValueError("not a message of an agent") from None
+    value = message.get(name) if isinstance(message, dict) else None
+    if not isinstance(value, str):
+        raise ValueError("not a message of an agent")
+    return value
+
+
+def _mac(key: bytes, *parts: str) -> str:
+    # As a list: no two different lists have the same text, whatever stands in the parts.
+    return hmac.new(key, json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
 
 def _same(proof: str, expected: str) -> bool:
     # As bytes: compare_digest refuses text that is not ASCII, and *proof* may be anything.
-    return hmac.compare_digest(proof.encode(), expected.encode())
+    return hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
 
 
-def _read_line(sock: socket.socket) -> tuple[str, bytes]:
-    """One line, within the handshake's time however slowly it comes, and what came with its end. Raises OSError."""
-    data = b""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while b"\n" not in data and len(data) < _MAX_LINE_BYTES:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the handshake took too long")
-        sock.settimeout(left_s)
-        chunk = sock.recv(_MAX_LINE_BYTES)
-        if not chunk:
-            break
-        data += chunk
-    line, _, rest = data.partition(b"\n")
-    return line.decode(errors="replace").strip(), rest
+class _Lines:
+    """Reads lines, all of them within the handshake's time however slowly they come. *rest*: what came behind them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._deadline_s = time.monotonic() + TIMEOUT_S
+        self.rest = b""
+        sock.settimeout(TIMEOUT_S)
+
+    def read(self) -> str:
+        """The next line; what there is of it at the end of the stream. Raises OSError."""
+        while b"\n" not in self.rest and len(self.rest) < _MAX_LINE_BYTES:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the handshake took too long")
+            self._sock.settimeout(left_s)
+            chunk = self._sock.recv(_MAX_LINE_BYTES)
+            if not chunk:
+                break
+            self.rest += chunk
+        line, _, self.rest = self.rest.partition(b"\n")
+        return line.decode(errors="replace").strip()

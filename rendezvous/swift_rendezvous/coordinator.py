@@ -28,6 +28,7 @@ from swift_rendezvous.keys import (
 from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValueStore, Op, Put, RendezvousError
 from swift_rendezvous.membership import (
     Command,
+    Decision,
     ForgetNode,
     PublishGeneration,
     PublishLoss,
@@ -45,6 +46,7 @@ from swift_rendezvous.view import View
 log = logging.getLogger(__name__)
 
 Planner = Callable[[GenerationRecord, Mapping[int, ProgressRecord]], PlanRecord]
+Witness = Callable[[View, float, float | None, Decision], None]
 
 # So many generations stay in the history.
 NUM_EVENTS_KEPT = 1000
@@ -53,7 +55,8 @@ NUM_EVENTS_KEPT = 1000
 class Coordinator:
     """Runs in its own thread, so that a slow store never delays the agent's own loop.
 
-    `update` hands it a new view; *announce* is called with one line per decision of the acting coordinator.
+    `update` hands it a new view; *announce* is called with one line per decision of the acting coordinator, *witness*
+    with every call of `decide` (view, now_s, waiting_since_s, decision), before anything of the decision is written.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class Coordinator:
         planner: Planner,
         rules: Rules,
         announce: Callable[[str], None],
+        witness: Witness | None = None,
         unbroken_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """*unbroken_s*: see `kv.KeepAlive`."""
         self._store, self._keys, self._me = store, keys, me
         self.lease_id = lease_id  # of the next election: the node may have got a new one
-        self._planner, self._rules, self._announce, self._unbroken_s = planner, rules, announce, unbroken_s
+        self._planner, self._rules, self._announce, self._witness = planner, rules, announce, witness
+        self._unbroken_s = unbroken_s
         self._absent_since_s: dict[str, float] = {}
         self._view: View | None = None
         self._changed = threading.Condition()
@@ -153,6 +158,8 @@ class Coordinator:
             return decision.deadline_s
         self._said = ""
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
+        if self._witness is not None:
+            self._witness(view, now_s, self._waiting_since_s, decision)
         if decision.deadline_s is None:
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
@@ -247,7 +254,7 @@ class Coordinator:
         prefix = self._keys.prefix
         per_slot = [
             DeletePrefix(f"{prefix}{name}/{number}/")
-            for name in ("failure", "progress", "resumed", "finished", "exited")
+            for name in ("failure", "~progress", "~resumed", "~finished", "exited")
         ]
         single = [
             Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))

@@ -121,20 +121,22 @@ class EtcdStore:
 
     lease = grant_lease
 
-    def watch_prefix(self, prefix: str, start_revision: int | None = None) -> EtcdWatch:
-        return self._watch(prefix, False, start_revision)
+    def watch_prefix(self, prefix: str, start_revision: int | None = None, *, before: str | None = None) -> EtcdWatch:
+        return self._watch(prefix, False, start_revision, before)
 
     def watch(self, key: str, start_revision: int | None = None) -> EtcdWatch:
         """As `watch_prefix`, for one key."""
         return self._watch(key, True, start_revision)
 
-    def _watch(self, key: str, single_key: bool, start_revision: int | None) -> EtcdWatch:
+    def _watch(
+        self, key: str, single_key: bool, start_revision: int | None, before: str | None = None
+    ) -> EtcdWatch:
         if start_revision is None:
             # "From now on" is fixed here and not by the stream, which may have to be opened more than once.
             keys = {"key": encode_key(key)} if single_key else prefix_range(key)
             answer = self._transport.call(RANGE, RANGE.request(**keys, count_only=True))
             start_revision = answer.response.header.revision + 1
-        return EtcdWatch(self._transport, self._watchdog, key, single_key, start_revision)
+        return EtcdWatch(self._transport, self._watchdog, key, single_key, start_revision, before)
 
     def lock(self, name: str, ttl_s: int = 10) -> StoreLock:
         return StoreLock(self, name, ttl_s)

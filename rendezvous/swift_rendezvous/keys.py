@@ -13,6 +13,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -34,18 +35,18 @@ class NodeRecord:
     host: str
     watch_port: int
     num_workers: int
-    token: str = field(repr=False, default="")
     fingerprint: str = ""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all nodes of a job agree on; written once by the first node."""
+    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`."""
 
     num_nodes: int
     num_workers: int
     fingerprint: str
     max_restarts: int = 0
+    secret_proof: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,13 @@ class ProgressRecord:
 class StoreRecord:
     """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call
     `init_process_group`;
-    *session_port* serves workers that call `swift_agent.init()` and know the *token*."""
+    *session_port* serves workers that call `swift_agent.init()` and know the token, which follows from the job's key
+    and the public *nonce*."""
 
     host: str
     port: int
     session_port: int = 0
-    token: str = field(repr=False, default="")
+    nonce: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,8 @@ class ResumedRecord:
 
 @dataclass(frozen=True)
 class FinishedRecord:
-    """All workers of a slot have reached their end. *checksums*: rank -> [iteration, checksum, ranks of its replica
-    set].
+    """All workers of a slot have reached their end. *checksums*: rank -> iteration, checksum, and its replica set as
+    text.
     """
 
     slot: int
@@ -229,6 +231,12 @@ class Keys:
         return f"{ROOT}{self.job_id}/"
 
     @property
+    def for_coordinator(self) -> str:
+        """What every slot writes in every generation, and only the coordinator reads. Sorts behind all other keys, so
+        that who is not the coordinator follows everything *before* this."""
+        return self.prefix + "~"
+
+    @property
     def job(self) -> str:
         return self.prefix + "job"
 
@@ -263,7 +271,7 @@ class Keys:
         return f"{self.prefix}failure/{generation}/{slot}"
 
     def progress(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}progress/{generation}/{slot}"
+        return f"{self.for_coordinator}progress/{generation}/{slot}"
 
     def store(self, generation: int) -> str:
         return f"{self.prefix}store/{generation}"
@@ -272,10 +280,10 @@ class Keys:
         return f"{self.prefix}plan/{generation}"
 
     def resumed(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}resumed/{generation}/{slot}"
+        return f"{self.for_coordinator}resumed/{generation}/{slot}"
 
     def finished(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}finished/{generation}/{slot}"
+        return f"{self.for_coordinator}finished/{generation}/{slot}"
 
     def release(self, generation: int) -> str:
         return f"{self.prefix}release/{generation}"
@@ -310,10 +318,21 @@ def decode(cls: type[T], value: bytes) -> T:
     return typing.cast(T, _build(cls, data, cls.__name__))
 
 
+def to_plain(value: Any) -> Any:
+    """*value*, of dataclasses, mappings and sequences, as JSON has it. No record holds a secret."""
+    return _plain(value)
+
+
+def from_plain(kind: Any, data: Any, where: str) -> Any:
+    """A value of type *kind* from what `to_plain` made of it. Raises :class:`RecordError`, which begins with
+    *where*."""
+    return _build(kind, data, where)
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
@@ -340,7 +359,7 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         if not isinstance(data, list):
             raise RecordError(f"{where}: expected a list, found {type(data).__name__}")
         return tuple(_build(args[0], item, where) for item in data)
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(data, dict):
             raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
         try:

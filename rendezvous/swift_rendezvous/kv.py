@@ -277,8 +277,11 @@ class KeyValueStore(Protocol):
 
     def grant_lease(self, ttl_s: int) -> Lease: ...
 
-    def watch_prefix(self, prefix: str, start_revision: int | None = None) -> Watch:
-        """All changes under *prefix* from *start_revision* on, by default from this call on."""
+    def watch_prefix(self, prefix: str, start_revision: int | None = None, *, before: str | None = None) -> Watch:
+        """All changes under *prefix* from *start_revision* on, by default from this call on.
+
+        *before*: a key that starts with *prefix*; only changes of smaller keys are wanted.
+        """
 
     def lock(self, name: str, ttl_s: int = 10) -> Lock:
         """A lock on the key *name*; ``with store.lock(name): ...`` waits for it without limit."""

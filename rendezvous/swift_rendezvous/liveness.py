@@ -8,9 +8,8 @@ answers, so a starved process, or a connection that was merely reset, is never t
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
                                ^------------------- its kernel answers --'
 
-The lease in etcd stays the backstop (frozen processes). A connection is accepted only from who can read the job's
-records: both sides prove that they know the other's token (HMAC, fresh nonces). Nothing received is ever executed or
-unpickled.
+The lease in etcd stays the backstop (frozen processes). A connection is kept only if both sides prove that they know
+the job's heartbeat key (`_handshake`). Nothing received is ever executed or unpickled.
 
 This module must never decide what follows from a loss.
 """
@@ -85,12 +84,15 @@ class _Peer:
 
 class Liveness:
     """Runs in daemon threads. `on_lost(incarnation, evidence)` is called from one of them, once per lost incarnation
-    (once more after `reconsider`).
+    (once more after `reconsider`). *key*: `JobKey.heartbeat`.
     """
 
-    def __init__(self, host: str, on_lost: Callable[[str, str], None], limits: Limits | None = None) -> None:
+    def __init__(
+        self, host: str, on_lost: Callable[[str, str], None], limits: Limits | None = None, *, key: bytes = b""
+    ) -> None:
         self._on_lost = on_lost
         self._limits = limits or Limits()
+        self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -98,6 +100,7 @@ class Liveness:
         self._lock = threading.Lock()
         # Guarded by the lock.
         self._known: dict[str, NodeRecord] = {}
+        self._targets: list[str] | None = None  # of the ring of all known; None: to be worked out
         self._dialled: set[str] = set()  # dialling or dialled
         self._probed: set[str] = set()
         self._reported: set[str] = set()
@@ -126,6 +129,7 @@ class Liveness:
         """Tell which nodes are in the job now; connections follow."""
         with self._lock:
             self._known = {node.incarnation: node for node in nodes}
+            self._targets = None
         if not self._stopped:
             self._wake()
 
@@ -230,9 +234,11 @@ class Liveness:
         assert self._me is not None
         with self._lock:
             gone = [peer for peer in self._peers.values() if peer.watched and peer.incarnation not in self._known]
+            if self._targets is None:  # not with every heartbeat: it sorts all nodes
+                self._targets = ring_targets(self._me.incarnation, self._known)
             wanted = [
                 self._known[incarnation]
-                for incarnation in ring_targets(self._me.incarnation, self._known)
+                for incarnation in self._targets
                 if incarnation not in self._dialled | self._reported | self._departed
             ]
             self._dialled.update(node.incarnation for node in wanted)
@@ -246,7 +252,7 @@ class Liveness:
     def _dial_one(self, node: NodeRecord) -> None:
         try:
             assert self._me is not None
-            sock, rest = handshake.dial(node, self._me)
+            sock, rest = handshake.dial(node, self._me, self._key)
         except (OSError, ValueError) as error:
             why = f"cannot connect to its agent: {getattr(error, 'strerror', None) or error}"
             self._suspect(node.incarnation, why)
@@ -272,7 +278,7 @@ class Liveness:
             except OSError:
                 return
             assert self._me is not None
-            sender = handshake.welcome(sock, self._me)
+            sender = handshake.welcome(sock, self._me, self._key)
             if sender is None:
                 sock.close()
             else:

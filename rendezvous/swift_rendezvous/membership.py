@@ -24,7 +24,7 @@ from swift_rendezvous.keys import (
     ResultRecord,
     WorkerExit,
 )
-from swift_rendezvous.view import View
+from swift_rendezvous.view import View, once_per_view
 
 LEASE_IS_GONE = "its lease in etcd is gone"
 
@@ -110,6 +110,7 @@ class Losses:
         return bool(self.nodes or self.workers or self.restart)
 
 
+@once_per_view
 def absent(view: View) -> dict[int, Owner]:
     """Slots whose node has no record, though nobody has said that it is lost: its lease in etcd is gone.
 
@@ -155,12 +156,23 @@ def missing(
     return Decision(tuple(late), waiting=waiting, deadline_s=min(next_s) if next_s else None)
 
 
-def losses(view: View, *, with_absent: bool = True) -> Losses:
-    """Everything the records say was lost in the current generation.
+@once_per_view
+def losses(view: View) -> Losses:
+    """Everything the records say was lost in the current generation; a node without a record counts as lost.
 
-    *with_absent*: a node without a record counts as lost. That is the coordinator's business (see `missing`); nobody
-    else may act on it.
+    That a record is missing is the coordinator's business (see `missing`): nobody else may act on it, but on
+    `told_losses`.
     """
+    return _losses(view, with_absent=True)
+
+
+@once_per_view
+def told_losses(view: View) -> Losses:
+    """What was said to be lost; a node whose record is merely missing may come back."""
+    return _losses(view, with_absent=False)
+
+
+def _losses(view: View, with_absent: bool) -> Losses:
     generation = view.generation
     if generation is None:
         return Losses()
@@ -245,7 +257,7 @@ def _advance(view: View) -> Decision:
     if view.plan is None:
         missing = [slot for slot in slots if slot not in view.progress]
         if generation.mode == "replace" and missing:
-            return Decision(waiting=f"slots {missing} have not said what they hold")
+            return Decision(waiting=f"{_some(missing)} have not said what they hold")
         return Decision((PublishPlan(),), why=generation.why)
     if view.plan.restart:
         why = f"all workers restart: {view.plan.why}"
@@ -268,11 +280,11 @@ def _advance(view: View) -> Decision:
 
 def _release(view: View) -> Decision:
     """All have reached the end: compare the replicas one last time, then let the workers exit."""
-    seen: dict[tuple[int, ...], dict[str, list[int]]] = {}
+    seen: dict[str, dict[str, list[int]]] = {}
     for record in view.finished.values():
         for rank, end in record.checksums.items():
             held = f"iteration {end.get('iteration')}, checksum {end.get('checksum')}"
-            seen.setdefault(tuple(end.get("replicas", ())), {}).setdefault(held, []).append(rank)
+            seen.setdefault(str(end.get("replicas")), {}).setdefault(held, []).append(rank)
     for held_by in seen.values():
         if len(held_by) > 1:
             found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())
@@ -295,7 +307,7 @@ def _lost_after_release(view: View, lost: Losses) -> Decision:
     assert generation is not None
     left = [slot for slot in range(len(generation.slots)) if slot not in view.exited and slot not in lost.nodes]
     if left:
-        return Decision(waiting=f"slots {left} are still exiting")
+        return Decision(waiting=f"{_some(left)} are still exiting")
     why = f"training had ended; slots {sorted(lost.nodes)} were lost while their workers exited"
     return Decision((PublishResult(ResultRecord("succeeded", why)),), why=why)
 
@@ -372,6 +384,11 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
     if lost.restart is not None:
         parts.append(lost.restart.evidence)
     return "; ".join(parts)
+
+
+def _some(slots: list[int]) -> str:
+    """Many slots are counted: a wait is told anew with every change, and its text must not grow with the job."""
+    return f"slots {slots}" if len(slots) <= 8 else f"{len(slots)} slots, the first of them {slots[:8]},"
 
 
 def _exits(lost: Losses) -> tuple[WorkerExit, ...]:

@@ -234,19 +234,23 @@ class MemoryStore:
         self._publish(events)
         return lease.take_callbacks()
 
-    def watch_prefix(self, prefix: str, start_revision: int | None = None) -> MemoryWatch:
-        return self._watch(prefix, False, start_revision)
+    def watch_prefix(
+        self, prefix: str, start_revision: int | None = None, *, before: str | None = None
+    ) -> MemoryWatch:
+        return self._watch(prefix, False, start_revision, before)
 
     def watch(self, key: str, start_revision: int | None = None) -> MemoryWatch:
         """As `watch_prefix`, for one key."""
         return self._watch(key, True, start_revision)
 
-    def _watch(self, prefix: str, single_key: bool, start_revision: int | None) -> MemoryWatch:
+    def _watch(
+        self, prefix: str, single_key: bool, start_revision: int | None, before: str | None = None
+    ) -> MemoryWatch:
         with self._lock:
             if self._closed:
                 raise RendezvousError("this store was closed")
             start = self._revision + 1 if start_revision is None else start_revision
-            watch = MemoryWatch(self, prefix, single_key, start)
+            watch = MemoryWatch(self, prefix, single_key, start, before)
             if start < self._compacted:
                 watch.fail(Compacted(f"revision {start} has been compacted", self._compacted))
                 return watch
@@ -329,9 +333,12 @@ class MemoryKeepAlive:
 class MemoryWatch:
     """Implements `kv.Watch`."""
 
-    def __init__(self, store: MemoryStore, prefix: str, single_key: bool, start_revision: int) -> None:
+    def __init__(
+        self, store: MemoryStore, prefix: str, single_key: bool, start_revision: int, before: str | None = None
+    ) -> None:
         self._store = store
         self._prefix = prefix
+        self._before = before
         self._single_key = single_key
         self._start_revision = start_revision
         self._queue: queue.SimpleQueue[WatchResponse | RendezvousError | None] = queue.SimpleQueue()
@@ -346,7 +353,9 @@ class MemoryWatch:
             self._queue.put(WatchResponse(response.revision, events))
 
     def _concerns(self, key: str) -> bool:
-        return key == self._prefix if self._single_key else key.startswith(self._prefix)
+        if self._single_key:
+            return key == self._prefix
+        return key.startswith(self._prefix) and (self._before is None or key < self._before)
 
     def fail(self, error: RendezvousError) -> None:
         self._queue.put(error)

@@ -65,7 +65,10 @@ def enter_job(
             ]
             if store.transaction(guards, [mine, Put(keys.job, found.value)]).succeeded:
                 return Entry(lease, found.create_revision)
-            if store.get(keys.node(me.node_id)) is not None:
+            there = store.get(keys.node(me.node_id))
+            if there is not None and there.lease_id == lease.id:
+                return Entry(lease, found.create_revision)  # it was sent twice, and the first one counted
+            if there is not None:
                 if time.monotonic() >= deadline_s:
                     raise JobConflict(
                         f"a node named {me.node_id!r} is already in job {keys.job_id!r}; name this one with --node-id"
@@ -163,6 +166,8 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
 
 
 def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
+    if other.secret_proof != job.secret_proof:
+        return _describe_secrets(keys, other, job)
     differs = []
     if other.num_nodes != job.num_nodes:
         differs.append(f"--nnodes {other.num_nodes}, here {job.num_nodes}")
@@ -178,6 +183,16 @@ def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
     )
 
 
+def _describe_secrets(keys: Keys, other: JobRecord, job: JobRecord) -> str:
+    if not job.secret_proof:
+        differs = "protected by a job secret, and this node has none: start it with --job-secret-file FILE"
+    elif not other.secret_proof:
+        differs = "running without a job secret, and this node has one: leave it out here, or stop the job"
+    else:
+        differs = "protected by another job secret than this node has: give all nodes the same one"
+    return f"job {keys.job_id!r} is {differs}. Nothing was started; the job is not disturbed"
+
+
 def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> None:
     """Remove the records of a job without nodes. The guard keeps two newcomers from removing each other's new job."""
     guard = Compare.mod_revision(keys.job, "==", job_revision)
@@ -187,7 +202,7 @@ def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> No
 
 def _all_but_nodes(keys: Keys) -> list[Op]:
     single = [keys.job, keys.generation, keys.tracked, keys.preload, keys.result, keys.coordinator]
-    many = ["failure/", "progress/", "store/", "plan/", "resumed/", "finished/", "release/", "exited/", "events/"]
+    many = ["failure/", "store/", "plan/", "release/", "exited/", "events/", "~"]
     return [*(Delete(key) for key in single), *(DeletePrefix(keys.prefix + name) for name in many)]
 
 

@@ -9,7 +9,8 @@ This module must never decide anything and never talk to a store.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -74,6 +75,22 @@ class View:
         return self.generation.number if self.generation else 0
 
 
+def once_per_view(function: Callable[[View], T]) -> Callable[[View], T]:
+    """A pure *function* of a view, worked out once for each: every agent asks several times per event, and what looks
+    at all slots would otherwise be most of its work in a large job. What it returns must not be changed."""
+    name = f"_{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def known_or_new(view: View) -> T:
+        kept = vars(view)
+        if name not in kept:
+            kept[name] = function(view)  # beside the fields: neither `==` nor `replace` sees it
+        found: T = kept[name]
+        return found
+
+    return known_or_new
+
+
 @dataclass(frozen=True)
 class Change:
     """One key that was put (value is bytes) or deleted (value is None)."""
@@ -86,9 +103,9 @@ class Change:
 
 _PER_SLOT: dict[str, tuple[str, type[Any]]] = {
     "failure": ("failures", FailureRecord),
-    "progress": ("progress", ProgressRecord),
-    "resumed": ("resumed", ResumedRecord),
-    "finished": ("finished", FinishedRecord),
+    "~progress": ("progress", ProgressRecord),
+    "~resumed": ("resumed", ResumedRecord),
+    "~finished": ("finished", FinishedRecord),
     "exited": ("exited", ExitedRecord),
 }
 

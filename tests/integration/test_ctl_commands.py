@@ -67,7 +67,7 @@ def recover(store: KeyValueStore, job: str) -> None:
     command = decide(before, Rules(), now_s=0.0, waiting_since_s=None).commands[0]
     assert isinstance(command, PublishGeneration)
     generation = command.generation
-    reports = tuple({"rank": rank, "status": "holding", "iteration": 7, "replicas": [0, 1, 2, 3]} for rank in (0, 1))
+    reports = tuple({"rank": rank, "status": "holding", "iteration": 7, "replicas": "0-3"} for rank in (0, 1))
     plan = plan_generation(generation, {0: ProgressRecord(0, "n0.1", reports)})
     details = {"phases_s": {"agree": 0.003, "plan": 0.002, "total": 0.0951}, "iteration": 7, "plan": plan.content}
     store.put(keys.event(1), encode(EventRecord(1, "generation (start)", "2 nodes are here: n0, n1", 1000.0)))

@@ -33,18 +33,18 @@ class Process:
     """A peer in a process of its own."""
 
     def __init__(
-        self, name: str, token: str = "secret", host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+        self, name: str, key: str = "secret", host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
     ) -> None:
         path = os.pathsep.join([str(ROOT / "rendezvous"), *sys.path])
-        self.popen = subprocess.Popen([*prefix, sys.executable, str(PEER), name, token, host], stdin=subprocess.PIPE,
+        self.popen = subprocess.Popen([*prefix, sys.executable, str(PEER), name, key, host], stdin=subprocess.PIPE,
                                       stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
         assert self.popen.stdin is not None and self.popen.stdout is not None
         self.port = int(json.loads(self.popen.stdout.readline())["port"])
-        self.record = NodeRecord(name, name, host, self.port, 1, token)
+        self.record = NodeRecord(name, name, host, self.port, 1)
 
     def tell(self, *peers: NodeRecord) -> None:
         assert self.popen.stdin is not None
-        self.popen.stdin.write(json.dumps([[p.incarnation, p.watch_port, p.token, p.host] for p in peers]) + "\n")
+        self.popen.stdin.write(json.dumps([[p.incarnation, p.watch_port, p.host] for p in peers]) + "\n")
         self.popen.stdin.flush()
 
     def kill(self) -> None:
@@ -68,10 +68,12 @@ class Process:
 class Node:
     """A peer in this process."""
 
-    def __init__(self, name: str, token: str = "secret", host: str = "127.0.0.1") -> None:
+    def __init__(self, name: str, key: str = "secret", host: str = "127.0.0.1") -> None:
         self.lost: queue.Queue[tuple[str, str, float]] = queue.Queue()
-        self.liveness = Liveness(host, lambda who, why: self.lost.put((who, why, time.monotonic())))
-        self.record = NodeRecord(name, name, host, self.liveness.port, 1, token)
+        self.liveness = Liveness(
+            host, lambda who, why: self.lost.put((who, why, time.monotonic())), key=key.encode()
+        )
+        self.record = NodeRecord(name, name, host, self.liveness.port, 1)
         self.liveness.start(self.record)
 
     def connected(self) -> set[str]:
@@ -91,8 +93,8 @@ class Node:
 def start() -> Iterator[Callable[..., Node | Process]]:
     made: list[Node | Process] = []
 
-    def make(kind: type[Node] | type[Process], name: str, token: str = "secret", **where: Any) -> Node | Process:
-        made.append(kind(name, token, **where))
+    def make(kind: type[Node] | type[Process], name: str, key: str = "secret", **where: Any) -> Node | Process:
+        made.append(kind(name, key, **where))
         return made[-1]
 
     yield make
@@ -167,7 +169,7 @@ def test_a_node_that_was_never_there_is_lost(
 ) -> None:
     me = start(Node, "a")
     assert isinstance(me, Node)
-    me.liveness.update([me.record, NodeRecord("b", "b", "127.0.0.1", free_port(), 1, "secret")])
+    me.liveness.update([me.record, NodeRecord("b", "b", "127.0.0.1", free_port(), 1)])
     assert me.next_lost()[0] == "b"
 
 
@@ -186,21 +188,26 @@ def test_two_that_dial_at_once_both_connect(start: Callable[..., Node | Process]
         assert all(node.lost.empty() for node in nodes)  # type: ignore[union-attr]
 
 
-def _hello(sender: str, target: NodeRecord, token: str) -> bytes:
+def _hello(sender: str, target: NodeRecord, key: str, greeting: bytes) -> bytes:
     nonce = "0" * 32
-    text = "|".join(["hello", sender, target.incarnation, nonce]).encode()
-    mac = hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+    said = ["hello", sender, target.incarnation, nonce, json.loads(greeting)["nonce"]]
+    mac = hmac.new(key.encode(), json.dumps(said).encode(), hashlib.sha256).hexdigest()
     return json.dumps({"from": sender, "to": target.incarnation, "nonce": nonce, "mac": mac}).encode() + b"\n"
 
 
-def _dial(target: NodeRecord, data: bytes) -> tuple[socket.socket, bytes]:
+def _dial(target: NodeRecord, data: Callable[[bytes], bytes]) -> tuple[socket.socket, bytes]:
+    """Connect, say *data* of what is said first, and return the answer to it."""
     sock = socket.create_connection(("127.0.0.1", target.watch_port), timeout=5.0)
-    sock.sendall(data)
+    sock.sendall(data(sock.recv(4096)))
     return sock, sock.recv(4096)
 
 
+def _dial_as(sender: str, target: NodeRecord, key: str) -> tuple[socket.socket, bytes]:
+    return _dial(target, lambda greeting: _hello(sender, target, key, greeting))
+
+
 @pytest.mark.parametrize("data", [
-    pytest.param(None, id="wrong token"), pytest.param(b"GET / HTTP/1.1\r\n", id="another protocol"),
+    pytest.param(None, id="wrong key"), pytest.param(b"GET / HTTP/1.1\r\n", id="another protocol"),
     pytest.param(b"[1]\n", id="no object"), pytest.param(b"[" * 3000 + b"\n", id="nested"),
     pytest.param("{\"from\": \"x\", \"nonce\": \"1\", \"mac\": \"\u00fc\"}\n".encode(), id="not ASCII"),
     pytest.param(b"\xff" * 4096, id="too long"),
@@ -208,20 +215,37 @@ def _dial(target: NodeRecord, data: bytes) -> tuple[socket.socket, bytes]:
 def test_a_stranger_is_refused_and_does_no_harm(start: Callable[..., Node | Process], data: bytes | None) -> None:
     me = start(Node, "a")
     assert isinstance(me, Node)
-    sock, answer = _dial(me.record, _hello("b", me.record, "guess") if data is None else data)
+    sock, answer = _dial_as("b", me.record, "guess") if data is None else _dial(me.record, lambda _: data)
     assert answer == b"" and me.connected() == set()
     sock.close()
-    sock, answer = _dial(me.record, _hello("b", me.record, "secret"))
-    assert len(answer.partition(b"\n")[0]) == 64  # a proof: it still answers those who know
+    sock, answer = _dial_as("b", me.record, "secret")
+    assert len(json.loads(answer.partition(b"\n")[0])["mac"]) == 64  # it still answers those who know
     wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")
     sock.close()
 
 
-def test_a_wrong_token_is_no_loss_and_no_connection(start: Callable[..., Node | Process]) -> None:
+def test_what_was_recorded_is_of_no_use_again(start: Callable[..., Node | Process]) -> None:
+    me = start(Node, "a")
+    assert isinstance(me, Node)
+    recorded: list[bytes] = []
+
+    def record(greeting: bytes) -> bytes:
+        recorded.append(_hello("b", me.record, "secret", greeting))
+        return recorded[0]
+
+    sock, answer = _dial(me.record, record)
+    assert answer
+    sock.close()
+    wait_for(lambda: me.connected() == set(), 5.0, "the end of the connection")
+    sock, answer = _dial(me.record, lambda _: recorded[0])
+    assert answer == b"" and me.connected() == set()
+    sock.close()
+
+
+def test_a_wrong_key_is_no_loss_and_no_connection(start: Callable[..., Node | Process]) -> None:
     me, peer, victim = start(Node, "a"), start(Process, "b", "its own"), start(Process, "c")
     assert isinstance(me, Node) and isinstance(victim, Process)
-    wrong = NodeRecord("b", "b", "127.0.0.1", peer.record.watch_port, 1, "guess")
-    me.liveness.update([me.record, wrong, victim.record])
+    me.liveness.update([me.record, peer.record, victim.record])
     wait_for(lambda: "c" in me.connected(), 5.0, "the other connection")
     victim.kill()
     assert me.next_lost()[0] == "c"
@@ -233,7 +257,7 @@ def test_an_impostor_that_answers_garbage_is_not_trusted_and_does_no_harm(start:
     assert isinstance(me, Node) and isinstance(victim, Process)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.settimeout(5.0)
-        record = NodeRecord("b", "b", "127.0.0.1", impostor.getsockname()[1], 1, "secret")
+        record = NodeRecord("b", "b", "127.0.0.1", impostor.getsockname()[1], 1)
         me.liveness.update([me.record, record, victim.record])
         for _ in range(2):  # the dial and the probe after it
             conn, _ = impostor.accept()
@@ -254,7 +278,7 @@ def test_a_reset_connection_with_a_living_listener_is_no_loss(start: Callable[..
         if frozen:
             peer.popen.send_signal(signal.SIGSTOP)
         num_before = len(me.liveness._peers)
-        sock, answer = _dial(me.record, _hello("b", me.record, "secret"))
+        sock, answer = _dial_as("b", me.record, "secret")
         assert answer
         me.wait_connections(num_before + 1, {"b"}, "the second connection")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -26,6 +26,7 @@ from swift_agent.agent import Agent
 from swift_agent.planning import plan_generation
 from swift_agent.writer import Write
 from swift_recovery.plan import Plan
+from swift_recovery.progress import ranges_of
 from swift_rendezvous import registration
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import GenerationRecord, JobRecord, Keys, NodeRecord, StoreRecord, WorkerExit, decode
@@ -131,14 +132,16 @@ class Driver(Agent):
     def __init__(self, name: str) -> None:
         self._config = SimpleNamespace(node_id=name)  # type: ignore[assignment]
         self._keys = KEYS
-        self._stores = SimpleNamespace(open=lambda number: StoreRecord("h", number))  # type: ignore[assignment]
+        self._stores = SimpleNamespace(  # type: ignore[assignment]
+            open=lambda number: StoreRecord("h", number), token=lambda number, record: ""
+        )
         self._writer = SimpleNamespace(submit=self._submit)  # type: ignore[assignment]
         self._end = None
 
     def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
         self._world, self._node, self._events = world, node, events
         self._state, self._end = node.state, None
-        self._presence = SimpleNamespace(me=node.record)  # type: ignore[assignment]
+        self._presence = SimpleNamespace(me=node.record, journal=None)  # type: ignore[assignment]
 
     def look(self, node: Node) -> None:
         self._state = node.state
@@ -172,7 +175,7 @@ class Driver(Agent):
             case "stop":
                 node.proc = replace(proc, stopped=max(proc.stopped, message["generation"]))
                 report = {"rank": proc.rank, "status": proc.status, "iteration": proc.iteration, "sections": 0,
-                          "replicas": self._world.ranks if proc.status == "holding" else []}  # fmt: skip
+                          "replicas": ranges_of(self._world.ranks) if proc.status == "holding" else ""}  # fmt: skip
                 self._events.append(msg.ReportReceived(0, proc.pid, message["generation"], report))
             case "go":
                 plan, number = Plan.from_json(message["plan"]), message["generation"]
@@ -376,7 +379,7 @@ class World:
 
     def _join(self, node: Node, known_job: int | None) -> None:
         node.life += 1
-        node.record = NodeRecord(node.name, f"{node.name}.{node.life}", "h", 1, 1, "t", "c")
+        node.record = NodeRecord(node.name, f"{node.name}.{node.life}", "h", 1, 1, "c")
         used = node.state.restarts_used if node.state else 0
         try:
             entry = enter_job(self.store, KEYS, self.job, node.record, TTL_S, known_job)
@@ -586,7 +589,7 @@ class World:
                 proc = replace(proc, status="holding", iteration=proc.iteration + 1)
             if proc.iteration == self.target:
                 proc = replace(proc, finished_in=proc.go)
-                end = {"iteration": proc.iteration, "checksum": "aa", "replicas": self.ranks}
+                end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(self.ranks)}
                 events.append(msg.WorkerFinished(0, proc.pid, proc.go, end))
         node.proc = proc
         self.handle(node, events)

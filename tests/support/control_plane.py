@@ -17,6 +17,7 @@ from typing import Any
 from swift_agent import lifecycle as lc
 from swift_agent.planning import plan_generation
 from swift_recovery.plan import Plan
+from swift_recovery.progress import ranges_of
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     ExitedRecord,
@@ -33,7 +34,7 @@ from swift_rendezvous.keys import (
     encode,
 )
 from swift_rendezvous.kv import Compare, Delete, Op, Put
-from swift_rendezvous.membership import Rules, losses
+from swift_rendezvous.membership import Rules, told_losses
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.registration import enter_job
 from swift_rendezvous.view import Change, View, apply, apply_all
@@ -74,7 +75,7 @@ class Proc:
     released: bool = False
 
     def report(self) -> dict[str, Any]:
-        replicas = list(range(self.node.sim.world_size)) if self.status == "holding" else []
+        replicas = ranges_of(range(self.node.sim.world_size)) if self.status == "holding" else ""
         return {"rank": self.rank, "status": self.status, "iteration": self.iteration, "replicas": replicas,
                 "sections": 0}
 
@@ -91,7 +92,7 @@ class SimNode:
 
     def join(self) -> None:
         sim = self.sim
-        self.record = NodeRecord(self.name, f"{self.name}.{self.life}", "127.0.0.1", 1, sim.num_workers, "t", "c")
+        self.record = NodeRecord(self.name, f"{self.name}.{self.life}", "127.0.0.1", 1, sim.num_workers, "c")
         self.lease = enter_job(sim.store, sim.keys, sim.job, self.record, 5).lease
         sim.sync()
         self.state = lc.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
@@ -101,10 +102,8 @@ class SimNode:
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
         self.peers_lost: list[lc.PeerLost] = []
         self.given: set[tuple[Any, ...]] = set()
-        listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
-                   for kv in sim.store.get_prefix(sim.keys.prefix)[0]]
-        self.view = apply_all(View(), sim.keys, listing)
-        self.cursor = len(sim.history)
+        self.follows_all = False
+        self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))
 
@@ -120,10 +119,24 @@ class SimNode:
         for command in step.commands:
             self.execute(command)
 
+    def list_job(self) -> None:
+        sim = self.sim
+        sim.sync()
+        listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
+                   for kv in sim.store.get_prefix(sim.keys.prefix)[0]]
+        self.view = apply_all(View(), sim.keys, listing)
+        self.cursor = len(sim.history)
+
     def deliver_view(self) -> None:
+        """As `JobWatcher`: who is not the coordinator does not see what only that one reads."""
         for change in self.sim.history[self.cursor]:
-            self.view = apply(self.view, self.sim.keys, change)
+            if self.follows_all or change.key < self.sim.keys.for_coordinator:
+                self.view = apply(self.view, self.sim.keys, change)
         self.cursor += 1
+        coordinator = self.view.coordinator
+        if not self.follows_all and coordinator and coordinator.incarnation == self.record.incarnation:
+            self.follows_all = True
+            self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))
 
@@ -215,7 +228,7 @@ class SimNode:
     def send_go(self, local_ranks: tuple[int, ...], number: int) -> None:
         view = self.state.view
         assert view.plan is not None and view.store is not None and not view.plan.restart \
-            and not losses(view, with_absent=False)
+            and not told_losses(view)
         for local_rank in local_ranks:
             proc = self.spoken_to(local_rank)
             if proc is None:
@@ -453,7 +466,7 @@ class Sim:
 
     def finish(self, proc: Proc) -> None:
         proc.finished_in = proc.entered
-        end = {"iteration": proc.iteration, "checksum": "aa", "replicas": list(range(self.world_size))}
+        end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(range(self.world_size))}
         proc.outbox.append(lc.WorkerFinished(proc.local_rank, proc.pid, proc.entered, end))
 
     def exit(self, proc: Proc, code: int) -> None:

@@ -1,5 +1,5 @@
-"""A node that only lives: `liveness_peer.py INCARNATION TOKEN [HOST]` prints its port, learns its peers from its
-standard input, one JSON line of [incarnation, port, token, host] lists at a time, and prints whom it takes for lost."""
+"""A node that only lives: `liveness_peer.py INCARNATION KEY [HOST]` prints its port, learns its peers from its
+standard input, one JSON line of [incarnation, port, host] lists at a time, and prints whom it takes for lost."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from swift_rendezvous.keys import NodeRecord
 from swift_rendezvous.liveness import Liveness
 
 
-def main(incarnation: str, token: str, host: str = "127.0.0.1") -> None:
+def main(incarnation: str, key: str, host: str = "127.0.0.1") -> None:
     def lost(peer: str, evidence: str) -> None:
         print(json.dumps({"lost": peer, "evidence": evidence}), flush=True)
 
-    liveness = Liveness(host, lost)
-    me = NodeRecord(incarnation, incarnation, host, liveness.port, 1, token)
+    liveness = Liveness(host, lost, key=key.encode())
+    me = NodeRecord(incarnation, incarnation, host, liveness.port, 1)
     liveness.start(me)
     print(json.dumps({"port": liveness.port}), flush=True)
     for line in sys.stdin:
-        liveness.update([me, *(NodeRecord(i, i, where, port, 1, key) for i, port, key, where in json.loads(line))])
+        liveness.update([me, *(NodeRecord(i, i, where, port, 1) for i, port, where in json.loads(line))])
     liveness.stop()
 
 

@@ -20,8 +20,8 @@ from swift_rendezvous.keys import (
 from swift_rendezvous.view import View
 
 
-def node(name: str, life: int = 1, *, port: int = 1000, token: str = "secret", workers: int = 2) -> NodeRecord:
-    return NodeRecord(name, f"{name}.{life}", "127.0.0.1", port, workers, token, "command")
+def node(name: str, life: int = 1, *, port: int = 1000, workers: int = 2) -> NodeRecord:
+    return NodeRecord(name, f"{name}.{life}", "127.0.0.1", port, workers, "command")
 
 
 def owner(name: str, life: int = 1) -> Owner:

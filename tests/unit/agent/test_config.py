@@ -22,7 +22,7 @@ from swift_agent.run import cli, main
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a training script, and an environment without settings of ours."""
     for name in list(os.environ):
-        if name.startswith(("PET_", "SWIFT_ETCD_", "SWIFT_NODE_ID")):
+        if name.startswith(("PET_", "SWIFT_ETCD_", "SWIFT_JOB_", "SWIFT_JOURNAL", "SWIFT_NODE_ID")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -99,6 +99,15 @@ def test_endpoints_from_the_environment_and_options_before_it() -> None:
     assert found.etcd is not None and (found.etcd.endpoints, found.node_id) == (("e:3",), "x")
 
 
+def test_a_journal_is_asked_for_and_its_directory_looked_at(workplace: Path) -> None:
+    assert config("train.py").journal is None and config("train.py", environ={"SWIFT_JOURNAL": ""}).journal is None
+    assert config("train.py", environ={"SWIFT_JOURNAL": "a/b"}).journal == str(workplace / "a" / "b")
+    assert config("--journal", "c", "train.py", environ={"SWIFT_JOURNAL": "a/b"}).journal == str(workplace / "c")
+    assert mistakes("--journal", "train.py/x", "train.py") == (
+        "--journal train.py/x: train.py is no directory that can be written to; name another one",
+    )
+
+
 def test_standalone_has_a_private_etcd_whatever_else_is_said() -> None:
     args = ("--standalone", "--rdzv-id", "gpt", "--rdzv-endpoint", "a:1", "train.py")
     found = config(*args, environ={"SWIFT_ETCD_ENDPOINTS": "c:1"})
@@ -140,6 +149,25 @@ def test_password_is_never_shown(workplace: Path) -> None:
     assert "--etcd-password-file" in told and "hunter2" not in told
 
 
+def test_the_job_secret_is_never_shown(workplace: Path) -> None:
+    (workplace / "secret").write_text("a secret of many words\n")
+    (workplace / "secret").chmod(0o600)
+    found = config("--rdzv-endpoint", "a", "--rdzv-id", "gpt", "--job-secret-file", "secret", "train.py")
+    assert found.key.protected and found.key.proof
+    assert "many words" not in repr(found) and found.key.heartbeat.hex() not in repr(found)
+    same = config("--rdzv-endpoint", "a", "--rdzv-id", "gpt", "train.py",
+                  environ={**os.environ, "SWIFT_JOB_SECRET": "a secret of many words"})  # fmt: skip
+    assert same.key.proof == found.key.proof
+    other = config("--rdzv-endpoint", "a", "--rdzv-id", "bert", "--job-secret-file", "secret", "train.py")
+    assert other.key.proof != found.key.proof
+    assert not config("--rdzv-endpoint", "a", "train.py").key.protected
+
+
+def test_a_node_alone_has_a_secret_of_its_own() -> None:
+    keys = [config("--standalone", "train.py").key for _ in range(2)]
+    assert all(key.protected for key in keys) and keys[0].heartbeat != keys[1].heartbeat
+
+
 MISTAKES: list[tuple[list[str], str]] = [
     (["--nnodes", "0", "train.py"], r"--nnodes 0: .*type --nnodes 1 or more"),
     (["--nnodes", "2:1", "train.py"], r"--nnodes 2:1: .*type --nnodes 2"),
@@ -153,6 +181,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--standbys", "-1", "train.py"], r"--standbys -1: must be 0 or more"),
     (["--max-restarts", "-1", "train.py"], r"--max-restarts -1: must be 0 or more"),
     (["--replacement-timeout", "nan", "train.py"], r"--replacement-timeout nan: must be 0 or more"),
+    (["--job-secret-file", "absent", "train.py"], r"job secret file 'absent' cannot be read: No such file"),
     (["--lease-ttl", "1", "train.py"], r"--lease-ttl 1: must be 2 or more"),
     (["--stop-deadline", "0", "train.py"], r"--stop-deadline 0.0: must be above 0"),
     (["--redirects", "7", "train.py"], r"--redirects 7: not a set of streams"),

@@ -23,7 +23,7 @@ def after_a_loss() -> View:
     before = records.view(names=("n0", "n1", "n2"), failures={1: records.failure("node", 1)})
     command = decide(before, Rules(), now_s=0.0, waiting_since_s=None).commands[0]
     assert isinstance(command, PublishGeneration)
-    reports = tuple({"rank": rank, "status": "holding", "iteration": 7, "replicas": [0, 1, 2, 3]} for rank in (0, 1))
+    reports = tuple({"rank": rank, "status": "holding", "iteration": 7, "replicas": "0-3"} for rank in (0, 1))
     progress = {0: ProgressRecord(0, "n0.1", reports)}
     plan = plan_generation(command.generation, progress)
     return records.view(names=("n0", "n2"), generation=command.generation, plan=plan, progress=progress)

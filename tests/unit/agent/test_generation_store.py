@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from swift_agent.generation_store import StoreClient, StoreServer
+from swift_agent.generation_store import StoreClient, StoreServer, _pack
 
 SHORT = timedelta(milliseconds=50)
 
@@ -91,6 +91,81 @@ def test_a_closed_server_frees_its_clients(server: StoreServer, connect: Callabl
     closer.join()
     with pytest.raises(dist.DistStoreError, match="cannot be reached"):
         connect()
+
+
+@pytest.mark.parametrize("answer_parts", [[b"ok", b"p" * 32], [b"ok"], [], None])
+def test_a_store_that_does_not_know_the_token_is_not_used(answer_parts: list[bytes] | None) -> None:
+    """One that says yes to everybody, with a proof of its own or none, or that is no store at all."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(_pack([b"n" * 16]))
+                connection.recv(4096)
+                connection.sendall(struct.pack(">II", 8, 99) * 2 if answer_parts is None else _pack(answer_parts))
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        words = "does not know this client's token" if answer_parts else "store at"
+        with pytest.raises(dist.DistStoreError, match=words):
+            StoreClient("127.0.0.1", listener.getsockname()[1], b"secret", timedelta(seconds=5))
+        thread.join(5)
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_it_closes_even_as_an_answer_comes(num_steps: int, connect: Callable[[], StoreClient]) -> None:
+    """The end and the value that a client waits for, within few steps of the server's loop."""
+    server = StoreServer("127.0.0.1", token=b"secret")
+    client = StoreClient("127.0.0.1", server.port, b"secret", timedelta(seconds=10))
+
+    def wait() -> None:
+        with pytest.raises(dist.DistStoreError):
+            client.wait(["late", "never"])
+
+    ended = threading.Thread(target=wait)
+    ended.start()
+    while not server._waiting:
+        time.sleep(0.001)
+
+    def step(left: int) -> None:
+        if left == num_steps:
+            server._put(b"late", b"value")
+        if left:
+            server._loop.call_soon(step, left - 1)
+        else:
+            server._stop.set()
+
+    server._loop.call_soon_threadsafe(step, num_steps)
+    server._thread.join(5)
+    assert not server._thread.is_alive()
+    ended.join(5)
+    assert not ended.is_alive()
+
+
+def test_the_token_is_never_sent(server: StoreServer) -> None:
+    """What passes over the wire when a client introduces itself is of no use to who listens, nor again."""
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def relay() -> None:
+            client, _ = listener.accept()
+            with client, socket.create_connection(("127.0.0.1", server.port)) as upstream:
+                for source, target in ((upstream, client), (client, upstream), (upstream, client)):
+                    said.append(source.recv(4096))
+                    target.sendall(said[-1])
+                client.recv(1)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        client = StoreClient("127.0.0.1", listener.getsockname()[1], b"secret", timedelta(seconds=5))
+        client.close()
+        thread.join(5)
+    assert len(said) == 3 and not any(b"secret" in data for data in said)
+    with socket.create_connection(("127.0.0.1", server.port)) as again:
+        again.settimeout(5)
+        again.recv(4096)
+        again.sendall(said[1])
+        assert b"refused" in again.recv(4096)
 
 
 def test_a_wrong_token_is_refused(server: StoreServer) -> None:

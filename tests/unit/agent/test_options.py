@@ -30,6 +30,7 @@ OURS = {
     "standbys": 1,
     "stop_deadline": 10.0,
     "node_id": None,
+    "journal": None,
     "etcd_user": None,
     "etcd_password_file": None,
     "etcd_cacert": None,

@@ -11,7 +11,7 @@ import pytest
 
 from swift_agent.planning import plan_generation
 from swift_recovery.plan import Plan, make_plan
-from swift_recovery.progress import RankReport, Status
+from swift_recovery.progress import RankReport, Status, ranges_of, ranks_of
 from swift_rendezvous.keys import ProgressRecord
 from tests.support.records import generation
 
@@ -185,6 +185,16 @@ def test_a_report_is_read_back_and_a_strange_one_refused() -> None:
     for data in strange:
         with pytest.raises((KeyError, TypeError, ValueError)):
             RankReport.from_json(data)
+
+
+def test_ranks_as_text() -> None:
+    for ranks, text in (((), ""), ((7,), "7"), ((0, 1, 2, 5, 7, 8), "0-2,5,7-8"), (tuple(range(8192)), "0-8191")):
+        assert ranges_of(ranks) == text and ranks_of(text) == ranks
+        assert ranks_of(str(text)) is ranks_of(text), "the planner looks at each text once"
+    assert ranges_of([3, 1, 2, 1]) == "1-3"
+    for strange in ("x", "1-y", "1,,2", "-1", 3):
+        with pytest.raises((ValueError, TypeError)):
+            ranks_of(strange)  # type: ignore[arg-type]
 
 
 def test_the_plan_of_a_generation_comes_from_its_records() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
 from tests.support.etcd_cluster import wait_for
-from tests.support.records import failure, node
+from tests.support.records import failure, generation, node
 
 KEYS = Keys("job")
 
@@ -84,7 +85,7 @@ class Agent:
         way: KeyValueStore = self.tap
         self.coordinator = Coordinator(way, KEYS, self.record, self.lease.id, planner, rules, self.lines.append)
         self.views: list[View] = []
-        self.watcher = JobWatcher(way, KEYS, self.see)
+        self.watcher = JobWatcher(way, KEYS, self.see, self.record.incarnation)
 
     def see(self, view: View) -> None:
         # The watcher's thread may be faster with the second view than `start` with the first.
@@ -395,7 +396,7 @@ def test_a_release_that_is_out_holds_back_the_next_generation(jobs: Callable[...
     job.store.put(KEYS.release(1), b"1")
     job.fail("workers", 1, (0,))
     stale = agent.views[-1]
-    seen = View(**{**vars(stale), "failures": {1: failure("workers", 1, (0,))}})  # not the release
+    seen = replace(stale, failures={1: failure("workers", 1, (0,))})  # not the release
     num_before = len(agent.tap.outcomes)
     agent.see(seen)
     job.wait(lambda: len(agent.tap.outcomes) > num_before, "the try")
@@ -475,13 +476,13 @@ def test_a_watcher_that_is_left_behind_lists_again() -> None:
     class Slow(MemoryStore):
         compacted = False
 
-        def watch_prefix(self, prefix: str, start_revision: int | None = None) -> Any:
+        def watch_prefix(self, prefix: str, start_revision: int | None = None, **options: Any) -> Any:
             if not self.compacted:
                 self.compacted = True
                 self.put(KEYS.tracked, b"1")
                 self.put(KEYS.preload, b"numpy")
                 self.compact(self.get_prefix("")[1])  # what the watch would have begun with is gone
-            return super().watch_prefix(prefix, start_revision)
+            return super().watch_prefix(prefix, start_revision, **options)
 
     store = Slow()
     store.put(KEYS.node("n0"), encode(node("n0")))
@@ -492,3 +493,30 @@ def test_a_watcher_that_is_left_behind_lists_again() -> None:
     store.transaction([], [Put(KEYS.node("n1"), encode(node("n1")))])
     wait_for(lambda: "n1" in views[-1].nodes, 5.0, "what came after it")
     watcher.stop()
+
+
+def test_only_the_coordinator_sees_what_all_slots_write() -> None:
+    """Another one takes over in the middle of a recovery: what it has not followed until then it gets by a listing."""
+    store, views = MemoryStore(), dict[str, list[View]]()
+    store.put(KEYS.generation, encode(generation(1)))
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    watchers = []
+    for incarnation in ("n0.1", "n1.1", "n2.1"):
+        seen = views[incarnation] = []
+        watchers.append(JobWatcher(store, KEYS, seen.append, incarnation))
+        watchers[-1].start()
+    store.put(KEYS.progress(1, 0), encode(ProgressRecord(0, "n0.1", ())))
+    store.put(KEYS.tracked, b"1")
+    wait_for(lambda: all(seen and seen[-1].tracked for seen in views.values()), 5.0, "what all see")
+    assert [set(views[name][-1].progress) for name in views] == [{0}, set(), set()]
+    assert len(views["n1.1"]) == 1
+    store.put(KEYS.progress(1, 1), encode(ProgressRecord(1, "n1.1", ())))
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n1", "n1.1")))
+    wait_for(lambda: set(views["n1.1"][-1].progress) == {0, 1}, 5.0, "the listing of the new coordinator")
+    store.put(KEYS.progress(1, 2), encode(ProgressRecord(2, "n2.1", ())))
+    wait_for(lambda: set(views["n1.1"][-1].progress) == {0, 1, 2}, 5.0, "what came after it")
+    revisions = [view.revision for view in views["n1.1"]]
+    assert revisions == sorted(revisions)
+    for watcher in watchers:
+        watcher.stop()
+    assert not any(view.progress for view in views["n2.1"])

@@ -98,12 +98,6 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
     assert k.decode(k.JobRecord, _altered(RECORDS[1], colour="red")) == RECORDS[1]
 
 
-def test_a_token_is_in_no_text() -> None:
-    record = node("n0", token="do-not-show")
-    assert "do-not-show" not in repr(record) and "do-not-show" not in f"{record}"
-    assert b"do-not-show" in k.encode(record)
-
-
 def test_keys_of_a_job_do_not_reach_into_another() -> None:
     mine, other = k.Keys("gpt"), k.Keys("gpt-2")
     assert not other.node("a").startswith(mine.prefix)

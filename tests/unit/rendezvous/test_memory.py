@@ -223,6 +223,14 @@ def test_a_watch_starts_in_the_past_or_in_the_future(store: KeyValueStore, root:
         assert [event.kv.value for event in take(watch, 1)] == [b"in time"]
 
 
+def test_a_watch_of_a_part_of_a_prefix(store: KeyValueStore, root: str) -> None:
+    with store.watch_prefix(root, before=root + "m") as watch:
+        store.transaction([], [Put(root + "m", b""), Put(root + "a", b""), Put(root + "n", b"")])
+        store.put(root + "z", b"")
+        store.put(root + "lz", b"")
+        assert [event.kv.key for event in take(watch, 2)] == [root + "a", root + "lz"]
+
+
 def test_a_watch_of_one_key_sees_no_other(store: Any, root: str) -> None:
     with store.watch(root + "k") as watch:
         store.put(root + "k2", b"")

@@ -69,6 +69,21 @@ def test_another_command_is_refused_and_says_what_differs() -> None:
     store.advance(10.0)  # refused nodes leave no lease behind that would not run out
 
 
+@pytest.mark.parametrize(
+    ("job", "mine", "words"),
+    [("p", "q", "another job secret"), ("p", "", "start it with --job-secret-file"), ("", "q", "without a job secret")],
+)
+def test_another_secret_is_refused_whatever_else_differs(job: str, mine: str, words: str) -> None:
+    store = MemoryStore()
+    there = replace(JOB, secret_proof=job)
+    enter_job(store, KEYS, there, node("n0"), 5)
+    for change in ({}, {"num_nodes": 3}):
+        with pytest.raises(JobConflict, match=words) as refused:
+            enter_job(store, KEYS, replace(JOB, secret_proof=mine, **change), node("n1"), 5)
+        assert "not disturbed" in str(refused.value)
+    assert stored_job(store) == there and registered(store) == [node("n0")]
+
+
 def test_the_records_of_a_job_that_nobody_runs_are_removed() -> None:
     store = MemoryStore()
     store.put(KEYS.job, encode(replace(JOB, fingerprint="older")))
@@ -95,6 +110,21 @@ def test_a_name_is_given_once() -> None:
     with pytest.raises(JobConflict, match="--node-id"):
         enter_job(store, KEYS, JOB, node("n0", 2), 1)
     assert registered(store) == [node("n0")]
+
+
+def test_an_answer_that_was_lost_is_no_other_node() -> None:
+    """A slow server: the client has sent the registration again, and finds the record that it wrote itself."""
+
+    class SentTwice(MemoryStore):
+        def transaction(self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = (), **_: Any
+                        ) -> TransactionResult:
+            super().transaction(compare, success, failure)
+            return replace(super().transaction(compare, success, failure), retried=True)
+
+    store = SentTwice()
+    entry = enter_job(store, KEYS, JOB, node("n0"), 5)
+    found = store.get(KEYS.node("n0"))
+    assert found is not None and found.lease_id == entry.lease.id and store.now_s == 0.0
 
 
 def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:

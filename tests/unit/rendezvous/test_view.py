@@ -67,7 +67,7 @@ def test_a_new_generation_leaves_the_records_of_the_old_one_behind() -> None:
     assert not late.failures
     # The sweep of generation 1 must not take away what belongs to 2.
     history.write(Put(KEYS.progress(2, 0), encode(ProgressRecord(0, "n0.1", ()))))
-    swept = history.write(DeletePrefix(KEYS.prefix + "progress/1/"), Delete(KEYS.plan(1)), Delete(KEYS.release(1)))
+    swept = history.write(DeletePrefix(KEYS.prefix + "~progress/1/"), Delete(KEYS.plan(1)), Delete(KEYS.release(1)))
     assert set(swept.progress) == {0}
 
 
@@ -84,7 +84,7 @@ def test_a_listing_gives_the_view_that_the_watch_gave() -> None:
                     number += 1
                     history.write(_put_generation(number), DeletePrefix(f"{KEYS.prefix}failure/{number - 1}/"),
                                   DeletePrefix(f"{KEYS.prefix}exited/{number - 1}/"),
-                                  DeletePrefix(f"{KEYS.prefix}progress/{number - 1}/"),
+                                  DeletePrefix(f"{KEYS.prefix}~progress/{number - 1}/"),
                                   Put(KEYS.plan(number), encode(PlanRecord(number, {}, "w"))))
                     continue
                 case 1:
