@@ -29,10 +29,10 @@ class GenerationStores:
             return self._open[generation][0]
         for number in [number for number in self._open if number < generation - 1]:
             self._open.pop(number)[2].close()
-        nonce = secrets.token_hex(16)
-        session_store = StoreServer(self._host, token=self._key.store_token(generation, nonce).encode())
+        record = StoreRecord(self._host, 0, nonce=secrets.token_hex(16))
+        session_store = StoreServer(self._host, token=self.token(generation, record).encode())
         torch_store = _listening_on(self._host)
-        record = StoreRecord(self._host, torch_store.port, session_store.port, nonce)
+        record = replace(record, port=torch_store.port, session_port=session_store.port)
         self._open[generation] = (record, torch_store, session_store)
         return record
 

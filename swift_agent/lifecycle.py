@@ -54,7 +54,7 @@ from swift_agent.lifecycle_messages import (
 )
 from swift_agent.timeline import merge_phases
 from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, ResultRecord, WorkerExit
-from swift_rendezvous.membership import absent, losses
+from swift_rendezvous.membership import absent, told_losses
 from swift_rendezvous.view import View
 
 RECLAIM = ("reclaim",)
@@ -315,7 +315,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
 
 def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list[Command], now_s: float) -> AgentState:
     view, number = state.view, generation.number
-    lost = losses(view, with_absent=False)
+    lost = told_losses(view)
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
     # Who waits at its end stands in no collective, and may yet be released: only a new generation calls it back. Once
     # the workers are released nothing is recovered any more.
@@ -357,7 +357,7 @@ def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list
 
 
 def _report_progress(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
-    if generation.mode != "replace" or losses(state.view, with_absent=False) or slot in state.view.progress:
+    if generation.mode != "replace" or told_losses(state.view) or slot in state.view.progress:
         return state
     reports: list[Mapping[str, Any]] = []
     for local_rank in range(generation.num_workers):
@@ -378,7 +378,7 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
     workers = [state.workers.get(local_rank) for local_rank in range(generation.num_workers)]
     if any(w is None or w.generation < generation.epoch for w in workers):
         return state  # the end of a process that is being restarted is not the end of its rank
-    if losses(state.view, with_absent=False) and not state.view.released:
+    if told_losses(state.view) and not state.view.released:
         return state
     local = [w for w in workers if w is not None]
     number = generation.number

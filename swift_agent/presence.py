@@ -97,6 +97,7 @@ class Presence:
                 lambda line: log.info("%s", line),
                 lambda: self._keep_alive.unbroken_s(),
                 None if self.journal is None else self.journal.decision,
+                lambda: self._keep_alive.unbroken_s(),
             )
             self._watcher = JobWatcher(store, keys, listeners.view, self.me.incarnation)
             self.liveness.start(self.me)

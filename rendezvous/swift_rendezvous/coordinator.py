@@ -68,6 +68,7 @@ class Coordinator:
         planner: Planner,
         rules: Rules,
         announce: Callable[[str], None],
+        witness: Witness | None = None,
         unbroken_s: Callable[[], float] = lambda: math.inf,
         witness: Witness | None = None,
     ) -> None:

@@ -156,26 +156,23 @@ def missing(
     return Decision(tuple(late), waiting=waiting, deadline_s=min(next_s) if next_s else None)
 
 
-def losses(view: View, *, with_absent: bool = True) -> Losses:
-    """Everything the records say was lost in the current generation.
-
-    *with_absent*: a node without a record counts as lost. That is the coordinator's business (see `missing`); nobody
-    else may act on it.
-    """
-    return _all_losses(view) if with_absent else _told_losses(view)
-
-
 @once_per_view
-def _all_losses(view: View) -> Losses:
+def losses(view: View) -> Losses:
+    """Everything the records say was lost in the current generation; a node without a record counts as lost.
+
+    That a record is missing is the coordinator's business (see `missing`): nobody else may act on it, but on
+    `told_losses`.
+    """
     return _losses(view, with_absent=True)
 
 
 @once_per_view
-def _told_losses(view: View) -> Losses:
+def told_losses(view: View) -> Losses:
+    """What was said to be lost; a node whose record is merely missing may come back."""
     return _losses(view, with_absent=False)
 
 
-def _losses(view: View, *, with_absent: bool) -> Losses:
+def _losses(view: View, with_absent: bool) -> Losses:
     generation = view.generation
     if generation is None:
         return Losses()

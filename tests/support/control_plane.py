@@ -34,7 +34,7 @@ from swift_rendezvous.keys import (
     encode,
 )
 from swift_rendezvous.kv import Compare, Delete, Op, Put
-from swift_rendezvous.membership import Rules, losses
+from swift_rendezvous.membership import Rules, told_losses
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.registration import enter_job
 from swift_rendezvous.view import Change, View, apply, apply_all
@@ -228,7 +228,7 @@ class SimNode:
     def send_go(self, local_ranks: tuple[int, ...], number: int) -> None:
         view = self.state.view
         assert view.plan is not None and view.store is not None and not view.plan.restart \
-            and not losses(view, with_absent=False)
+            and not told_losses(view)
         for local_rank in local_ranks:
             proc = self.spoken_to(local_rank)
             if proc is None:

@@ -30,6 +30,7 @@ from swift_rendezvous.membership import (
     losses,
     missing,
     spares,
+    told_losses,
 )
 from swift_rendezvous.view import View
 from tests.support.records import failure, generation, node, view
@@ -240,13 +241,13 @@ def wait_for_missing(v: View, *, since_s: float | None = None, unbroken_s: float
 def test_a_node_without_a_record_is_absent_until_somebody_says_that_it_is_lost() -> None:
     gone = without(view(), "n1")
     assert absent(view()) == {} and [owner.node_id for owner in absent(gone).values()] == ["n1"]
-    assert losses(gone).nodes == {1: LEASE_IS_GONE} and not losses(gone, with_absent=False)
+    assert losses(gone).nodes == {1: LEASE_IS_GONE} and not told_losses(gone)
     accused = replace(gone, failures={1: failure("node", 1)})
-    assert absent(accused) == {} and losses(accused, with_absent=False).nodes == {1: "evidence node 1"}
+    assert absent(accused) == {} and told_losses(accused).nodes == {1: "evidence node 1"}
     # Of an incarnation that had the slot before, or of its workers: no accusation of this node.
     assert absent(replace(gone, failures={1: failure("node", 1, name="n7")}))
     workers = replace(gone, failures={1: failure("workers", 1, (0,))})
-    assert absent(workers) and losses(workers, with_absent=False).workers
+    assert absent(workers) and told_losses(workers).workers
     assert absent(replace(gone, exited={1: ExitedRecord(1, "n1.1")})) == {}
     assert absent(replace(gone, nodes={**gone.nodes, "n1": node("n1", 2)})) == {}  # it is back as another
     assert absent(View()) == {}
