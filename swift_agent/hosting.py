@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -95,7 +95,6 @@ class Presence:
                 plan_generation if self.journal is None else self.journal.planner(plan_generation),
                 rules,
                 lambda line: log.info("%s", line),
-                lambda: self._keep_alive.unbroken_s(),
                 None if self.journal is None else self.journal.decision,
                 lambda: self._keep_alive.unbroken_s(),
             )

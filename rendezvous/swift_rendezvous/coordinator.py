@@ -70,7 +70,6 @@ class Coordinator:
         announce: Callable[[str], None],
         witness: Witness | None = None,
         unbroken_s: Callable[[], float] = lambda: math.inf,
-        witness: Witness | None = None,
     ) -> None:
         """*unbroken_s*: see `kv.KeepAlive`."""
         self._store, self._keys, self._me = store, keys, me
