@@ -106,7 +106,7 @@ class Node:
         self.store.get("/")  # connects, as torch's store does when it is made: not a part of what is measured
         self.store.counts.clear()
         name = f"node-{index:05d}"
-        self.me = NodeRecord(name, secrets.token_hex(8), "127.0.0.1", 1, nodes.num_workers, secrets.token_hex(16), "f")
+        self.me = NodeRecord(name, secrets.token_hex(8), "127.0.0.1", 1, nodes.num_workers, "f")
         self.state = lc.AgentState(name, self.me.incarnation, 3)
         self.seen_s: dict[int, float] = {}
         self.go_s: dict[int, float] = {}
@@ -161,7 +161,7 @@ class Node:
                     report = RankReport(0, "holding", 1, 0, everybody).to_json()
                     self.event(msg.ReportReceived(rank, 1 + rank, generation, report))
             case msg.HostStore(generation):
-                store = StoreRecord("127.0.0.1", 1, 2, "token")
+                store = StoreRecord("127.0.0.1", 1, 2, "nonce")
                 self.write(records.hosted_store(keys, view, self.me, generation, store))
             case msg.KillWorkers() | msg.Rejoin() | msg.LeaveJob() | msg.EndJob():
                 self.nodes.fail(f"{self.me.node_id}: {command}")

@@ -165,7 +165,7 @@ def test_a_job_over_tls_with_a_role_of_its_own_leaks_no_secret(
     secrets = tmp_path / "secrets"
     secrets.mkdir()
     secret_file = write_private(secrets / "secret", SECRET)
-    logs = ("--log-dir", str(tmp_path / "logs"), "--tee", "3")
+    logs = ("--log-dir", str(tmp_path / "logs"), "--tee", "3", "--journal", str(tmp_path / "journal"))
     agents = make_agents(
         endpoint=locked.endpoint, job_id="gpt", num_workers=1,
         options=(*locked.flags(), *logs, "--job-secret-file", secret_file, "--local-addr", "127.0.0.2"),
@@ -212,6 +212,8 @@ def test_a_job_over_tls_with_a_role_of_its_own_leaks_no_secret(
     assert sum(b"\0RANK=" in b"\0" + text for text in looker.environ.values()) >= 2
     assert any(b"etcd-password" in text for text in looker.argv.values())
     assert any(name.endswith("agent.a.log") for name in haystack)
+    journals = [text for name, text in haystack.items() if name.startswith(str(tmp_path / "journal"))]
+    assert len(journals) == 2 and all(stores[0][1].nonce.encode() in text for text in journals)
     leaks = [(needle[:6], where) for needle in needles for where, text in haystack.items() if needle.encode() in text]
     assert leaks == []
 
