@@ -412,6 +412,8 @@ def is_communication_error(error: BaseException) -> bool:
     """Whether *error* is what torch raises when a connection of a process group breaks."""
     if isinstance(error, (dist.DistError, PeerFailure)):
         return True
+    if isinstance(error, UsageError):
+        return False  # its text names our package, as that of our stores' errors does
     text = str(error).lower()
     marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out")
     return isinstance(error, RuntimeError) and any(mark in text for mark in marks)
