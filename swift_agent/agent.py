@@ -35,12 +35,13 @@ from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import raise_outcome
 from swift_agent.presence import Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
+from swift_agent.rate import TELL_S
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
-from swift_rendezvous.keys import Keys, ResultRecord, StoreRecord
+from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord
 from swift_rendezvous.kv import KeyValueStore, StoreUnavailable
 from swift_rendezvous.liveness import Limits
 from swift_rendezvous.registration import JobConflict, JobOver
@@ -183,6 +184,7 @@ class Agent:
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
             self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
+            self._event(msg.RateTick())
 
     def _is_registered(self, key: selectors.SelectorKey) -> bool:
         """Not if an earlier handler of this turn has closed it, and maybe given its number to something new."""
@@ -287,6 +289,19 @@ class Agent:
                 self._send(local_ranks, {"op": "stop", "generation": generation, "why": why})
             case msg.SendGo(local_ranks, generation):
                 self._send(local_ranks, self._go_message(generation))
+            case msg.SendLeave(local_ranks, generation):
+                self._send(local_ranks, {**self._go_message(generation), "leaves": True})
+            case msg.SendPause(local_ranks, generation):
+                self._send(local_ranks, {"op": "pause", "generation": generation})
+            case msg.SendBoundary(local_ranks, generation, iteration):
+                self._send(local_ranks, {"op": "boundary", "generation": generation, "iteration": iteration})
+            case msg.AskIteration(local_ranks):
+                self._send(local_ranks, {"op": "where"})
+            case msg.TellRate(generation, iteration, per_s):
+                rate = RateRecord(iteration, per_s, generation, time.time())
+                late_s = time.monotonic() + TELL_S
+                told = records.rate(self._keys, self._state.view, self._presence.me, rate, self._presence.lease_id)
+                self._writer.submit(Write(told.what, told.guards, told.ops, lambda: time.monotonic() < late_s))
             case msg.SendRelease(local_ranks):
                 self._send(local_ranks, {"op": "release"})
             case msg.HostStore(generation):
@@ -298,7 +313,7 @@ class Agent:
             case msg.Rejoin(why):
                 self._rejoin(why)
             case msg.LeaveJob(result):
-                log.warning("%s", result.why)
+                log.log(logging.INFO if result.state == "succeeded" else logging.WARNING, "%s", result.why)
                 self._end = result
             case msg.EndJob():
                 self._end = self._state.view.result
