@@ -36,12 +36,13 @@ from swift_agent.outcome import raise_outcome
 from swift_agent.patience import Patience, probe
 from swift_agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
+from swift_agent.rate import TELL_S
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
-from swift_rendezvous.keys import Keys, ResultRecord, StoreRecord
+from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord
 from swift_rendezvous.kv import KeyValueStore, RendezvousError
 from swift_rendezvous.liveness import Limits
 from swift_rendezvous.registration import JobOver
@@ -190,6 +191,7 @@ class Agent:
             if self._workers.may_reap_strangers():
                 reap_strangers(self._own_pids())
             self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
+            self._event(msg.RateTick())
 
     def _signal_workers(self, signum: int) -> None:
         for process in self._workers.processes.values():
@@ -326,6 +328,19 @@ class Agent:
                 self._send(local_ranks, {"op": "stop", "generation": generation, "why": why})
             case msg.SendGo(local_ranks, generation):
                 self._send(local_ranks, self._go_message(generation))
+            case msg.SendLeave(local_ranks, generation):
+                self._send(local_ranks, {**self._go_message(generation), "leaves": True})
+            case msg.SendPause(local_ranks, generation):
+                self._send(local_ranks, {"op": "pause", "generation": generation})
+            case msg.SendBoundary(local_ranks, generation, iteration):
+                self._send(local_ranks, {"op": "boundary", "generation": generation, "iteration": iteration})
+            case msg.AskIteration(local_ranks):
+                self._send(local_ranks, {"op": "where"})
+            case msg.TellRate(generation, iteration, per_s):
+                rate = RateRecord(iteration, per_s, generation, time.time())
+                late_s = time.monotonic() + TELL_S
+                told = records.rate(self._keys, self._state.view, self._presence.me, rate, self._presence.lease_id)
+                self._writer.submit(Write(told.what, told.guards, told.ops, lambda: time.monotonic() < late_s))
             case msg.SendRelease(local_ranks):
                 self._send(local_ranks, {"op": "release"})
             case msg.HostStore(generation):
@@ -345,7 +360,7 @@ class Agent:
             case msg.Rejoin(why):
                 self._rejoin(why)
             case msg.LeaveJob(result):
-                log.warning("%s", result.why)
+                log.log(logging.INFO if result.state == "succeeded" else logging.WARNING, "%s", result.why)
                 self._end = result
             case msg.EndJob():
                 self._end = self._state.view.result

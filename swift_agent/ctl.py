@@ -3,6 +3,7 @@
     swiftctl status [JOB] [--watch]      who is in a job, who is missing; without JOB all jobs of the etcd cluster
     swiftctl history JOB                 its generations and recoveries, with the time of each phase
     swiftctl explain JOB [GENERATION]    why it has this generation and this plan
+    swiftctl drain JOB NODE              a spare takes the place of a node                          (ctl_drain)
     swiftctl stop JOB                    end a job                                                  (ctl_steer)
     swiftctl gc [--yes]                  remove the records of jobs that nobody runs                (ctl_steer)
     swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
@@ -31,6 +32,7 @@ from swift_agent import explain as explaining
 from swift_agent import jobs
 from swift_agent.ctl_common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_agent.ctl_doctor import doctor
+from swift_agent.ctl_drain import drain
 from swift_agent.ctl_replay import replay
 from swift_agent.ctl_steer import gc, stop
 from swift_rendezvous.etcd_config import EtcdConfig
@@ -49,6 +51,7 @@ def cli() -> None:
 
 
 cli.add_command(stop)
+cli.add_command(drain)
 cli.add_command(gc)
 cli.add_command(doctor)
 cli.add_command(replay)
@@ -136,16 +139,27 @@ def _draw(found: Any) -> RenderableType:
 def _draw_jobs(found: list[dict[str, Any]]) -> RenderableType:
     if not found:
         return Text("no jobs")
-    rows = table("JOB", "STATE", "GENERATION", "NODES", "SPARES", "WORKERS", "ITERATION", "WHY")
+    rows = table("JOB", "STATE", "GENERATION", "NODES", "SPARES", "WORKERS", "ITERATION", "PER SECOND", "WHY")
     for job in found:
         active = len(job["nodes"]) - job["num_spares"]
         # Before the first generation nobody has a place; who is here is what counts.
         nodes = f"{active if job['generation'] else len(job['nodes'])}"
         nodes += f" of {job['num_nodes']}" if job["num_nodes"] else ""
         spares = job["num_spares"] if job["generation"] else 0
-        cells = (job["state"], job["generation"], nodes, spares, job["world_size"], job["iteration"], job["why"])
+        per_s = job["rate"] and job["rate"]["iterations_per_s"]
+        speed = None if per_s is None else f"{per_s:.3g}"
+        cells = (job["state"], job["generation"], nodes, spares, job["world_size"], job["iteration"], speed, job["why"])
         add_row(rows, (job["job"], *cells))
     return rows
+
+
+def _speed(job: dict[str, Any]) -> str:
+    rate = job["rate"]
+    if rate is None:
+        return ", at the last recovery"
+    at = datetime.fromtimestamp(rate["time_s"]).astimezone().isoformat(" ", "seconds")
+    speed = "?" if rate["iterations_per_s"] is None else f"{rate['iterations_per_s']:.3g}"
+    return f", {speed} per second at {at}"
 
 
 def _draw_job(job: dict[str, Any]) -> RenderableType:
@@ -154,7 +168,7 @@ def _draw_job(job: dict[str, Any]) -> RenderableType:
     if job["why"]:
         lines.append(Text(f"  why          {job['why']}"))
     if job["iteration"] is not None:
-        lines.append(Text(f"  iteration    {job['iteration']}, at the last recovery"))
+        lines.append(Text(f"  iteration    {job['iteration']}{_speed(job)}"))
     lines.append(Text(f"  coordinator  {job['coordinator'] or 'none'}"))
     rows = table("SLOT", "NODE", "HOST", "WORKERS", "")
     for node in sorted(job["nodes"], key=lambda node: (node["slot"] is None, node["slot"] or 0, node["node"])):
@@ -163,6 +177,8 @@ def _draw_job(job: dict[str, Any]) -> RenderableType:
     for gap in job["missing_slots"]:
         add_row(rows, (gap["slot"], gap["last_owner"], gap["host"], None, "missing"))
     lines.append(rows)
+    for order in job["drains"]:
+        lines.append(Text(f"  drain of {order['node']} ({order['why']}): {order['progress']}"))
     for failure in job["failures"]:
         lines.append(Text(f"  failure in slot {failure['slot']} ({failure['kind']}): {failure['evidence']}"))
     for event in job["events"][-NUM_EVENTS_SHOWN:]:

@@ -43,7 +43,7 @@ def stop(config: EtcdConfig, job: str, timeout_s: float, why: str | None, as_jso
     written), 1 no such job, nobody runs it, nodes are still there after the timeout, or etcd does not answer, 2 a wrong
     command line.
     """
-    reason = why or f"{_who()} ran swiftctl stop"
+    reason = why or f"{who()} ran swiftctl stop"
     with opened(config) as store:
         entries = records_of(store, config, job)
         keys = Keys(job)
@@ -64,7 +64,7 @@ def stop(config: EtcdConfig, job: str, timeout_s: float, why: str | None, as_jso
         raise click.ClickException(f"after {timeout_s:g} s still there: {', '.join(left)}; the order stands")
 
 
-def _who() -> str:
+def who() -> str:
     try:
         return f"{getpass.getuser()} on {socket.gethostname()}"
     except (KeyError, OSError):  # a user id without a name, as in containers

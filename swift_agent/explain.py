@@ -142,6 +142,8 @@ def _roster(generation: GenerationRecord) -> list[str]:
         lost = [slot * width + local_rank for local_rank in generation.lost.get(slot, ())]
         if generation.mode == "restart":
             line += ": all its workers are started again"
+        elif lost and slot in generation.handover:
+            line += f": it takes over from {generation.handover[slot].node_id}, which is drained"
         elif lost:
             line += f": {_some('rank', lost)} had been lost and {'is' if len(lost) == 1 else 'are'} started there"
         elif generation.mode == "replace":
@@ -159,13 +161,18 @@ def plan_sentences(plan: Plan, world_size: int | None = None) -> list[str]:
     if plan.kind == "restart":
         return [f"The state cannot be brought back in place, so all workers restart: {plan.why}."]
     sentences = [f"The plan: training goes on with the state of iteration {plan.iteration} ({plan.why})."]
+    if plan.handovers:
+        ranks = _some("rank", plan.handovers).capitalize()
+        verb = "hands" if len(plan.handovers) == 1 else "hand"
+        sentences.append(f"{ranks} of a drained node {verb} over to the new owner's.")
     for source in sorted(set(plan.sources.values())):
         sentences.append(f"Rank {source} sends its state to {_some('rank', plan.targets_of(source))}.")
-    if not plan.sources:
+    if not plan.sources and not plan.handovers:
         sentences.append("No rank needs state from another.")
     elif world_size is not None:
-        idle = [rank for rank in range(world_size) if rank not in plan.sources]
-        sentences.append(f"{_some('rank', idle).capitalize()} {'holds' if len(idle) == 1 else 'hold'} it already.")
+        idle = [rank for rank in range(world_size) if rank not in {*plan.sources, *plan.handovers}]
+        if idle:
+            sentences.append(f"{_some('rank', idle).capitalize()} {'holds' if len(idle) == 1 else 'hold'} it already.")
     if plan.sections:
         sentences.append(f"{plan.sections} `@job.resilient` sections count as finished.")
     return sentences

@@ -213,6 +213,11 @@ class StoreClient(Store):
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._introduce(timeout.total_seconds())
 
+    @property
+    def local_address(self) -> str:
+        """The address of this machine on the way to the server."""
+        return str(self._socket.getsockname()[0])
+
     def cut(self) -> None:
         """End the connection from any thread: whoever waits on it gets an error at once. May be repeated."""
         with contextlib.suppress(OSError):

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swift_rendezvous.draining import progress_of
 from swift_rendezvous.keys import ROOT, EventRecord, Keys, RecordError, decode
 from swift_rendezvous.kv import Compare, DeletePrefix, KeyValue, Op, WatchResponse
+from swift_rendezvous.membership import spares
 from swift_rendezvous.view import View, view_of_entries
 
 # Where `swiftctl doctor` measures how long a write takes. No job, so that none is disturbed.
@@ -63,7 +65,9 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
 
     `state` is `starting`, `training`, `recovering`, `abandoned` (no node is alive) or, at the end, what the result
     says. A slot whose owner is not alive is listed under `missing_slots`; a living node without a slot is a spare and
-    has `slot` null. `iteration` is the one at which the job last went on after a recovery, null if there was none.
+    has `slot` null. `iteration` is the newest that is known: that of `rate`, which rank 0's node writes every few
+    seconds (`time_s`: when), else the one at which the job last went on after a recovery, else null. `drains`: the
+    nodes that are to leave, and how far that is.
     """
     listed = list(entries)
     view = view_of(job_id, listed)
@@ -78,6 +82,7 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
         "mode": generation.mode if generation else None,
         "why": view.result.why if view.result else generation.why if generation else "",
         "iteration": _iteration(view, events),
+        "rate": _rate(view),
         "num_restarts": generation.num_restarts if generation else 0,
         "num_nodes": view.job.num_nodes if view.job else None,
         "world_size": generation.world_size if generation else None,
@@ -96,6 +101,10 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
             {"slot": slot, "last_owner": owner.node_id, "host": owner.host}
             for slot, owner in enumerate(slots)
             if owner.incarnation not in alive and view.result is None
+        ],
+        "drains": [
+            {"node": node_id, "progress": progress, "why": view.drains[node_id].why}
+            for node_id, progress in _drains(view)
         ],
         "failures": [
             {"slot": slot, "kind": failure.kind, "local_ranks": list(failure.local_ranks), "evidence": failure.evidence}
@@ -132,9 +141,26 @@ def _state(view: View) -> str:
     return "recovering" if view.failures or being_replaced else "training"
 
 
+def _rate(view: View) -> dict[str, Any] | None:
+    """None also if it is that of workers before a restart, which counted another way."""
+    rate, generation = view.rate, view.generation
+    if rate is None or generation is None or rate.generation < generation.epoch:
+        return None
+    return {"iteration": rate.iteration, "iterations_per_s": rate.per_s, "time_s": rate.time_s}
+
+
+def _drains(view: View) -> list[tuple[str, str]]:
+    """Nodes that are about to leave, and how far that is."""
+    has_spare = bool(spares(view))
+    found = [(node_id, progress_of(view, node_id, has_spare=has_spare)) for node_id in sorted(view.drains)]
+    return [(node_id, progress) for node_id, progress in found if progress]
+
+
 def _iteration(view: View, events: Iterable[EventRecord]) -> int | None:
-    if view.resumed:
-        return max(record.iteration for record in view.resumed.values())
+    rate = _rate(view)
+    if rate is not None or view.resumed:
+        seen = [record.iteration for record in view.resumed.values()]
+        return max([*seen, rate["iteration"]] if rate else seen)
     epoch = view.generation.epoch if view.generation else 0
     # Before a restart of all workers the count was another one.
     known = [event.details.get("iteration") for event in events if event.generation >= epoch]

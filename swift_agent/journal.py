@@ -28,8 +28,8 @@ from swift_agent.journal_codec import (
     state_plain,
     view_changes,
 )
-from swift_rendezvous.coordinator import Planner
-from swift_rendezvous.keys import GenerationRecord, NodeRecord, PlanRecord, ProgressRecord, to_plain
+from swift_rendezvous.coordinator import Planner, Reports
+from swift_rendezvous.keys import GenerationRecord, NodeRecord, PlanRecord, to_plain
 from swift_rendezvous.membership import Decision, Rules
 from swift_rendezvous.view import View
 
@@ -88,8 +88,8 @@ class Journal:
     def planner(self, planner: Planner) -> Planner:
         """*planner*, with every plan written down. To be called on the last decision or its view."""
 
-        def plan(generation: GenerationRecord, progress: Mapping[int, ProgressRecord]) -> PlanRecord:
-            made = planner(generation, progress)
+        def plan(generation: GenerationRecord, progress: Reports, handovers: Reports) -> PlanRecord:
+            made = planner(generation, progress, handovers)
             # The coordinator plans a generation in place from its view, all others together with their decision.
             of = "view" if generation.mode == "replace" else "decision"
             self._put(lambda: [{"plan": to_plain(made), "of": of}])

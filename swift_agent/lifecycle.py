@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from swift_agent import leaving, rate
 from swift_agent.isolation import shall_pause
 from swift_agent.lifecycle_messages import (
     Command,
@@ -30,29 +31,37 @@ from swift_agent.lifecycle_messages import (
     PeerDoubted,
     PeerLost,
     PlaceReclaimed,
+    RateTick,
     Reclaim,
     Rejoin,
     ReportReceived,
     ResumeWorkers,
     SendGo,
+    SendLeave,
     SendRelease,
     SendStop,
     StartWorkers,
     Tick,
     ViewChanged,
+    WorkerAt,
     WorkerExited,
     WorkerFinished,
+    WorkerParked,
+    WorkerPromised,
     WorkerResumed,
     WorkerStarted,
     WorkerUnfit,
     WriteExited,
     WriteFailure,
     WriteFinished,
+    WriteHandover,
     WriteProgress,
     WriteResumed,
+    WriteTaken,
     WriteTracked,
 )
 from swift_agent.timeline import merge_phases
+from swift_recovery.plan import Plan
 from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, ResultRecord, WorkerExit
 from swift_rendezvous.membership import absent, told_losses
 from swift_rendezvous.view import View
@@ -66,7 +75,7 @@ class Worker:
 
     *generation*: in which it was started. *current*: the last generation it was told to enter, 0 before the first.
     *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that
-    one.
+    one. *asked*, *promised_in*, *told*, *parked*: the generation in which that part of a drain was last done.
     """
 
     local_rank: int
@@ -82,6 +91,11 @@ class Worker:
     resumed_iteration: int = 0
     phases_s: Mapping[str, float] = field(default_factory=dict)
     finished: Mapping[str, Any] | None = None
+    asked: int = 0
+    promised_in: int = 0
+    promised: int = 0
+    told: int = 0
+    parked: int = 0
     released: bool = False
     unfit: str = ""
     killed: bool = False
@@ -112,6 +126,7 @@ class AgentState:
     restarts_counted_in: int = 0
     store_started: int = 0
     paused: bool = False
+    rate: rate.Meter = field(default_factory=rate.Meter)
     issued: frozenset[tuple[Any, ...]] = frozenset()
     """Writes and messages of the current generation that are on their way."""
 
@@ -127,15 +142,22 @@ class Step:
 def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
     state = _fold(state, event)
-    if not isinstance(event, Tick):
-        return reconcile(state, now_s=now_s)
-    paused = shall_pause(state.paused, event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
-    why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
     changed: tuple[Command, ...] = ()
-    if paused != state.paused:
-        changed = (PauseWorkers(why) if paused else ResumeWorkers(),)
-    step = reconcile(replace(state, paused=paused), now_s=now_s)
-    return Step(step.state, (*changed, *step.commands))
+    if isinstance(event, Tick):
+        paused = shall_pause(state.paused, event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
+        why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
+        if paused != state.paused:
+            changed = (PauseWorkers(why) if paused else ResumeWorkers(),)
+        state = replace(state, paused=paused)
+    step = reconcile(state, now_s=now_s)
+    step = Step(step.state, (*changed, *step.commands))
+    generation, first = step.state.view.generation, step.state.workers.get(0)
+    if generation is None or first is None or generation.slot_of(state.incarnation) != 0:
+        return step
+    # Whoever has rank 0 keeps an eye on the speed of the job.
+    trains = first.alive and first.hello and first.current == generation.number
+    meter, commands = rate.watch(step.state.rate, event, first.pid, generation.number, trains, now_s)
+    return Step(replace(step.state, rate=meter), (*step.commands, *commands))
 
 
 def _fold(state: AgentState, event: Event) -> AgentState:
@@ -166,6 +188,10 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             if worker is None or generation != worker.current or worker.stop_sent == worker.current:
                 return state
             return _update(state, local_rank, pid, finished=end)
+        case WorkerPromised(local_rank, pid, generation, iteration):
+            return _update(state, local_rank, pid, promised_in=generation, promised=iteration)
+        case WorkerParked(local_rank, pid, generation):
+            return _update(state, local_rank, pid, parked=generation)
         case WorkerUnfit(local_rank, pid, why):
             return _update(state, local_rank, pid, unfit=why)
         case WorkerExited(exit_):
@@ -179,7 +205,7 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             hosting = state.view.store is None and state.view.number == state.store_started
             started = state.store_started - 1 if hosting else state.store_started
             return replace(state, issued=state.issued & {RECLAIM}, store_started=started)
-        case Tick():
+        case Tick() | RateTick() | WorkerAt():
             return state
 
 
@@ -196,18 +222,30 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     if view.result is not None:
         return _once(state, ("end",), EndJob())
     generation = view.generation
+    registered = _is_registered(state, view)
+    slot = generation.slot_of(state.incarnation) if generation is not None else None
+    # Its lease is gone, but nobody has its slot: even if it was told to leave, it comes back first.
+    lapsed = state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absent(view).values()}
+    if not lapsed and (slot is None or not registered):
+        why = leaving.reason_to_go(view, state.node_id, state.incarnation, state.workers)
+        if why:
+            return _once(state, ("leave",), LeaveJob(ResultRecord("succeeded", why)))
     if generation is None:
         return Step(state)
     commands: list[Command] = []
     state = _forget_lost_spares(state, commands)
-    if not _is_registered(state, view):
-        if state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absent(view).values()}:
-            return _once(state, RECLAIM, Reclaim(), commands)
+    if lapsed:
+        return _once(state, RECLAIM, Reclaim(), commands)
+    if not registered:
         # Nobody can choose a node without a record, not even for its own slot.
         why = f"the record of {state.node_id} was removed: the other nodes took it for lost"
         return _once(state, ("rejoin",), Rejoin(why), commands)
-    slot = generation.slot_of(state.incarnation)
     if slot is None:
+        left = leaving.slot_left(generation, state.incarnation)
+        if left is not None:
+            state = _stop_and_go(state, generation, commands, now_s, left)
+            state = _report_progress(state, generation, left, commands, leaves=True)
+            return Step(state, tuple(commands))
         if state.workers:
             why = f"generation {generation.number} gave the slot of {state.node_id} to another node"
             failed = tuple(w.exit for w in state.workers.values() if w.exit and w.exit.exit_code and not w.killed)
@@ -224,6 +262,7 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     state = _processes(state, generation, slot, commands)
     state = _report_losses(state, generation, slot, commands)
     state = _stop_and_go(state, generation, commands, now_s)
+    state = _pause(state, slot, commands)
     state = _report_progress(state, generation, slot, commands)
     state = _report_end(state, generation, slot, commands)
     return Step(state, tuple(commands))
@@ -313,7 +352,10 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
     return state
 
 
-def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list[Command], now_s: float) -> AgentState:
+def _stop_and_go(
+    state: AgentState, generation: GenerationRecord, commands: list[Command], now_s: float, left: int | None = None
+) -> AgentState:
+    """*left*: the slot that this node was drained from; its workers do not go on, but may have to hand over."""
     view, number = state.view, generation.number
     lost = told_losses(view)
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
@@ -350,14 +392,30 @@ def _stop_and_go(state: AgentState, generation: GenerationRecord, commands: list
     if lost or view.plan is None or view.plan.restart or view.store is None:
         return state
     ready = [w.local_rank for w in living if w.current < number and (w.current == 0 or w.stopped == w.current)]
+    if left is not None:
+        ranks_left = range(left * generation.num_workers, (left + 1) * generation.num_workers)
+        if not set(Plan.from_json(view.plan.content).handovers).intersection(ranks_left):
+            return state
     if ready:
-        commands.append(SendGo(tuple(sorted(ready)), number))
+        commands.append((SendGo if left is None else SendLeave)(tuple(sorted(ready)), number))
         state = _mark(state, ready, current=number, report=None)
     return state
 
 
-def _report_progress(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
-    if generation.mode != "replace" or told_losses(state.view) or slot in state.view.progress:
+def _pause(state: AgentState, slot: int, commands: list[Command]) -> AgentState:
+    for ranks, marks, message in leaving.messages(state.view, state.workers):
+        commands.append(message)
+        state = _mark(state, ranks, **marks)
+    for name, write in leaving.writes(state.view, slot, state.workers):
+        state = _issue(state, commands, (name,), write)
+    return state
+
+
+def _report_progress(
+    state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command], leaves: bool = False
+) -> AgentState:
+    known = state.view.handovers if leaves else state.view.progress
+    if generation.mode != "replace" or told_losses(state.view) or slot in known:
         return state
     reports: list[Mapping[str, Any]] = []
     for local_rank in range(generation.num_workers):
@@ -371,7 +429,8 @@ def _report_progress(state: AgentState, generation: GenerationRecord, slot: int,
             reports.append({**worker.report, "rank": rank})
         else:
             return state
-    return _issue(state, commands, ("progress",), WriteProgress(generation.number, slot, tuple(reports)))
+    write = (WriteHandover if leaves else WriteProgress)(generation.number, slot, tuple(reports))
+    return _issue(state, commands, ("progress",), write)
 
 
 def _report_end(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
@@ -388,6 +447,8 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
             merge_phases(phases, worker.phases_s)
         iteration = max(w.resumed_iteration for w in local)
         state = _issue(state, commands, ("resumed",), WriteResumed(number, slot, iteration, phases))
+        if slot in generation.handover:
+            state = _issue(state, commands, ("taken",), WriteTaken(number, slot))
     if all(w.finished is not None or w.done for w in local):
         checksums = {_rank(generation, slot, w): dict(w.finished) for w in local if w.finished is not None}
         record = FinishedRecord(slot, state.incarnation, checksums)

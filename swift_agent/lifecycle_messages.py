@@ -59,6 +59,34 @@ class WorkerFinished:
 
 
 @dataclass(frozen=True)
+class WorkerPromised:
+    """It begins no iteration beyond *iteration* before it knows the boundary."""
+
+    local_rank: int
+    pid: int
+    generation: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class WorkerParked:
+    """It waits at the boundary."""
+
+    local_rank: int
+    pid: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class WorkerAt:
+    """The answer to `AskIteration`: the first iteration that it has not begun."""
+
+    local_rank: int
+    pid: int
+    iteration: int
+
+
+@dataclass(frozen=True)
 class WorkerUnfit:
     """The worker lives but cannot go on in place."""
 
@@ -98,6 +126,11 @@ class Tick:
     silence_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class RateTick:
+    """Time has passed for the meter of the job's speed."""
+
+
 Event = (
     ViewChanged
     | WorkerStarted
@@ -105,12 +138,16 @@ Event = (
     | ReportReceived
     | WorkerResumed
     | WorkerFinished
+    | WorkerPromised
+    | WorkerParked
+    | WorkerAt
     | WorkerUnfit
     | WorkerExited
     | PeerLost
     | PeerDoubted
     | PlaceReclaimed
     | Tick
+    | RateTick
 )
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -145,6 +182,45 @@ class SendStop:
 class SendGo:
     local_ranks: tuple[int, ...]
     generation: int
+
+
+@dataclass(frozen=True)
+class SendLeave:
+    """As `SendGo`, to workers of a drained node: they hand their state over and take no further part."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendPause:
+    """Ask where they are; they promise to go no further than they say (see `swift_rendezvous.draining`)."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendBoundary:
+    """They stop before *iteration*."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class AskIteration:
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TellRate:
+    """Have the speed of the job written. *per_s*: iterations per second."""
+
+    generation: int
+    iteration: int
+    per_s: float | None
 
 
 @dataclass(frozen=True)
@@ -198,6 +274,36 @@ class WriteExited:
 
 
 @dataclass(frozen=True)
+class WritePosition:
+    generation: int
+    slot: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class WriteParked:
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class WriteHandover:
+    """What the workers of a drained node hold."""
+
+    generation: int
+    slot: int
+    reports: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class WriteTaken:
+    """The slot of a drained node trains here."""
+
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
 class ForgetSpare:
     """A node without a slot is lost: nobody may choose it as a replacement."""
 
@@ -231,7 +337,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class LeaveJob:
-    """Workers of this node failed too often, and another node has its slot: this one is of no use any more."""
+    """For good: workers of this node failed too often, and another node has its slot; or it was drained."""
 
     result: ResultRecord
 
@@ -246,6 +352,11 @@ Command = (
     | KillWorkers
     | SendStop
     | SendGo
+    | SendLeave
+    | SendPause
+    | SendBoundary
+    | AskIteration
+    | TellRate
     | SendRelease
     | HostStore
     | WriteTracked
@@ -254,6 +365,10 @@ Command = (
     | WriteResumed
     | WriteFinished
     | WriteExited
+    | WritePosition
+    | WriteParked
+    | WriteHandover
+    | WriteTaken
     | ForgetSpare
     | PauseWorkers
     | ResumeWorkers

@@ -197,6 +197,10 @@ class Place:
             self.owed = None
             self.tracked.updates.mixed = False
 
+    def next_iteration(self) -> int:
+        """The first iteration that this rank has not begun; called by the supervisor's thread with the lock held."""
+        return self.here.iteration + (self.inside == "iteration")
+
     def report(self) -> dict[str, Any]:
         """What this rank holds; called by the supervisor's thread with the lock held, after the fence is up."""
         tracked, status, iteration = self.tracked, self.status, self.here.iteration

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from swift_recovery.plan import Plan, make_plan
 from swift_recovery.progress import RankReport
 from swift_rendezvous.keys import GenerationRecord, PlanRecord, ProgressRecord
 
+Reports = Mapping[int, ProgressRecord]
 
-def plan_generation(generation: GenerationRecord, progress: Mapping[int, ProgressRecord]) -> PlanRecord:
-    """The plan of *generation*; everything is set up anew unless workers are replaced in place."""
+
+def plan_generation(
+    generation: GenerationRecord, progress: Reports, handovers: Reports = MappingProxyType({})
+) -> PlanRecord:
+    """The plan of *generation*; everything is set up anew unless workers are replaced in place.
+
+    *handovers*: what the workers of drained former owners hold, by slot.
+    """
     if generation.mode != "replace":
         plan = Plan("fresh", generation.why)
     else:
-        reports = [RankReport.from_json(report) for record in progress.values() for report in record.reports]
-        plan = make_plan(reports, generation.world_size)
+        plan = make_plan(_reports(progress), generation.world_size, _reports(handovers))
     return PlanRecord(generation.number, plan.to_json(), plan.why, restart=plan.kind == "restart")
+
+
+def _reports(records: Reports) -> list[RankReport]:
+    return [RankReport.from_json(report) for record in records.values() for report in record.reports]

@@ -112,6 +112,10 @@ class Presence:
             self._nodes = view.nodes
             self.liveness.update(view.nodes.values())
 
+    @property
+    def lease_id(self) -> int:
+        return self._lease.id
+
     def overdue_s(self) -> float:
         """For how long this node's lease may have been over, as far as it can tell without the store."""
         return self._keep_alive.overdue_s()

@@ -15,10 +15,14 @@ from swift_rendezvous.keys import (
     ExitedRecord,
     Keys,
     NodeRecord,
+    ParkedRecord,
+    PositionRecord,
     ProgressRecord,
+    RateRecord,
     ResultRecord,
     ResumedRecord,
     StoreRecord,
+    TakenRecord,
     encode,
 )
 from swift_rendezvous.kv import Compare, Delete, Op, Put
@@ -64,6 +68,16 @@ def transaction_of(command: msg.Command, keys: Keys, view: View, me: NodeRecord)
             what, key, value = "finished", keys.finished(generation, finished.slot), encode(finished)
         case msg.WriteExited(generation, slot):
             what, key, value = "exited", keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation))
+        case msg.WritePosition(generation, slot, iteration):
+            position = PositionRecord(slot, me.incarnation, iteration)
+            what, key, value = "position", keys.position(generation, slot), encode(position)
+        case msg.WriteParked(generation, slot):
+            what, key, value = "parked", keys.parked(generation, slot), encode(ParkedRecord(slot, me.incarnation))
+        case msg.WriteHandover(generation, slot, reports):
+            handover = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
+            what, key, value = "handover", keys.handover(generation, slot), encode(handover)
+        case msg.WriteTaken(generation, slot):
+            what, key, value = "taken", keys.taken(generation, slot), encode(TakenRecord(slot, me.incarnation))
         case msg.ForgetSpare(node_id, incarnation):
             # Not fenced by generation, but by the node itself: it may have come back.
             as_seen = Compare.create_revision(keys.node(node_id), "==", view.joined.get(node_id, 0))
@@ -76,6 +90,11 @@ def transaction_of(command: msg.Command, keys: Keys, view: View, me: NodeRecord)
 def hosted_store(keys: Keys, view: View, me: NodeRecord, generation: int, store: StoreRecord) -> Transaction:
     """Where the stores of *generation* listen."""
     return Transaction("store", fence(keys, view, me), [Put(keys.store(generation), encode(store))])
+
+
+def rate(keys: Keys, view: View, me: NodeRecord, record: RateRecord, lease_id: int) -> Transaction:
+    """How fast the job trains; gone with this node."""
+    return Transaction("rate", fence(keys, view, me), [Put(keys.rate, encode(record), lease_id=lease_id)])
 
 
 def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> Transaction:

@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from swift_agent import handover
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.generation_store import StoreClient
 from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
@@ -56,6 +58,9 @@ class Rejoin:
         while True:
             go = self._supervisor.wait_go()
             try:
+                if go.leaves:
+                    self._hand_over(go)
+                    continue  # there may be no more to come; or the slot is given back
                 self._enter(go)
                 if not self._supervisor.interrupted:
                     return
@@ -77,7 +82,7 @@ class Rejoin:
         self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
         clock.mark("regroup")
         self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
-        self._exchange_state(plan)
+        self._exchange_state(go)
         clock.mark("transfer")
         self._compare()
         clock.mark("verify")
@@ -96,8 +101,24 @@ class Rejoin:
         content: list[Layout | None] = json.loads(store.get(str(plan.layouts[self._place.rank])))
         return content
 
-    def _exchange_state(self, plan: Plan) -> None:
-        place, state = self._place, self._tracked.state
+    def _hand_over(self, go: Go) -> None:
+        """On a drained node: give the state to the successor of this rank. It is kept until this process ends."""
+        if self._place.rank not in go.plan.handovers:
+            return
+        store = StoreClient(*go.session_store, go.token, CONNECT_TIMEOUT)
+        try:
+            layouts = self._tracked.layouts_for(go.plan.iteration)
+            with handover.offered(store, self._place.rank, layouts, self._supervisor.check) as link:
+                send_state(self._tracked.state, self._place.offer(), [link])
+        finally:
+            store.close()
+
+    def _exchange_state(self, go: Go) -> None:
+        place, state, plan = self._place, self._tracked.state, go.plan
+        if place.rank in plan.handovers:
+            # First: it may be a source for others then.
+            with handover.taken(self._groups.store, place.rank, self._supervisor.check) as predecessor:
+                place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         targets = plan.targets_of(place.rank)
         if targets:
             send_state(state, place.offer(), [self._link(target) for target in targets])

@@ -146,8 +146,12 @@ class Protected:
                 self._recover()
             if self._recovered_in:
                 self._tell_resumed()
+            if supervisor.pausing:
+                supervisor.hold(place.here.iteration)
+                if supervisor.interrupted:
+                    continue
             supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
-            if supervisor.wait_release():
+            if supervisor.wait_release(place.here.iteration):
                 break
         supervisor.close()
 
@@ -170,6 +174,8 @@ class Protected:
                 place.seeds.use(Purpose.ITERATION, number)
                 tracked.begin(number)
                 place.enter("iteration")
+                if self.supervisor.pausing:
+                    self.supervisor.hold(number)
                 if self.supervisor.interrupted:
                     self.supervisor.check()
                 result = call()

@@ -104,7 +104,7 @@ def _with_agent(
     started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
     protected = Protected(place, supervisor, groups, device, started_s)
     hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}
-    supervisor.start(hello, place.report, groups.abort)
+    supervisor.start(hello, place.report, groups.abort, place.next_iteration)
     _create_groups(protected, place, supervisor, groups, backend, timeout)
     job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
     _install_hooks(job, supervisor)

@@ -3,6 +3,12 @@
     agent: go(1) ............ stop(1) ............ go(2) ... release
     worker:      trains in 1          reports on 1        enters 2
 
+For a drain the agents first have all workers stop before the same iteration; the thread answers where this one is, and
+the main thread waits in `hold`:
+
+    agent: pause(1) ......................... boundary(1, i) .................... stop(1) ...
+    worker:         promised(1, at most i)                   parked(1) before i
+
 A thread reads the channel. On `stop` it raises the flag first, so that no optimizer step can begin any more, then
 aborts the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means
 that the agent is dead; its worker must not live on.
@@ -45,6 +51,8 @@ class Go:
     store_port: int
     session_port: int
     token: bytes = field(repr=False)
+    leaves: bool = False
+    """Of a drained node: hand the state over to the successors in the plan, and enter nothing."""
 
     @property
     def session_store(self) -> tuple[str, int]:
@@ -56,6 +64,7 @@ class Supervisor:
     is the condition.
 
     *interrupted*: the generation that the main thread works in was stopped. Never before it has entered its first.
+    *pausing*: its workers are to stop at a common boundary.
     What the main thread does in every iteration is kept down to a few operations: it runs with cold caches.
     """
 
@@ -65,6 +74,11 @@ class Supervisor:
         self.fence = threading.RLock()
         self.changed = threading.Condition(self.fence)
         self.interrupted = False
+        self.pausing = False
+        self._pause_in = 0
+        self._promised = 0
+        self._boundary: int | None = None
+        self._parked = False
         self._go: Go | None = None
         self._stopped = 0
         self._aborted = 0
@@ -75,11 +89,16 @@ class Supervisor:
         self._patience_s = 0.0
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
+        self._position: Callable[[], int] = int
         self._thread = threading.Thread(target=self._read, name="swift-supervisor", daemon=True)
 
-    def start(self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None]) -> None:
-        """Say hello and begin to listen. *report* and *abort* are called in the reading thread."""
-        self._report, self._abort = report, abort
+    def start(
+        self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None],
+        position: Callable[[], int] = int,
+    ) -> None:  # fmt: skip
+        """Say hello and begin to listen. *report*, *abort* and *position* (the first iteration that has not begun) are
+        called in the reading thread."""
+        self._report, self._abort, self._position = report, abort, position
         self._channel.send({"op": "hello", **hello})
         self._thread.start()
 
@@ -117,6 +136,7 @@ class Supervisor:
             assert self._go is not None
             self._entered = self._go.generation
             self.interrupted = False
+            self.pausing = self._pause_in == self._entered
             return self._go
 
     def peek_go(self) -> Go:
@@ -147,10 +167,29 @@ class Supervisor:
         with self.changed:
             self.changed.wait_for(lambda: self._aborted >= self._stopped)
 
-    def wait_release(self) -> bool:
-        """At the end of the run: True when the job is over, False when it has to be recovered once more."""
+    def hold(self, iteration: int) -> None:
+        """*iteration* is about to begin: return once it may, or once this generation is stopped."""
         with self.changed:
-            self.changed.wait_for(lambda: self._released or self.interrupted)
+            while self.pausing and not self.interrupted and self._is_due(iteration):
+                self.changed.wait()
+
+    def _is_due(self, iteration: int) -> bool:
+        """Whether a worker before *iteration* has to wait; says so where that is the boundary. Under the lock."""
+        if self._boundary is None:
+            return iteration >= self._promised
+        if iteration >= self._boundary and not self._parked:
+            self._parked = True
+            self.send({"op": "parked", "generation": self._entered})
+        return self._parked
+
+    def wait_release(self, iteration: int) -> bool:
+        """At the end of the run, after *iteration* iterations: True when the job is over, False when it has to be
+        recovered once more."""
+        with self.changed:
+            while not (self._released or self.interrupted):
+                if self.pausing:
+                    self._is_due(iteration)
+                self.changed.wait()
             return self._released
 
     def send(self, message: Message) -> None:
@@ -195,10 +234,30 @@ class Supervisor:
                 case "wait":
                     with self.changed:
                         self._patience_s = CONFIRM_TIMEOUT_S
+                case "pause":
+                    self._on_pause(int(message["generation"]))
+                case "boundary":
+                    with self.changed:
+                        if self._pause_in == int(message["generation"]):
+                            self._boundary = int(message["iteration"])
+                            self.changed.notify_all()
+                case "where":
+                    with self.fence:
+                        iteration = self._position()
+                    self.send({"op": "at", "iteration": iteration})
                 case "release":
                     with self.changed:
                         self._released = True
                         self.changed.notify_all()
+
+    def _on_pause(self, generation: int) -> None:
+        with self.changed:
+            self._pause_in, self._boundary, self._parked = generation, None, False
+            # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
+            self.pausing = generation == self._entered
+            self._promised = self._position()
+            self.changed.notify_all()
+        self.send({"op": "promised", "generation": generation, "iteration": self._promised})
 
     def _on_stop(self, generation: int, why: str) -> None:
         with self.changed:
@@ -227,6 +286,7 @@ def _read_go(message: Message) -> Go:
         store_port=int(store["port"]),
         session_port=int(store["session_port"]),
         token=str(store["token"]).encode(),
+        leaves=bool(message.get("leaves")),
     )
 
 

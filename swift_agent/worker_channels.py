@@ -121,6 +121,13 @@ class WorkerChannels:
                 self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, message["phases_s"]))
             case "finished":
                 self._on_event(msg.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
+            case "promised":
+                generation, iteration = int(message["generation"]), int(message["iteration"])
+                self._on_event(msg.WorkerPromised(local_rank, pid, generation, iteration))
+            case "parked":
+                self._on_event(msg.WorkerParked(local_rank, pid, int(message["generation"])))
+            case "at":
+                self._on_event(msg.WorkerAt(local_rank, pid, int(message["iteration"])))
             case "unfit":
                 self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
             case "suspect":

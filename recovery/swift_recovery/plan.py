@@ -24,8 +24,10 @@ class Plan:
 
     `fresh`: nobody holds state yet; all create their process groups together and run their set-up together.
     `copy`: training goes on with the state of *iteration*; `sources[rank]` is the rank that sends its state to *rank*,
-    ranks that are no key hold it already. *sections*: how many `@job.resilient` calls count as finished.
-    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over; a rank that is no key leads its replica set.
+    ranks that are no key hold it already. *handovers*: ranks that get it from their own predecessors instead, processes
+    of the same rank on a node that is leaving. *sections*: how many `@job.resilient` calls count as finished.
+    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over (of a rank in *handovers*: its predecessor's);
+    a rank that is no key leads its replica set.
     `restart`: state cannot be brought back in place.
     """
 
@@ -35,6 +37,7 @@ class Plan:
     sections: int = 0
     sources: Mapping[int, int] = field(default_factory=dict)
     layouts: Mapping[int, int] = field(default_factory=dict)
+    handovers: tuple[int, ...] = ()
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -48,6 +51,7 @@ class Plan:
             "sections": self.sections,
             "sources": {str(rank): source for rank, source in self.sources.items()},
             "layouts": {str(rank): source for rank, source in self.layouts.items()},
+            "handovers": list(self.handovers),
         }
 
     @classmethod
@@ -59,16 +63,23 @@ class Plan:
             sections=int(data["sections"]),
             sources={int(rank): int(source) for rank, source in data["sources"].items()},
             layouts={int(rank): int(source) for rank, source in data["layouts"].items()},
+            handovers=tuple(int(rank) for rank in data.get("handovers", ())),
         )
 
 
-def make_plan(reports: Iterable[RankReport], world_size: int) -> Plan:
+def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iterable[RankReport] = ()) -> Plan:
     """Plan the recovery of a job of *world_size* ranks; a rank without a report is a new process.
+
+    *predecessors*: what processes hold whose ranks are taken over by others, on nodes that leave. Such a state goes to
+    the successor: it is the rank's own, down to generators and buffers, and may be the only copy.
 
     Across replica sets all go on from the same iteration: the newest that some rank of every set holds.
     """
     by_rank = {report.rank: report for report in reports}
     holding = {rank: report for rank, report in by_rank.items() if report.status == "holding"}
+    leaving = {report.rank: report for report in predecessors if report.status == "holding"}
+    leaving = {rank: report for rank, report in leaving.items() if rank not in holding}
+    holding |= leaving
     if not holding:
         return _nobody_holds(by_rank)
     sets = _replica_sets(holding, world_size)
@@ -91,16 +102,20 @@ def make_plan(reports: Iterable[RankReport], world_size: int) -> Plan:
     layouts: dict[int, int] = {}
     for members in sets:
         sound = [rank for rank in members if rank in holding and holding[rank].iteration == iteration]
-        needy = sorted(rank for rank in members if rank not in holding or holding[rank].iteration != iteration)
+        needy = sorted(set(members) - set(sound))
+        # Who gets its own state from elsewhere passes it on only if nobody else has it.
+        sound = [rank for rank in sound if rank not in leaving] or sound
         # Spread the targets over the sources: their transfers run side by side.
         sources |= {rank: sound[index % len(sound)] for index, rank in enumerate(needy)}
         # One rank of the set leads: a newcomer has no buckets of its own, and a rank that is behind has older ones.
-        layouts |= {rank: sound[0] for rank in members if rank != sound[0]}
+        layouts |= {rank: sound[0] for rank in members if rank != sound[0] or rank in leaving}
     there = [report for report in holding.values() if report.iteration == iteration]
     sections = max(report.sections for report in there)
-    moved = sorted(rank for rank in sources if rank in holding)
-    new = sorted(rank for rank in sources if rank not in holding)
-    return Plan("copy", _why(iteration, new, moved, sources), iteration, sections, sources, layouts)
+    new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
+    moved = sorted(set(sources) - set(new))
+    handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
+    why = _why(iteration, new, moved, sources, handovers)
+    return Plan("copy", why, iteration, sections, sources, layouts, handovers)
 
 
 def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
@@ -125,8 +140,12 @@ def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tu
     return sorted(members for members in sets if all(0 <= rank < world_size for rank in members))
 
 
-def _why(iteration: int, new: list[int], moved: list[int], sources: Mapping[int, int]) -> str:
+def _why(
+    iteration: int, new: list[int], moved: list[int], sources: Mapping[int, int], handovers: tuple[int, ...]
+) -> str:
     parts = []
+    if handovers:
+        parts.append(f"ranks {list(handovers)} hand their state of iteration {iteration} over to their successors")
     if new:
         parts.append(f"ranks {new} are new and get the state of iteration {iteration} from ranks "
                      f"{sorted({sources[rank] for rank in new})}")

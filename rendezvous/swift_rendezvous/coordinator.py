@@ -29,9 +29,11 @@ from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValueStore, Op
 from swift_rendezvous.membership import (
     Command,
     Decision,
+    ForgetDrain,
     ForgetNode,
     PublishGeneration,
     PublishLoss,
+    PublishPause,
     PublishPlan,
     PublishRelease,
     PublishResult,
@@ -45,7 +47,9 @@ from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
 
-Planner = Callable[[GenerationRecord, Mapping[int, ProgressRecord]], PlanRecord]
+Reports = Mapping[int, ProgressRecord]
+# From the generation, what its owners' workers hold by slot, and what those of drained former owners hold.
+Planner = Callable[[GenerationRecord, Reports, Reports], PlanRecord]
 Witness = Callable[[View, float, float | None, Decision], None]
 
 # So many generations stay in the history.
@@ -173,7 +177,7 @@ class Coordinator:
         for command in commands:
             if not self._execute(view, command, forget):
                 break  # somebody was faster; the next view shows who
-            if isinstance(command, (PublishGeneration, PublishRelease, PublishResult)):
+            if isinstance(command, (PublishGeneration, PublishRelease, PublishResult, PublishPause)):
                 self._announce(decision.why)
         return decision.deadline_s
 
@@ -210,23 +214,34 @@ class Coordinator:
                 guards.append(Compare.absent(keys.release(view.number)))
                 ops = [Put(keys.generation, encode(generation)), *self._sweep(generation.number - 1)]
                 ops.append(self._event(generation.number, f"generation ({generation.mode})", generation.why))
+                for slot, owner in generation.handover.items():
+                    if view.generation is None or slot not in view.generation.handover:
+                        # Not if the order was taken back, or the spare has gone, meanwhile.
+                        guards.append(Compare.exists(keys.drain(owner.node_id)))
+                        guards.append(self._as_seen(view, generation.slots[slot].node_id))
                 for lost in forget:
                     guards.append(self._as_seen(view, lost.node_id))
                     ops.append(Delete(keys.node(lost.node_id)))
                 if generation.mode != "replace":
                     # Nothing to wait for: the plan goes with it.
-                    ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}))))
+                    ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}, {}))))
             case PublishPlan():
                 if view.generation is None or view.plan is not None:
                     return True  # it went with its generation
                 number = view.generation.number
                 if view.generation.mode != "replace":
                     return True
-                plan = self._planner(view.generation, view.progress)
+                plan = self._planner(view.generation, view.progress, view.handovers)
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
                 guards.append(Compare.create_revision(keys.plan(number), "==", 0))
                 ops = [Put(keys.plan(number), encode(plan))]
                 self._announce(f"plan of generation {number}: {plan.why}")
+            case PublishPause(pause):
+                guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+                # Each step once, though this may have been decided on a view from before the last.
+                key, before = keys.pause(view.number), view.pause
+                guards.append(Compare.absent(key) if before is None else Compare.value(key, "==", encode(before)))
+                ops = [Put(key, encode(pause))]
             case PublishRelease():
                 ops = [Put(keys.release(view.number), b"1")]
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
@@ -241,6 +256,9 @@ class Coordinator:
             case ForgetNode(node_id, _):
                 guards.append(self._as_seen(view, node_id))
                 ops = [Delete(keys.node(node_id))]
+            case ForgetDrain(node_id):
+                guards.append(Compare.value(keys.drain(node_id), "==", encode(view.drains[node_id])))
+                ops = [Delete(keys.drain(node_id))]
         return self._store.transaction(guards, ops).succeeded
 
     def _as_seen(self, view: View, node_id: str) -> Compare:
@@ -254,10 +272,13 @@ class Coordinator:
         prefix = self._keys.prefix
         per_slot = [
             DeletePrefix(f"{prefix}{name}/{number}/")
-            for name in ("failure", "~progress", "~resumed", "~finished", "exited")
+            for name in ("failure", "~progress", "~resumed", "~finished", "exited", "~position", "~parked", "~handover",
+                         "taken")
         ]
         single = [
-            Delete(key) for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number))
+            Delete(key)
+            for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number),
+                        self._keys.pause(number))
         ]
         old = number - NUM_EVENTS_KEPT
         # As a prefix: both entries of that generation.

@@ -80,7 +80,8 @@ class GenerationRecord:
 
     *lost* maps a slot to the local ranks whose processes were lost before this generation and have to be started;
     a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
-    a process that is older must not live on.
+    a process that is older must not live on. *handover* maps a slot to the drained node that had it and still keeps
+    its workers: they hold the state until the new owner has it.
     """
 
     number: int
@@ -92,6 +93,7 @@ class GenerationRecord:
     epoch: int = 1
     lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_restarts: int = 0
+    handover: dict[int, Owner] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -198,6 +200,61 @@ class ResultRecord:
 
 
 @dataclass(frozen=True)
+class DrainRecord:
+    """An operator's order: this incarnation of a node shall leave the job without loss of work."""
+
+    node_id: str
+    incarnation: str
+    why: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class PauseRecord:
+    """All workers of a generation stop before iteration *boundary*; while it is None they are asked where they are."""
+
+    boundary: int | None = None
+
+
+@dataclass(frozen=True)
+class PositionRecord:
+    """No worker of a slot begins iteration *iteration* before the boundary is known."""
+
+    slot: int
+    incarnation: str
+    iteration: int
+
+
+@dataclass(frozen=True)
+class ParkedRecord:
+    """All workers of a slot wait at the boundary."""
+
+    slot: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class TakenRecord:
+    """The new owner of a drained node's slot trains with its state: the old one is not needed any more."""
+
+    slot: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class RateRecord:
+    """How fast the job trains, as rank 0's node sees it; under that node's lease.
+
+    *iteration*: the first that rank 0 has not begun; *per_s*: iterations per second, None where it was seen only once.
+    """
+
+    iteration: int
+    per_s: float | None
+    generation: int
+    time_s: float
+
+
+@dataclass(frozen=True)
 class CoordinatorRecord:
     """Who turns events into generations. Stored under that agent's lease."""
 
@@ -290,6 +347,29 @@ class Keys:
 
     def exited(self, generation: int, slot: int) -> str:
         return f"{self.prefix}exited/{generation}/{slot}"
+
+    @property
+    def rate(self) -> str:
+        return self.prefix + "rate"
+
+    def drain(self, node_id: str) -> str:
+        return f"{self.prefix}ops/drain/{node_id}"
+
+    def pause(self, generation: int) -> str:
+        return f"{self.prefix}pause/{generation}"
+
+    def position(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}position/{generation}/{slot}"
+
+    def parked(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}parked/{generation}/{slot}"
+
+    def handover(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}handover/{generation}/{slot}"
+
+    def taken(self, generation: int, slot: int) -> str:
+        """Looked at by all, unlike `resumed`: until then the loss of the drained node is a loss."""
+        return f"{self.prefix}taken/{generation}/{slot}"
 
     def event(self, generation: int) -> str:
         """Its begin, in the history. In the order of the keys that of `recovery` follows it."""

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from swift_rendezvous import draining
 from swift_rendezvous.keys import (
     FailureRecord,
     GenerationRecord,
     NodeRecord,
     Owner,
+    PauseRecord,
     ResultRecord,
     WorkerExit,
 )
@@ -81,7 +83,30 @@ class PublishLoss:
     failure: FailureRecord
 
 
-Command = PublishGeneration | PublishPlan | PublishRelease | PublishResult | ForgetNode | PublishLoss
+@dataclass(frozen=True)
+class PublishPause:
+    """Ask the workers of the current generation where they are, or tell them where to stop (see `draining`)."""
+
+    pause: PauseRecord
+
+
+@dataclass(frozen=True)
+class ForgetDrain:
+    """Remove an order whose node has gone."""
+
+    node_id: str
+
+
+Command = (
+    PublishGeneration
+    | PublishPlan
+    | PublishRelease
+    | PublishResult
+    | PublishPause
+    | PublishLoss
+    | ForgetNode
+    | ForgetDrain
+)
 
 
 @dataclass(frozen=True)
@@ -105,9 +130,11 @@ class Losses:
     """slot -> evidence"""
     workers: dict[int, FailureRecord] = field(default_factory=dict)
     restart: FailureRecord | None = None
+    handovers: dict[int, str] = field(default_factory=dict)
+    """slot -> evidence: a drained node that was lost before its successor trained"""
 
     def __bool__(self) -> bool:
-        return bool(self.nodes or self.workers or self.restart)
+        return bool(self.nodes or self.workers or self.restart or self.handovers)
 
 
 @once_per_view
@@ -196,12 +223,14 @@ def _losses(view: View, with_absent: bool) -> Losses:
             workers[slot] = failure
         elif failure is not None and failure.kind == "restart":
             restart = failure
-    return Losses(nodes, workers, restart)
+    return Losses(nodes, workers, restart, draining.broken_handovers(view, with_absent))
 
 
 def spares(view: View) -> list[NodeRecord]:
-    """Nodes without a slot, in the order in which they joined."""
-    taken = {owner.incarnation for owner in view.generation.slots} if view.generation else set()
+    """Nodes that can take a slot, in the order in which they joined: without one, and not about to leave."""
+    taken = {drain.incarnation for drain in view.drains.values()}
+    if view.generation is not None:
+        taken |= {owner.incarnation for owner in (*view.generation.slots, *view.generation.handover.values())}
     free = [node for node in view.nodes.values() if node.incarnation not in taken]
     return sorted(free, key=lambda node: (view.joined.get(node.node_id, 0), node.node_id))
 
@@ -214,6 +243,12 @@ def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | N
     """
     if view.result is not None or view.job is None:
         return Decision()
+    decision = _decide(view, rules, now_s, waiting_since_s)
+    forget = tuple(ForgetDrain(node_id) for node_id in draining.fulfilled(view))
+    return replace(decision, commands=(*decision.commands, *forget))
+
+
+def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
     if view.generation is None:
         return _start(view, rules, now_s, waiting_since_s)
     lost = losses(view)
@@ -258,6 +293,9 @@ def _advance(view: View) -> Decision:
         missing = [slot for slot in slots if slot not in view.progress]
         if generation.mode == "replace" and missing:
             return Decision(waiting=f"{_some(missing)} have not said what they hold")
+        silent = [owner.node_id for slot, owner in generation.handover.items() if slot not in view.handovers]
+        if silent:
+            return Decision(waiting=f"drained nodes {silent} have not said what they hold")
         return Decision((PublishPlan(),), why=generation.why)
     if view.plan.restart:
         why = f"all workers restart: {view.plan.why}"
@@ -269,13 +307,53 @@ def _advance(view: View) -> Decision:
             why=why,
             epoch=generation.number + 1,
             num_restarts=generation.num_restarts + 1,
+            handover={},
         )
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):
         return Decision((PublishResult(ResultRecord("succeeded", "all workers exited with code 0")),), why="all done")
     if not view.released and all(slot in view.finished or slot in view.exited for slot in slots):
         return _release(view)
-    return Decision()
+    return _drain(view, generation)
+
+
+def _drain(view: View, generation: GenerationRecord) -> Decision:
+    """All is well: bring a drain one step on (see `draining`). A pause that was begun is brought to its end even if the
+    order was taken back meanwhile: nobody is cut in an iteration."""
+    if view.released:
+        return Decision()
+    moves = draining.moves(view, spares(view))
+    if view.pause is None:
+        if not moves or not draining.is_settled(view):
+            return Decision()
+        names = ", ".join(generation.slots[slot].node_id for slot in moves)
+        return Decision((PublishPause(PauseRecord()),), why=f"{names} is drained: workers go on to a common boundary")
+    if view.pause.boundary is None:
+        at = draining.boundary(view)
+        if at is None:
+            return Decision(waiting="not all slots have said where they are")
+        return Decision((PublishPause(PauseRecord(at)),), why=f"all workers stop before iteration {at}")
+    if not draining.all_parked(view):
+        return Decision(waiting=f"not all workers have come to iteration {view.pause.boundary}")
+    slots = list(generation.slots)
+    for slot, node in moves.items():
+        slots[slot] = _owner(node)
+    taken = [f"{slots[slot].node_id} takes slot {slot} of {generation.slots[slot].node_id}" for slot in moves]
+    what = f"drained before iteration {view.pause.boundary}: {', '.join(taken)}"
+    if not moves:
+        what = f"a drain was taken back, or its spare is gone: all go on with iteration {view.pause.boundary}"
+    keep = [slot for slot in range(len(slots)) if slot not in moves]
+    new = replace(
+        generation,
+        number=generation.number + 1,
+        mode="replace",
+        slots=tuple(slots),
+        store_slot=keep[0] if keep else 0,
+        why=what,
+        lost={slot: tuple(range(generation.num_workers)) for slot in moves},
+        handover={slot: generation.slots[slot] for slot in moves},
+    )
+    return Decision((PublishGeneration(new),), why=what)
 
 
 def _release(view: View) -> Decision:
@@ -318,13 +396,16 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     forget = tuple(
         ForgetNode(old.slots[slot].node_id, old.slots[slot].incarnation)
         for slot in sorted(lost.nodes)
-        if _is_alive(view, old.slots[slot])
+        if draining.is_alive(view, old.slots[slot])
     )
     free = spares(view)
     vacant = sorted(lost.nodes)
     worn = [slot for slot, failure in sorted(lost.workers.items()) if failure.restarts_left <= 0]
     restart = not view.tracked or lost.restart is not None
-    if worn and (restart or len(free) < len(vacant) + len(worn)):
+    # A drained node still has the workers and the state of its slot: it can have it back.
+    handover = {} if restart else draining.open_handovers(view)
+    short = len([slot for slot in (*vacant, *worn) if slot not in handover]) - len(free)
+    if worn and (restart or short > 0):
         # As torchrun: a worker that fails once more than --max-restarts ends the job, unless a spare can take over.
         failure = lost.workers[worn[0]]
         why = f"{failure.evidence}; no restart is left (--max-restarts)"
@@ -334,7 +415,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
     vacant = sorted({*vacant, *worn})
     what = describe(old, lost)
-    if len(free) < len(vacant):
+    if short > 0:
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.replacement_timeout_s:
             waiting = f"{what}; slots {vacant} wait for a node (at most {rules.replacement_timeout_s:g} s)"
@@ -343,19 +424,24 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         return Decision((*forget, PublishResult(ResultRecord("stopped", why, _exits(lost)))), why=why)
     slots = list(old.slots)
     taken: list[str] = []
+    vacant.sort(key=lambda slot: (slot in handover, slot))
     for slot, node in zip(vacant, free, strict=False):
         slots[slot] = _owner(node)
         taken.append(f"{node.node_id} takes slot {slot}")
+    returned = vacant[len(free) :]
+    for slot in returned:
+        slots[slot] = handover.pop(slot)
+        taken.append(f"{slots[slot].node_id} has slot {slot} back")
     keep = [slot for slot in range(len(slots)) if slot not in vacant]
     replaced = [
         f"ranks {_ranks(old, slot, lost.workers[slot])} are replaced on {slots[slot].node_id}"
         for slot in sorted(lost.workers)
         if slot not in vacant
     ]
-    done = "all workers restart" if restart else ", ".join([*taken, *replaced])
+    done = "all workers restart" if restart else ", ".join([*taken, *replaced]) or "all others go on"
     why = f"{what}; {done}"
     # A slot whose node is new has lost all its ranks; its agent starts all of them in any case.
-    gone = {slot: tuple(range(old.num_workers)) for slot in vacant}
+    gone = {slot: tuple(range(old.num_workers)) for slot in vacant if slot not in returned}
     gone |= {slot: failure.local_ranks for slot, failure in lost.workers.items() if slot not in vacant}
     counts = bool(lost.workers or lost.restart)
     new = GenerationRecord(
@@ -369,6 +455,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         epoch=old.number + 1 if restart else old.epoch,
         lost=gone,
         num_restarts=old.num_restarts + (1 if restart and counts else 0),
+        handover=handover,
     )
     publish: tuple[Command, ...] = (PublishGeneration(new), PublishPlan()) if restart else (PublishGeneration(new),)
     return Decision((*publish, *forget), why=why)
@@ -383,6 +470,7 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
     parts += [failure.evidence for _, failure in sorted(lost.workers.items())]
     if lost.restart is not None:
         parts.append(lost.restart.evidence)
+    parts += [evidence for _, evidence in sorted(lost.handovers.items())]
     return "; ".join(parts)
 
 
@@ -404,8 +492,3 @@ def _ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> l
 
 def _owner(node: NodeRecord) -> Owner:
     return Owner(node.node_id, node.incarnation, node.host)
-
-
-def _is_alive(view: View, owner: Owner) -> bool:
-    node = view.nodes.get(owner.node_id)
-    return node is not None and node.incarnation == owner.incarnation

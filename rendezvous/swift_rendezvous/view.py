@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from swift_rendezvous.keys import (
     CoordinatorRecord,
+    DrainRecord,
     ExitedRecord,
     FailureRecord,
     FinishedRecord,
@@ -23,11 +24,16 @@ from swift_rendezvous.keys import (
     JobRecord,
     Keys,
     NodeRecord,
+    ParkedRecord,
+    PauseRecord,
     PlanRecord,
+    PositionRecord,
     ProgressRecord,
+    RateRecord,
     ResultRecord,
     ResumedRecord,
     StoreRecord,
+    TakenRecord,
     decode,
 )
 from swift_rendezvous.kv import KeyValue
@@ -68,6 +74,15 @@ class View:
     resumed: Mapping[int, ResumedRecord] = field(default_factory=dict)
     finished: Mapping[int, FinishedRecord] = field(default_factory=dict)
     exited: Mapping[int, ExitedRecord] = field(default_factory=dict)
+    drains: Mapping[str, DrainRecord] = field(default_factory=dict)
+    """node id -> the order that it leaves; maybe of an incarnation that is gone."""
+    pause: PauseRecord | None = None
+    positions: Mapping[int, PositionRecord] = field(default_factory=dict)
+    parked: Mapping[int, ParkedRecord] = field(default_factory=dict)
+    handovers: Mapping[int, ProgressRecord] = field(default_factory=dict)
+    """slot -> what the workers of its drained former owner hold."""
+    taken: Mapping[int, TakenRecord] = field(default_factory=dict)
+    rate: RateRecord | None = None
 
     @property
     def number(self) -> int:
@@ -107,6 +122,10 @@ _PER_SLOT: dict[str, tuple[str, type[Any]]] = {
     "~resumed": ("resumed", ResumedRecord),
     "~finished": ("finished", FinishedRecord),
     "exited": ("exited", ExitedRecord),
+    "~position": ("positions", PositionRecord),
+    "~parked": ("parked", ParkedRecord),
+    "~handover": ("handovers", ProgressRecord),
+    "taken": ("taken", TakenRecord),
 }
 
 
@@ -135,6 +154,13 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             return replace(view, preload=() if not value else tuple(value.decode().split(",")))
         case "result":
             return replace(view, result=None if value is None else decode(ResultRecord, value))
+        case "rate":
+            return replace(view, rate=None if value is None else decode(RateRecord, value))
+        case "ops" if len(parts) == 3 and parts[1] == "drain":
+            drains = {node_id: drain for node_id, drain in view.drains.items() if node_id != parts[2]}
+            if value is not None:
+                drains[parts[2]] = decode(DrainRecord, value)
+            return replace(view, drains=drains)
     if len(parts) < 2 or not parts[1].isdigit() or int(parts[1]) != view.number:
         return view
     match name:
@@ -144,6 +170,8 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             return replace(view, plan=None if value is None else decode(PlanRecord, value))
         case "release":
             return replace(view, released=value is not None)
+        case "pause":
+            return replace(view, pause=None if value is None else decode(PauseRecord, value))
     if name in _PER_SLOT and len(parts) == 3 and parts[2].isdigit():
         attribute, cls = _PER_SLOT[name]
         records = dict(getattr(view, attribute))
@@ -196,4 +224,9 @@ def _enter(view: View, generation: GenerationRecord | None, revision: int) -> Vi
         resumed={},
         finished={},
         exited={},
+        pause=None,
+        positions={},
+        parked={},
+        handovers={},
+        taken={},
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from swift_agent import records
-from swift_rendezvous import coordinator, membership
+from swift_rendezvous import coordinator, draining, membership
 from tests.model import world as model
 from tests.model.explore import explore
 from tests.model.world import Action, World
@@ -50,6 +50,19 @@ def recovering(**changes: Any) -> World:
     return world
 
 
+def draining_until(what: str, **changes: Any) -> World:
+    """The node of slot 0 is drained: until its workers are asked where they are, or the spare has its slot."""
+    world = training(faults=1, kinds=("drain",), target=2)
+    generation = world.view.generation
+    assert generation is not None
+    world.do(("drain", int(generation.slots[0].node_id[1:]), 0))
+    go_on(world, lambda w: w.view.pause is not None if what == "pause" else w.view.number == 2)
+    world.kinds = (*model.FAULTS, "cancel")
+    for name, value in changes.items():
+        setattr(world, name, value)
+    return world
+
+
 SEARCHES: dict[str, Callable[[], World]] = {
     "no failure, every order": lambda: World(),
     "one failure from the start": lambda: World(faults=1, ordered=True),
@@ -58,6 +71,9 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "three crashes and kills": lambda: training(faults=3, kinds=("crash", "kill")),
     "leases are lost in training": lambda: training(faults=3, kinds=("lapse", "kill")),
     "a lease is lost in a recovery": lambda: recovering(faults=2, kinds=("lapse", "late", "freeze")),
+    "a drain, every order": lambda: training(faults=1, kinds=("drain",), ordered=False, target=2),
+    "one failure, or the order taken back, on the way to a boundary": lambda: draining_until("pause", faults=1),
+    "one failure in a handover": lambda: draining_until("handover", faults=1),
     "one failure in a recovery, every order": lambda: recovering(faults=1, ordered=False),
 }
 
@@ -107,6 +123,12 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         membership, "spares", "if node.incarnation not in taken]",
         "if node.incarnation not in taken or view.generation.slot_of(node.incarnation) in losses(view).nodes]",
         lambda: training(faults=1, kinds=("crash",))),
+    "a boundary that somebody has passed": (
+        draining, "boundary", "return max(view", "return min(view",
+        lambda: training(faults=1, kinds=("drain",), target=2, ordered=False)),
+    "nobody notices that a drained node is lost": (
+        draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
+        lambda: draining_until("handover", faults=1)),
 }  # fmt: skip
 
 

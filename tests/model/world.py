@@ -29,7 +29,17 @@ from swift_recovery.plan import Plan
 from swift_recovery.progress import ranges_of
 from swift_rendezvous import registration
 from swift_rendezvous.coordinator import Coordinator
-from swift_rendezvous.keys import GenerationRecord, JobRecord, Keys, NodeRecord, StoreRecord, WorkerExit, decode
+from swift_rendezvous.keys import (
+    DrainRecord,
+    GenerationRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    StoreRecord,
+    WorkerExit,
+    decode,
+    encode,
+)
 from swift_rendezvous.kv import Compare, Delete, Op, Put, RendezvousError, TransactionResult
 from swift_rendezvous.membership import Rules, losses
 from swift_rendezvous.memory import MemoryLease, MemoryStore
@@ -45,6 +55,8 @@ Action = tuple[str, int, int]  # what, which node, and a second one for `accuse`
 Response = tuple[Change, ...]
 
 FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse")
+# An operator's, and taking it back: counted like failures.
+ORDERS = ("drain", "cancel")
 
 
 class Violation(AssertionError):
@@ -58,7 +70,10 @@ def demand(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class Proc:
-    """A node's worker process. *go*: the generation it is in; *live*: the one in which it is connected."""
+    """A node's worker process. *go*: the generation it is in; *live*: the one in which it is connected.
+
+    *asked*: in which it was asked where it is; *boundary*: -1 while it is not told. *leaves*: it only hands over.
+    """
 
     rank: int
     generation: int
@@ -69,16 +84,27 @@ class Proc:
     status: str = "fresh"
     iteration: int = 0
     finished_in: int = 0
+    asked: int = 0
+    promised: int = 0
+    boundary: int = -1
+    leaves: bool = False
     plan: Plan | None = None
+
+    @property
+    def held(self) -> bool:
+        """It begins no iteration; nor does it reach its end."""
+        at = self.promised if self.boundary < 0 else self.boundary
+        return self.asked == self.go and self.live == self.go and self.iteration >= at
 
     @property
     def inside(self) -> bool:
         return self.go > self.stopped
 
     def key(self) -> tuple[Any, ...]:
-        plan = self.plan and (self.plan.kind, self.plan.iteration, *sorted(self.plan.sources.items()))
+        plan = self.plan and (self.plan.kind, self.plan.iteration, self.plan.handovers,
+                              *sorted(self.plan.sources.items()))  # fmt: skip
         return (self.rank, self.generation, self.pid, self.go, self.live, self.stopped, self.status, self.iteration,
-                self.finished_in, plan)  # fmt: skip
+                self.finished_in, self.asked, self.promised, self.boundary, self.leaves, plan)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,7 +211,16 @@ class Driver(Agent):
                     demand(status == "fresh", f"a worker that is {status} is told to begin anew")
                 elif status in ("fresh", "setup"):
                     status = "empty"
-                node.proc = replace(proc, go=number, plan=plan, status=status)
+                node.proc = replace(proc, go=number, plan=plan, status=status, leaves=bool(message.get("leaves")))
+            case "pause":
+                node.proc = replace(proc, asked=message["generation"], promised=proc.iteration, boundary=-1)
+                self._events.append(msg.WorkerPromised(0, proc.pid, message["generation"], proc.iteration))
+            case "boundary":
+                demand(proc.iteration <= message["iteration"], "a worker has passed the boundary")
+                node.proc = proc = replace(proc, boundary=message["iteration"])
+                if proc.held:
+                    node.proc = replace(proc, status="holding")  # it waits where its first iteration would begin
+                    self._events.append(msg.WorkerParked(0, proc.pid, message["generation"]))
             case "release":
                 self._world.end_proc(node, 0, self._events)
 
@@ -287,6 +322,11 @@ class World:
                     found.append(("lapse", index, 0))
             if "crash" in self.kinds:
                 found.append(("crash", index, 0))
+            drain = self.view.drains.get(node.name)
+            if drain is None and "drain" in self.kinds and node.where == "up":
+                found.append(("drain", index, 0))
+            if drain is not None and "cancel" in self.kinds:
+                found.append(("cancel", index, 0))
             if node.proc is not None and node.where != "frozen" and "kill" in self.kinds:
                 found.append(("kill", index, 0))
         return found
@@ -300,7 +340,7 @@ class World:
         """Carry it out, and check."""
         what, index, other = action
         node = self.nodes[index]
-        if what in FAULTS:
+        if what in FAULTS or what in ORDERS:
             self.faults -= 1
         match what:
             case "crash":
@@ -310,6 +350,13 @@ class World:
                 node.where = "frozen"
             case "cut" | "late":
                 node.where = what
+            case "drain":
+                order = Put(KEYS.drain(node.name), encode(DrainRecord(node.name, node.record.incarnation, "w", 0.0)))
+                self.store.transaction([Compare.exists(KEYS.node(node.name))], [order])
+            case "cancel":
+                handing = self.view.generation.handover.values() if self.view.generation else ()
+                if all(owner.node_id != node.name for owner in handing):
+                    self.store.delete(KEYS.drain(node.name))
             case "kill":
                 events: deque[msg.Event] = deque()
                 self.end_proc(node, -9, events)
@@ -536,12 +583,23 @@ class World:
 
     def _at_rank(self, rank: int, number: int) -> tuple[Node, Proc] | None:
         for node in self.nodes:
-            if node.here and node.proc is not None and node.proc.rank == rank and node.proc.go == number:
-                return node, node.proc
+            proc = node.proc
+            if node.here and proc is not None and proc.rank == rank and proc.go == number and not proc.leaves:
+                return node, proc
+        return None
+
+    def _predecessor(self, rank: int, number: int) -> Proc | None:
+        for node in self.nodes:
+            proc = node.proc
+            if node.runs and proc is not None and proc.rank == rank and proc.go == number and proc.leaves:
+                return proc if proc.inside else None
         return None
 
     def _can_work(self, proc: Proc) -> bool:
-        if not proc.inside or proc.finished_in == proc.go:
+        if not proc.inside or proc.finished_in == proc.go or proc.leaves or proc.held:
+            return False
+        assert proc.plan is not None
+        if proc.live < proc.go and proc.rank in proc.plan.handovers and not self._predecessor(proc.rank, proc.go):
             return False
         if proc.live == proc.go and proc.iteration >= self.target:
             return True
@@ -574,7 +632,12 @@ class World:
                 proc = replace(proc, status="setup", live=proc.go)
             else:
                 source = plan.sources.get(proc.rank)
-                if source is None:
+                if proc.rank in plan.handovers:
+                    old = self._predecessor(proc.rank, proc.go)
+                    assert old is not None
+                    has = (old.status, old.iteration)
+                    demand(has == ("holding", plan.iteration), f"the predecessor of {proc.rank} holds {has}")
+                elif source is None:
                     has = (proc.status, proc.iteration)
                     demand(has == ("holding", plan.iteration), f"rank {proc.rank} holds {has}, not what the plan says")
                 else:
@@ -587,7 +650,9 @@ class World:
         else:
             if proc.iteration < self.target:
                 proc = replace(proc, status="holding", iteration=proc.iteration + 1)
-            if proc.iteration == self.target:
+            if proc.held and proc.boundary >= 0:
+                events.append(msg.WorkerParked(0, proc.pid, proc.go))
+            elif proc.iteration == self.target:
                 proc = replace(proc, finished_in=proc.go)
                 end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(self.ranks)}
                 events.append(msg.WorkerFinished(0, proc.pid, proc.go, end))
@@ -617,13 +682,19 @@ class World:
         demand(not self.given_up.intersection(owners), f"a slot is given to a node that is lost: {owners}")
         if old is None:
             return
+        pause = self.view.pause
+        if pause is not None and pause.boundary is not None and not losses(self.view) and new.mode == "replace":
+            at = [node.proc.iteration for node in self.nodes if node.here and node.proc and node.proc.go == number]
+            demand(set(at) <= {pause.boundary}, f"workers at {at} are cut, the boundary is {pause.boundary}")
         demand(not self.view.released, "a new generation after the workers were released")
         for slot, (before, after) in enumerate(zip(old.slots, new.slots, strict=True)):
             if before == after:
                 continue
-            demand(slot in new.lost, f"slot {slot} moves although it was not lost")
+            returns = old.handover.get(slot) == after
+            demand(slot in new.lost or returns, f"slot {slot} moves although it was not lost")
             demand(old.slot_of(after.incarnation) is None, f"{after.incarnation} moves to slot {slot}")
-            self.given_up |= {before.incarnation}
+            if new.handover.get(slot) != before:
+                self.given_up |= {before.incarnation}
 
     def _new_result(self, value: bytes) -> None:
         view = self.view
@@ -633,13 +704,15 @@ class World:
 
     def check(self) -> None:
         ranks = [node.proc.rank for node in self.nodes if node.proc is not None and node.proc.inside
-                 and node.where != "frozen" and node.proc.go == self.view.number]  # fmt: skip
+                 and node.where != "frozen" and node.proc.go == self.view.number and not node.proc.leaves]  # fmt: skip
         demand(len(set(ranks)) == len(ranks), f"two workers of one rank: {ranks}")
 
     def settled(self) -> None:
         """Nothing more can happen: the job has ended, or waits for nodes that do not exist."""
         living = [node for node in self.nodes if node.here]
         demand(all(node.where == "up" for node in living), "somebody is still away")
+        # Who was told to leave counts for nothing: the job may wait for another.
+        living = [node for node in living if node.name not in self.view.drains]
         if len(living) >= self.num_slots:
             raise Violation(f"the job stands still, though {[node.name for node in living]} live: {self.describe()}")
 
@@ -728,13 +801,17 @@ def _content(view: View) -> int:
     g, plan = view.generation, view.plan
     return hash((
         g and (g.number, g.mode, tuple(o.incarnation for o in g.slots), g.store_slot, g.epoch,
-               repr(sorted(g.lost.items())), g.num_restarts),
+               repr(sorted(g.lost.items())), g.num_restarts, repr(sorted(g.handover.items()))),
         view.coordinator and view.coordinator.incarnation,
         view.job is not None, view.tracked, view.store is not None, view.released, view.result and view.result.state,
         plan and (plan.restart, repr({**plan.content, "why": ""})),
         tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left) for s, f in view.failures.items())),
         tuple(sorted((s, p.incarnation, repr(p.reports)) for s, p in view.progress.items())),
         tuple(sorted(view.resumed)), tuple(sorted(view.finished)), tuple(sorted(view.exited)),
+        tuple(sorted((n, d.incarnation) for n, d in view.drains.items())), view.pause,
+        tuple(sorted((s, p.iteration) for s, p in view.positions.items())), tuple(sorted(view.parked)),
+        tuple(sorted(view.taken)),
+        tuple(sorted((s, p.incarnation, repr(p.reports)) for s, p in view.handovers.items())),
         tuple(sorted(node.incarnation for node in view.nodes.values())),
     ))  # fmt: skip
 
@@ -742,7 +819,8 @@ def _content(view: View) -> int:
 def _worker_key(w: lc.Worker) -> tuple[Any, ...]:
     return (w.local_rank, w.generation, w.pid, w.hello, w.current, w.stop_sent, w.stopped,
             repr(w.report) if w.report else "", w.resumed, w.resumed_iteration, w.finished is not None, w.released,
-            w.unfit, w.killed, w.exit and w.exit.exit_code)  # fmt: skip
+            w.unfit, w.killed, w.exit and w.exit.exit_code, w.asked, w.promised_in, w.promised, w.told,
+            w.parked)  # fmt: skip
 
 
 def _ops_key(ops: tuple[Op, ...]) -> tuple[Any, ...]:

@@ -2,8 +2,9 @@
 
 Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank",
 "scope"}], "pause_s"}. A fault fires once in the whole job: the process that fires it creates its marker file first, and
-dies after that. After each iteration it pauses, until a file `hurry` is there. Leaves `result.{rank}.json` (hash of the
-state, pid, iterations) at its end.
+dies after that, or (scope "wait") waits for the file `go.{index}`. After each iteration it pauses, until a file `hurry`
+is there. With "pace_s" an iteration takes that long until the test makes the file `free`. `calls.{rank}` has a line for
+each call of the iteration. Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
 """
 
 from __future__ import annotations
@@ -79,10 +80,19 @@ def fault(at: str, iteration: int | None = None) -> None:
         if after is not None and not (DIR / f"fired.{after}").exists():
             continue
         if mark(f"fired.{index}"):
-            if "delay_s" in order:
+            if order["scope"] == "wait":
+                wait_for(DIR / f"go.{index}", 60.0)
+            elif "delay_s" in order:
                 threading.Thread(target=lambda order=order: (time.sleep(order["delay_s"]), die(order["scope"]))).start()
             else:
                 die(order["scope"])
+
+
+def wait_for(path: Path, timeout_s: float) -> None:
+    """Until the test has made this file."""
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 class Points(Dataset):
@@ -165,7 +175,8 @@ def build(job: swift.Job) -> None:
     torch.manual_seed(7)
     net = Net()
     # Small buckets, so that a backward has several all-reduces.
-    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    alone = ORDERS.get("model") == "alone"  # each rank trains a model of its own: there is one copy of each
+    model = net if alone else DistributedDataParallel(net, bucket_cap_mb=0.01)
     data = Points()
     sampler = DistributedSampler(data, num_replicas=job.world_size, rank=job.rank, seed=3)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
@@ -179,11 +190,14 @@ def build(job: swift.Job) -> None:
     else:
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8) for optimizer in optimizers]
-    job.track(model=model, optimizer=optimizers, scheduler=schedulers, loader=loader)
+    replicas = [job.rank] if alone else None
+    job.track(model=model, optimizer=optimizers, scheduler=schedulers, loader=loader, replicas=replicas)
+    calls = open(DIR / f"calls.{RANK}", "a", buffering=1)  # noqa: SIM115 - kept for the life of the process
 
     @job.iteration
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         now["iteration"] = job.iteration_number
+        print(job.iteration_number, os.getpid(), file=calls)
         if kind == "accumulate":
             with model.no_sync():
                 F.cross_entropy(model(x[:4]), y[:4]).backward()
@@ -226,6 +240,8 @@ def build(job: swift.Job) -> None:
             fault("between", job.iteration_number - 1)
             if not (DIR / "hurry").exists():
                 time.sleep(ORDERS.get("pause_s", 0.0))
+            if "pace_s" in ORDERS and job.iteration_number > 3:
+                wait_for(DIR / "free", ORDERS["pace_s"])
         evaluate()
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):

@@ -38,9 +38,10 @@ def generation(
     lost: dict[int, tuple[int, ...]] | None = None,
     num_restarts: int = 0,
     store_slot: int = 0,
+    handover: dict[int, Owner] | None = None,
 ) -> GenerationRecord:
     return GenerationRecord(number, mode, tuple(owner(name) for name in slots), workers, store_slot,
-                            f"generation {number}", epoch, lost or {}, num_restarts)
+                            f"generation {number}", epoch, lost or {}, num_restarts, handover or {})
 
 
 def failure(

@@ -60,7 +60,7 @@ MUTANTS = {
     "is silent about its end after a late loss": (
         "if told_losses(state.view) and not state.view.released:", "if told_losses(state.view):"),
     "does not come back when it was given up": (
-        "if not _is_registered(state, view):", "if False:"),
+        "if not registered:", "if False:"),
     "believes a view of its former life": ("if view.revision < state.view.revision:", "if False:"),
     "does not repeat a loss in the next generation": (
         "issued = state.issued if view.number == state.view.number else frozenset()", "issued = state.issued"),

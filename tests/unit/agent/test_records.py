@@ -14,6 +14,7 @@ from swift_rendezvous.keys import (
     EventRecord,
     FinishedRecord,
     Keys,
+    RateRecord,
     ResultRecord,
     ResumedRecord,
     StoreRecord,
@@ -34,6 +35,10 @@ WRITES: dict[str, msg.Command] = {
     KEYS.resumed(1, 0): msg.WriteResumed(1, 0, 7, {"transfer": 0.5}),
     KEYS.finished(1, 0): msg.WriteFinished(1, FinishedRecord(0, "n0.1", {})),
     KEYS.exited(1, 0): msg.WriteExited(1, 0),
+    KEYS.position(1, 0): msg.WritePosition(1, 0, 7),
+    KEYS.taken(1, 0): msg.WriteTaken(1, 0),
+    KEYS.parked(1, 0): msg.WriteParked(1, 0),
+    KEYS.handover(1, 0): msg.WriteHandover(1, 0, ({"rank": 0},)),
 }
 
 
@@ -108,6 +113,7 @@ def test_a_recovery_is_told_beside_the_begin_of_its_generation() -> None:
 @pytest.mark.parametrize("make", [
     lambda seen: records.hosted_store(KEYS, seen, ME, 1, StoreRecord("h", 1)),
     lambda seen: records.preload(KEYS, seen, ME, ["numpy"]),
+    lambda seen: records.rate(KEYS, seen, ME, RateRecord(7, 2.5, 1, 12.0), 0),
 ])  # fmt: skip
 def test_what_is_no_command_is_fenced_as_well(make: Callable[[View], records.Transaction]) -> None:
     store, seen = stored()

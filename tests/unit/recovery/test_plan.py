@@ -170,6 +170,53 @@ def test_the_check_of_all_situations_notices_wrong_plans(spoil: Any) -> None:
         _check(states, sets, spoil(plan))
 
 
+# ---- predecessors on a node that leaves ----
+
+
+def test_a_successor_gets_its_own_state_even_if_replicas_have_it() -> None:
+    plan = make_plan([holding(0, 5), RankReport(1, "fresh"), holding(2, 5)], 3, [holding(1, 5)])
+    assert (plan.kind, plan.iteration, plan.handovers, plan.sources) == ("copy", 5, (1,), {})
+    assert plan.layouts == {1: 0, 2: 0}
+
+
+def test_the_only_copy_is_handed_over_with_its_layout() -> None:
+    plan = make_plan([holding(0, 5, (0,)), RankReport(1, "fresh")], 2, [holding(1, 5, (1,))])
+    assert (plan.kind, plan.handovers, plan.sources, plan.layouts) == ("copy", (1,), {}, {1: 1})
+    assert make_plan([holding(0, 5, (0,)), RankReport(1, "fresh")], 2).kind == "restart"
+
+
+def test_who_holds_already_needs_no_predecessor() -> None:
+    plan = make_plan([holding(0, 5, (0,)), holding(1, 5, (1,))], 2, [holding(1, 5, (1,))])
+    assert (plan.handovers, plan.sources, plan.layouts) == ((), {}, {})
+
+
+def test_a_new_replica_gets_the_state_from_a_successor_if_nobody_else_has_it() -> None:
+    plan = make_plan([RankReport(0, "fresh"), RankReport(1, "fresh")], 2, [holding(0, 5, (0, 1))])
+    assert (plan.handovers, plan.sources, plan.layouts) == ((0,), {1: 0}, {0: 0, 1: 0})
+
+
+@pytest.mark.parametrize("sets", [[(0, 1, 2)], [(0, 2), (1,)]])
+def test_every_situation_with_predecessors(sets: Sequence[tuple[int, ...]]) -> None:
+    """A predecessor is as good as a survivor of the same rank, and nobody is left without a source."""
+    seen = set()
+    for states in itertools.product((None, "fresh", "empty", 4, 5), repeat=3):
+        for before in itertools.product((None, 4, 5), repeat=3):
+            plan = make_plan(_reports(states, sets), 3, _reports(before, sets))
+            assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+            seen.add(plan.kind)
+            merged = tuple(own if isinstance(own, int) else old or own for own, old in zip(states, before, strict=True))
+            alike = make_plan(_reports(merged, sets), 3)
+            assert (plan.kind, plan.iteration) == (alike.kind, alike.iteration)
+            for rank in plan.handovers:
+                assert before[rank] == plan.iteration and not isinstance(states[rank], int)
+            if plan.kind == "copy":
+                for rank, state in enumerate(states):
+                    assert (state == plan.iteration) + (rank in plan.handovers) + (rank in plan.sources) == 1
+                for source in plan.sources.values():
+                    assert states[source] == plan.iteration or source in plan.handovers
+    assert seen == {"fresh", "copy", "restart"}
+
+
 # ---- reports, and the joint with the records ----
 
 

@@ -36,7 +36,9 @@ from tests.support.records import failure, generation, node
 KEYS = Keys("job")
 
 
-def planner(generation: GenerationRecord, progress: Mapping[int, ProgressRecord]) -> PlanRecord:
+def planner(
+    generation: GenerationRecord, progress: Mapping[int, ProgressRecord], handovers: Mapping[int, ProgressRecord]
+) -> PlanRecord:
     return PlanRecord(generation.number, {"slots": sorted(progress)}, f"plan {generation.number}")
 
 

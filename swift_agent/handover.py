@@ -1,0 +1,157 @@
+"""From a worker of a drained node to its successor of the same rank: a TCP connection of their own.
+
+The old worker has left the process groups, and both have the same rank, so no group can carry this. They find each
+other through the generation's c10d store, which only workers of the job can read; there the successor finds a ticket
+that is good for this connection only. What travels is what a replica would
+send (`swift_recovery.replica`). Must never decide who hands over to whom; that is the plan's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from swift_agent.errors import PeerFailure
+from swift_agent.generation_store import StoreClient
+
+# How long an operation of a socket blocks before it is looked whether there is still a reason to wait.
+POLL_S = 0.1
+# The longest that either waits for the other to come. One that dies before is reported by its agent.
+MEET_TIMEOUT_S = 600.0
+HELLO_TIMEOUT_S = 10.0
+_SIZE = struct.Struct(">Q")
+_MAX_MANIFEST_BYTES = 1 << 30
+
+Check = Callable[[], None]
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+class _Done:
+    """Of a transfer that was not begun before it ended."""
+
+    def wait(self) -> None: ...
+
+
+class SocketLink:
+    """A `swift_recovery.replica.Link` over a connected socket. *check* raises when there is no reason to go on; it is
+    asked every `POLL_S` while the other side is slow. Raises `PeerFailure` when the connection breaks."""
+
+    def __init__(self, sock: socket.socket, check: Check) -> None:
+        self._socket, self._check = sock, check
+        sock.settimeout(POLL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def send(self, tensor: Tensor) -> _Done:
+        self._send(_memory(tensor))
+        return _Done()
+
+    def recv(self, tensor: Tensor) -> _Done:
+        self._receive(_memory(tensor))
+        return _Done()
+
+    def send_bytes(self, data: bytes) -> None:
+        self._send(memoryview(_SIZE.pack(len(data)) + data))
+
+    def recv_bytes(self, limit: int = _MAX_MANIFEST_BYTES) -> bytes:
+        head = bytearray(_SIZE.size)
+        self._receive(memoryview(head))
+        (size,) = _SIZE.unpack(head)
+        if size > limit:
+            raise PeerFailure(f"the other side of a handover announced {size} bytes")
+        data = bytearray(size)
+        self._receive(memoryview(data))
+        return bytes(data)
+
+    def _send(self, data: memoryview) -> None:
+        while data:
+            data = data[self._patiently(lambda rest=data: self._socket.send(rest)) :]  # type: ignore[misc]
+
+    def _receive(self, data: memoryview) -> None:
+        while data:
+            size = self._patiently(lambda rest=data: self._socket.recv_into(rest))  # type: ignore[misc]
+            if size == 0:
+                raise PeerFailure("the other side of a handover is gone")
+            data = data[size:]
+
+    def _patiently(self, operation: Callable[[], int]) -> int:
+        while True:
+            try:
+                return operation()
+            except TimeoutError:
+                self._check()
+            except OSError as error:
+                raise PeerFailure(f"the other side of a handover is gone: {error}") from None
+
+
+@contextlib.contextmanager
+def offered(store: StoreClient, rank: int, layouts: list[Any], check: Check) -> Iterator[SocketLink]:
+    """The old worker's end: tell where it listens, and the DDP layouts of *rank*; the link to the successor."""
+    # Where this machine is reached by those that reach the store.
+    address = store.local_address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        server.settimeout(POLL_S)
+        PrefixStore("layouts", store).set(str(rank), json.dumps(layouts))
+        ticket = secrets.token_hex(16)
+        PrefixStore("handover", store).set(str(rank), json.dumps([address, server.getsockname()[1], ticket]))
+        while True:
+            with _accepted(server, check) as sock:
+                if _is_successor(sock, ticket, check):
+                    yield SocketLink(sock, check)
+                    return
+
+
+def _is_successor(sock: socket.socket, ticket: str, check: Check) -> bool:
+    deadline_s = time.monotonic() + HELLO_TIMEOUT_S
+
+    def impatient() -> None:
+        check()
+        if time.monotonic() >= deadline_s:
+            raise PeerFailure("it says nothing")
+
+    try:
+        return hmac.compare_digest(SocketLink(sock, impatient).recv_bytes(limit=4096), ticket.encode())
+    except PeerFailure:
+        return False  # somebody else, who does not know what to say
+
+
+def _accepted(server: socket.socket, check: Check) -> socket.socket:
+    deadline_s = time.monotonic() + MEET_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            return server.accept()[0]
+        except TimeoutError:
+            check()
+    raise PeerFailure(f"no successor came within {MEET_TIMEOUT_S:g} s")
+
+
+@contextlib.contextmanager
+def taken(store: StoreClient, rank: int, check: Check) -> Iterator[SocketLink]:
+    """The successor's end: the link to the old worker of *rank*. Raises `dist.DistStoreError` if *store* is cut."""
+    address, port, ticket = json.loads(PrefixStore("handover", store).get(str(rank)))
+    try:
+        sock = socket.create_connection((address, port), timeout=10.0)
+    except OSError as error:
+        raise PeerFailure(f"the old worker of rank {rank} cannot be reached: {error}") from None
+    with sock:
+        link = SocketLink(sock, check)
+        link.send_bytes(ticket.encode())
+        yield link

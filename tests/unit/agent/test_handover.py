@@ -1,0 +1,109 @@
+"""The connection between an old worker and its successor, over real sockets and a real store."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from swift_agent import handover
+from swift_agent.errors import PeerFailure
+from swift_agent.generation_store import StoreClient, StoreServer
+from swift_recovery.replica import receive_state, send_state
+from swift_recovery.state import TrainingState
+
+TOKEN = b"secret"
+
+
+def nothing() -> None:
+    """A check that has no objection."""
+
+
+@pytest.fixture
+def stores() -> Iterator[list[StoreClient]]:
+    server = StoreServer("127.0.0.1", token=TOKEN)
+    clients = [StoreClient("127.0.0.1", server.port, TOKEN) for _ in range(3)]
+    yield clients
+    for client in clients:
+        client.close()
+    server.close()
+
+
+def state_of(seed: int) -> tuple[nn.Module, TrainingState]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(700, 900), nn.BatchNorm1d(900), nn.Linear(900, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if seed == 0:
+        model(torch.randn(4, 700)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, TrainingState({"model": model}, {"optimizer": optimizer}, {})
+
+
+def offer(store: StoreClient, into: list[Any], check: Any = nothing) -> threading.Thread:
+    def run() -> None:
+        try:
+            with handover.offered(store, 3, [None], check) as link:
+                into.append(send_state(state_of(0)[1], {"here": 7}, [link]))
+        except PeerFailure as error:
+            into.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_state_goes_from_the_old_worker_to_the_new(stores: list[StoreClient]) -> None:
+    sent: list[Any] = []
+    thread = offer(stores[0], sent)
+    model, state = state_of(1)
+    with handover.taken(stores[1], 3, nothing) as link:
+        extra = receive_state(state, link, staged=False)
+    thread.join(10.0)
+    assert extra == {"here": 7} and sent[0] > 2_000_000
+    expected = state_of(0)[0].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert json.loads(PrefixStore("layouts", stores[2]).get("3")) == [None]
+
+
+def test_who_does_not_have_the_ticket_gets_nothing(stores: list[StoreClient]) -> None:
+    sent: list[Any] = []
+    thread = offer(stores[0], sent)
+    address, port, _ = json.loads(PrefixStore("handover", stores[1]).get("3"))
+    with socket.create_connection((address, port)) as stranger:
+        handover.SocketLink(stranger, nothing).send_bytes(b"guess")
+        stranger.settimeout(10.0)
+        assert stranger.recv(1) == b""
+    with handover.taken(stores[1], 3, nothing) as link:
+        receive_state(state_of(1)[1], link, staged=False)
+    thread.join(10.0)
+    assert sent[0] > 2_000_000
+
+
+def test_who_waits_is_freed_by_its_check(stores: list[StoreClient]) -> None:
+    stopped = threading.Event()
+
+    def check() -> None:
+        if stopped.is_set():
+            raise PeerFailure("stopped")
+
+    sent: list[Any] = []
+    waits_for_successor = offer(stores[0], sent, check)
+    with handover.taken(stores[1], 3, nothing):
+        pass  # it has come, and gone again
+    waits_for_successor.join(10.0)
+    assert isinstance(sent[0], PeerFailure) and "gone" in str(sent[0])
+    stopped.set()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_connection(silent.getsockname()) as ours,
+        pytest.raises(PeerFailure, match="stopped"),
+    ):
+        handover.SocketLink(ours, check).recv_bytes()
