@@ -99,6 +99,8 @@ class AgentState:
     max_restarts: int = 0
     stop_deadline_s: float = 10.0
     lease_ttl_s: float = 10.0
+    alone: bool = False
+    """At the last tick nobody had answered for too long."""
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     lost_peers: Mapping[str, str] = field(default_factory=dict)
@@ -120,10 +122,14 @@ class Step:
 def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
     state = _fold(state, event)
-    if isinstance(event, Tick) and is_cut_off(event.lease_overdue_s, event.silence_s, state.lease_ttl_s):
-        # It must not touch what the others share.
-        why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
-        return _once(state, ("rejoin",), Rejoin(why))
+    if isinstance(event, Tick):
+        alone = is_cut_off(event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
+        if alone and state.alone:
+            # It must not touch what the others share.
+            why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
+            return _once(state, ("rejoin",), Rejoin(why))
+        # Not at first sight: who was frozen has heard nothing so far, but is answered as soon as it asks.
+        state = replace(state, alone=alone)
     return reconcile(state, now_s=now_s)
 
 
@@ -178,10 +184,11 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     if view.result is not None:
         return _once(state, ("end",), EndJob())
     generation = view.generation
-    if generation is None:
-        return Step(state)
     commands: list[Command] = []
+    # Before the first generation all are spares, the coordinator as well: nobody else would notice that it is gone.
     state = _forget_lost_spares(state, commands)
+    if generation is None:
+        return Step(state, tuple(commands))
     mine = view.nodes.get(state.node_id)
     if mine is None or mine.incarnation != state.incarnation:
         # Nobody can choose a node without a record, not even for its own slot.
@@ -381,7 +388,8 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
 def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentState:
     generation = state.view.generation
     for node in state.view.nodes.values() if state.lost_peers else ():
-        if node.incarnation in state.lost_peers and generation and generation.slot_of(node.incarnation) is None:
+        active = generation is not None and generation.slot_of(node.incarnation) is not None
+        if node.incarnation in state.lost_peers and not active:
             state = _issue(state, commands, ("spare", node.incarnation), ForgetSpare(node.node_id, node.incarnation))
     return state
 
