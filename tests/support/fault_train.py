@@ -1,8 +1,8 @@
 """The training script of the fault tests: a small job in which exactly one fault (or several) fires at a named moment.
 
-Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank",
-"scope"}]}. A fault fires once in the whole job: the process that fires it creates its marker file first, and dies
-after that. Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
+Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "pause_s", "pause_until", "faults":
+[{"at", "iteration", "rank", "scope"}]}. A fault fires once in the whole job: the process that fires it creates its
+marker file first, and dies after that. Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
 """
 
 from __future__ import annotations
@@ -82,6 +82,13 @@ def fault(at: str, iteration: int | None = None) -> None:
                 threading.Thread(target=lambda order=order: (time.sleep(order["delay_s"]), die(order["scope"]))).start()
             else:
                 die(order["scope"])
+
+
+def pause() -> None:
+    """`pause_s` seconds between two iterations; none any more once the file that `pause_until` names is there."""
+    until, end_s = ORDERS.get("pause_until"), time.monotonic() + ORDERS.get("pause_s", 0.0)
+    while (left_s := end_s - time.monotonic()) > 0 and not (until and (DIR / until).exists()):
+        time.sleep(min(left_s, 0.02))
 
 
 class Points(Dataset):
@@ -223,7 +230,7 @@ def build(job: swift.Job) -> None:
             assert torch.isfinite(loss)
             print(job.iteration_number, time.time(), file=times)
             fault("between", job.iteration_number - 1)
-            time.sleep(ORDERS.get("pause_s", 0.0))
+            pause()
         evaluate()
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
