@@ -54,6 +54,8 @@ TICK_S = 0.5
 # The loss of a peer that could not be written down for so long has to be seen again.
 EVIDENCE_S = 2.0
 LEAVE_TIMEOUT_S = 3.0
+# For the watch to tell how a job ended whose records are gone.
+RESULT_TIMEOUT_S = 2.0
 # After SIGTERM; torchrun's default.
 DEFAULT_GRACE_S = 30.0
 SUCCESS_GRACE_S = 5.0
@@ -470,16 +472,18 @@ class Agent:
         self._channels.drop_all()
         self._workers.end_all(0.0)
         self._patience.clear()
-        self._presence.abandon()
+        left = self._presence
+        left.abandon()
         self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._entered_s)
         self._wait_for_signal(self._rejoin_delay_s)
         while self._signal is None:
             try:
-                self._enter(self._presence.job)
+                self._enter(left.job)
+                left.forget()
                 self._on_view(self._presence.first_view)
                 return
             except JobOver as error:
-                self._end = ResultRecord("stopped", str(error))
+                self._end = left.result(RESULT_TIMEOUT_S) or ResultRecord("stopped", str(error))
                 return
             except RendezvousError as error:  # another node of this name; or the store is away, or takes no writes
                 log.warning("cannot come back yet: %s", error)

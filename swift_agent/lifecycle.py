@@ -119,6 +119,7 @@ class AgentState:
     max_restarts: int = 0
     stop_deadline_s: float = 10.0
     lease_ttl_s: float = 10.0
+    """At the last tick nobody had answered for too long."""
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     lost_peers: Mapping[str, str] = field(default_factory=dict)
@@ -230,16 +231,17 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
         why = leaving.reason_to_go(view, state.node_id, state.incarnation, state.workers)
         if why:
             return _once(state, ("leave",), LeaveJob(ResultRecord("succeeded", why)))
-    if generation is None:
-        return Step(state)
     commands: list[Command] = []
+    # Before the first generation all are spares, the coordinator as well: nobody else would notice that it is gone.
     state = _forget_lost_spares(state, commands)
     if lapsed:
         return _once(state, RECLAIM, Reclaim(), commands)
-    if not registered:
+    if not registered and (generation is not None or view.revision):  # without either nothing has been seen yet
         # Nobody can choose a node without a record, not even for its own slot.
         why = f"the record of {state.node_id} was removed: the other nodes took it for lost"
         return _once(state, ("rejoin",), Rejoin(why), commands)
+    if generation is None:
+        return Step(state, tuple(commands))
     if slot is None:
         left = leaving.slot_left(generation, state.incarnation)
         if left is not None:
@@ -466,7 +468,8 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
 def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentState:
     generation = state.view.generation
     for node in state.view.nodes.values() if state.lost_peers else ():
-        if node.incarnation in state.lost_peers and generation and generation.slot_of(node.incarnation) is None:
+        active = generation is not None and generation.slot_of(node.incarnation) is not None
+        if node.incarnation in state.lost_peers and not active:
             state = _issue(state, commands, ("spare", node.incarnation), ForgetSpare(node.node_id, node.incarnation))
     return state
 

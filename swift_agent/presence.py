@@ -1,7 +1,8 @@
 """This node in its job, under one incarnation: lease and record in etcd, and the threads that see and are seen.
 
     enter: listener --> lease, record --> keep-alive, watch, liveness ring, coordinator
-    leave: all of these stopped; with a goodbye, or silently if the others shall take this node for lost
+    leave: all of these stopped; with a goodbye, or silently if the others shall take this node for lost (it then
+           watches on until it is back, or knows how the job ended)
 
 A node that was given up by the others comes back with a new presence. One whose lease was lost while it lived (etcd
 was away for too long, somebody revoked it) gets another lease under the same incarnation, if nobody has its slot
@@ -23,7 +24,7 @@ from swift_agent.config import AgentConfig
 from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
 from swift_rendezvous.coordinator import Coordinator
-from swift_rendezvous.keys import JobRecord, Keys, NodeRecord
+from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, ResultRecord
 from swift_rendezvous.kv import KeepAlive, KeyValueStore, Lease, RendezvousError
 from swift_rendezvous.liveness import Limits, Liveness
 from swift_rendezvous.membership import Rules
@@ -52,7 +53,7 @@ class Listeners:
 
 
 class Presence:
-    """Made by `enter`; ended by `leave` (for good) or `abandon` (to come back as another)."""
+    """Made by `enter`; ended by `leave` (for good) or by `abandon` (to come back as another) and `forget`."""
 
     def __init__(
         self, config: AgentConfig, store: KeyValueStore, keys: Keys, address: str, listeners: Listeners,
@@ -62,6 +63,10 @@ class Presence:
         `registration.enter_job`). Raises what that raises; then nothing is left."""
         self._store, self._keys = store, keys
         self._nodes: Mapping[str, NodeRecord] | None = None
+        self._listeners = listeners
+        self._result: ResultRecord | None = None
+        self._ended = threading.Event()
+        self._abandoned = False
         with contextlib.ExitStack() as undo:
             self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s), key=config.key.heartbeat)
             undo.callback(self.liveness.stop)
@@ -98,7 +103,7 @@ class Presence:
                 None if self.journal is None else self.journal.decision,
                 lambda: self._keep_alive.unbroken_s(),
             )
-            self._watcher = JobWatcher(store, keys, listeners.view, self.me.incarnation)
+            self._watcher = JobWatcher(store, keys, self._on_view, self.me.incarnation)
             self.liveness.start(self.me)
             self.first_view = self._watcher.start()
             undo.callback(self._watcher.stop)
@@ -159,18 +164,38 @@ class Presence:
     def leave(self) -> None:
         """Tell the others and remove this node's records; who is last removes the job's."""
         self._stop(goodbye=True)
+        self._watcher.stop()
         leave_job(self._store, self._keys, self.me, self._lease)
 
     def abandon(self) -> None:
-        """Be gone as if this process had died: the others act at once. Never raises."""
+        """Be gone as if this process had died: the others act at once. Still watches the job, for its result. Never
+        raises."""
+        self._abandoned = True
         self._stop(goodbye=False)
         _revoke(self._lease)
+
+    def forget(self) -> None:
+        """Watch no more."""
+        self._watcher.stop()
+
+    def result(self, timeout_s: float) -> ResultRecord | None:
+        """How the job ended, if that can be learnt within *timeout_s*: the records may be gone, the watch tells what
+        they were."""
+        self._ended.wait(timeout_s)
+        return self._result
+
+    def _on_view(self, view: View) -> None:
+        # Once the job's record is gone, what comes under its id is another job's.
+        if not self._ended.is_set() and (view.result is not None or view.job is None):
+            self._result = view.result
+            self._ended.set()
+        if not self._abandoned:
+            self._listeners.view(view)
 
     def _stop(self, goodbye: bool) -> None:
         with self._lock:
             self._stopped = True
         self.coordinator.stop()
-        self._watcher.stop()
         self._keep_alive.stop()
         self.liveness.stop(goodbye)
         if self.journal is not None:

@@ -40,7 +40,6 @@ from swift_rendezvous.membership import (
     Rules,
     absent,
     decide,
-    losses,
     missing,
 )
 from swift_rendezvous.view import View
@@ -188,10 +187,10 @@ class Coordinator:
         node = view.nodes.get(holder.node_id)
         if node is None or node.incarnation != holder.incarnation:
             return True
-        if view.generation is None:
-            return False
-        slot = view.generation.slot_of(holder.incarnation)
-        return slot is not None and slot in losses(view).nodes
+        slot = view.generation.slot_of(holder.incarnation) if view.generation is not None else None
+        # The report itself and not `losses`: where all workers have exited nothing is lost with the node but this.
+        failure = view.failures.get(slot) if slot is not None else None
+        return failure is not None and failure.kind == "node" and failure.incarnation == holder.incarnation
 
     def _elect(self, view: View) -> None:
         mine = Put(

@@ -61,9 +61,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable
     return run
 
 
-def assert_recovered(outcome: Outcome, expected_hash: str, lost: set[int], num_faults: int = 1) -> None:
+def assert_recovered(
+    outcome: Outcome, expected_hash: str, lost: set[int], num_faults: int = 1, told: bool = True
+) -> None:
     """All faults fired, all ended well, only *lost* ranks have a second process, and the state is that of no
-    failure.
+    failure. *told*: somebody lived to say that the replicas were compared at the end.
     """
     text = outcome.text()
     assert outcome.fired == set(range(num_faults)), f"faults that fired: {outcome.fired}\n{text}"
@@ -73,4 +75,4 @@ def assert_recovered(outcome: Outcome, expected_hash: str, lost: set[int], num_f
     for rank, result in outcome.results.items():
         assert result["pid"] == outcome.pids[rank][-1], text
     assert outcome.hashes == {expected_hash}, f"{outcome.results}\n{text}"
-    assert "equal checksums" in text, text
+    assert not told or "equal checksums" in text, text

@@ -238,8 +238,7 @@ def build(job: swift.Job) -> None:
             assert torch.isfinite(loss)
             print(job.iteration_number, time.time(), file=times)
             fault("between", job.iteration_number - 1)
-            if not (DIR / "hurry").exists():
-                time.sleep(ORDERS.get("pause_s", 0.0))
+            wait_for(DIR / "hurry", ORDERS.get("pause_s", 0.0))
             if "pace_s" in ORDERS and job.iteration_number > 3:
                 wait_for(DIR / "free", ORDERS["pace_s"])
         evaluate()

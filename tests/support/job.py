@@ -58,12 +58,13 @@ class Agents:
     script: Path = SCRIPT
     prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """node -> what its command begins with: what puts it into a network namespace."""
+    program: tuple[str, ...] = ("-m", "swift_agent.run")
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, node_id: str) -> subprocess.Popen[bytes]:
         where = ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.job_id] if self.endpoint else ["--standalone"]
         command = [
-            *self.prefixes.get(node_id, ()), sys.executable, "-m", "swift_agent.run", "--nnodes", str(self.num_nodes),
+            *self.prefixes.get(node_id, ()), sys.executable, *self.program, "--nnodes", str(self.num_nodes),
             "--nproc-per-node", str(self.num_workers), "--max-restarts", str(self.max_restarts),
             "--node-id", node_id, *where, *self.options, str(self.script),
         ]  # fmt: skip

@@ -298,6 +298,12 @@ def test_a_lost_spare_is_forgotten() -> None:
     assert agent.tell(lc.PeerLost("n2.1", "gone")) == [lc.ForgetSpare("n2", "n2.1")]
 
 
+def test_before_the_first_generation_any_lost_node_is_forgotten() -> None:
+    agent = Agent()
+    agent.see(view(generation=None, plan=None))
+    assert agent.tell(lc.PeerLost("n1.1", "gone")) == [lc.ForgetSpare("n1", "n1.1")]
+
+
 def test_a_spare_takes_a_slot() -> None:
     spare = Agent("n2")
     spare.see(view(names=("n0", "n1", "n2"), store=STORE))

@@ -240,6 +240,21 @@ def test_a_slot_is_kept_for_a_node_whose_lease_is_gone(returns: bool, jobs: Call
         assert time.monotonic() - gone_s >= 1.0
 
 
+def test_a_coordinator_that_is_lost_after_its_workers_have_exited_is_succeeded(jobs: Callable[..., Job]) -> None:
+    job = jobs(["n0", "n1"])
+    job.start("n0")
+    job.wait(lambda: job.holder == "n0", "n0 is coordinator")
+    job.start("n1")
+    job.wait_generation(1)
+    job.store.put(KEYS.release(1), b"1")
+    job.store.put(KEYS.exited(1, 0), encode(ExitedRecord(0, "n0.1")))
+    job.agents["n0"].stop()
+    job.fail("node", 0)
+    job.store.put(KEYS.exited(1, 1), encode(ExitedRecord(1, "n1.1")))
+    end = job.wait(lambda: job.store.get(KEYS.result), "the result")
+    assert decode(ResultRecord, end.value).state == "succeeded" and job.holder == "n1"
+
+
 def test_a_lost_spare_that_was_coordinator_is_succeeded(jobs: Callable[..., Job]) -> None:
     job = jobs(["n0", "n1", "n2"])
     job.start("n2")
