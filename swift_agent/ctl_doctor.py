@@ -192,6 +192,8 @@ def measure_machine(config: EtcdConfig | None, local_addr: str | None) -> Machin
 class _EtcdOnly:
     """All of an agent's configuration that `host.local_host` looks at."""
 
+    local_addr = ""
+
     def __init__(self, etcd: EtcdConfig | None) -> None:
         self.etcd = etcd
 

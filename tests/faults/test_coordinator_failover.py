@@ -78,6 +78,9 @@ FREEZES = [
     (Strike("a", "failure", 1, "before"), Strike("c", "progress", 3, "before")),
     (Strike("a", "store", 2, "before"), Strike("c", "resumed", 4, "before")),
 ]
+# What every test run has; SWIFT_TEST_ALL=1 runs them all (3 minutes more).
+if not os.environ.get("SWIFT_TEST_ALL"):
+    KILLS, FREEZES = [KILLS[1], KILLS[2], KILLS[5]], FREEZES[:1]
 
 
 @dataclass
@@ -277,7 +280,9 @@ def test_frozen_before_and_after_the_release(start: Callable[..., Run], undistur
     job.wait(lambda: job.history.puts("result"), "the end")
     job.wake("c")
     outcome = finish(job, expected, {0, 1, 3})
-    assert job.history.written(since) <= {"nodes/a", "job", "coordinator", "exited/3/1", "result"}
+    # The others write down that c, which stays frozen, is lost.
+    others = {"coordinator", "failure/3/0", "exited/3/1", "result"}
+    assert job.history.written(since) <= {"nodes/a", "job"} | others
     assert "release/2" not in job.history.names() and job.history.names().count("release/3") == 1
     assert "training had ended" in job.history.puts("result")[0]["why"]
     ended_well(outcome, "abc")
