@@ -44,7 +44,7 @@ lint: venv
 	$(VENV)/bin/lint-imports
 
 test: venv etcd native lint
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest
 
 bench: venv etcd
 	$(PY) benchmarks/recovery.py

@@ -29,15 +29,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two streams, when run with pytest-xdist (`-n 2 --dist loadgroup`): the tests that fill the machine by themselves,
-    one after the other, and beside them all others, file by file."""
-    for item in items:
-        file = str(item.path)
-        alone = "/tests/faults/" in file or file.endswith("test_liveness.py")
-        item.add_marker(pytest.mark.xdist_group("machine" if alone else file))
-
-
 def _ours() -> dict[int, psutil.Process]:
     """Living processes that this test session started, by pid, orphans included."""
     pids = {child.pid for child in psutil.Process().children(recursive=True)}
