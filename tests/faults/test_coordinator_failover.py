@@ -282,7 +282,7 @@ def test_frozen_before_and_after_the_release(start: Callable[..., Run], undistur
     job.wake("c")
     outcome = finish(job, expected, {0, 1, 3})
     # The others write down that c, which stays frozen, is lost.
-    others = {"coordinator", "failure/3/0", "exited/3/1", "result"}
+    others = {"coordinator", "failure/3/0", "exited/3/1", "result", "rate"}
     assert job.history.written(since) <= {"nodes/a", "job"} | others
     assert "release/2" not in job.history.names() and job.history.names().count("release/3") == 1
     assert "training had ended" in job.history.puts("result")[0]["why"]
