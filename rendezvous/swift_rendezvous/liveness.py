@@ -3,7 +3,7 @@
 Every agent keeps a connection to the next few nodes of a ring, the ones it watches; these send it a heartbeat ten times
 a second. When a process dies its kernel closes its sockets, and both ends learn of it in milliseconds. When a machine
 or a link dies there is silence. Either way the suspect's listener is probed before it is called lost: its *kernel*
-answers, so a starved process, or a connection that was merely reset, is never taken for a death.
+connects us and keeps us, so a starved process, or a connection that was merely reset, is never taken for a death.
 
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
                                ^------------------- its kernel answers --'
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 NUM_WATCHED = 2
 _HEARTBEAT = b"."  # one byte is sent whole or not at all
 _GOODBYE = b"bye\n"
-_NUM_PROBES = 2  # on a lossy network one may get lost
+_NUM_PROBES = 2  # at least: on a lossy network one may get lost
 _MAX_PATIENCE_S = 2.0
 
 
@@ -362,16 +362,36 @@ class Liveness:
             self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}")
 
     def _answer_of(self, node: NodeRecord) -> str | None:
-        """None if the kernel of *node* lets us connect, else what it says instead."""
-        answer = None
-        for _ in range(_NUM_PROBES):
+        """None if the kernel of *node* keeps a connection open for us, else what it says instead."""
+        deadline_s = time.monotonic() + self._limits.probe_s
+        answer = "nothing"
+        while (left_s := deadline_s - time.monotonic()) > 0:
             try:
-                timeout_s = self._limits.probe_s / _NUM_PROBES
-                socket.create_connection((node.host, node.watch_port), timeout=timeout_s).close()
-                self._life_s = time.monotonic()
-                return None
+                timeout_s = min(left_s, self._limits.probe_s / _NUM_PROBES)
+                sock = socket.create_connection((node.host, node.watch_port), timeout=timeout_s)
             except TimeoutError:
                 answer = "nothing"
+                continue
             except OSError as error:
                 return str(error.strerror or error)
+            self._life_s = time.monotonic()
+            with sock:
+                if _is_kept(sock, deadline_s):
+                    return None
+            answer = "it hangs up"
         return answer
+
+
+def _is_kept(sock: socket.socket, deadline_s: float) -> bool:
+    """Whether a listener with a living process is behind this new connection: it is greeted, or at least left open.
+
+    The kernel closes the sockets of a dead process one after the other, its listener last: for a moment it still lets
+    us in, and then resets what nobody has accepted.
+    """
+    try:
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        return bool(sock.recv(4096))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import struct
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,22 @@ def test_both_ends_see_a_death_whoever_dialled(start: Callable[..., Node | Proce
         me.liveness._known = {"b": peer.record}  # not update(): this side shall not dial
     peer.kill()
     assert me.next_lost()[0] == "b"
+
+
+def test_a_kernel_that_is_still_closing_is_no_life(start: Callable[..., Node | Process]) -> None:
+    """It closes the listener of a dead process last: a probe may come just before."""
+    me = start(Node, "a")
+    assert isinstance(me, Node)
+    listener = socket.create_server(("127.0.0.1", 0))
+    record = NodeRecord("b", "b", "127.0.0.1", listener.getsockname()[1], 1)
+    with ThreadPoolExecutor(1) as pool:
+        assert me.liveness._answer_of(record) is None  # nobody accepts, but it is kept: a process that is starved
+        listener.accept()[0].close()
+        answer = pool.submit(me.liveness._answer_of, record)
+        assert select.select([listener], [], [], 5.0)[0]  # it is connected
+        listener.close()
+        # Reset in the middle of connect(), or after it and then refused.
+        assert answer.result(5.0) in ("Connection refused", "Connection reset by peer")
 
 
 def test_goodbye_is_no_loss(start: Callable[..., Node | Process]) -> None:
