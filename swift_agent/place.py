@@ -6,7 +6,6 @@ stands. What a report reads changes only under the lock. This module must never 
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,41 +17,42 @@ from swift_agent import native
 from swift_agent.errors import SwiftError
 from swift_agent.tracking import Tracked
 from swift_recovery.progress import RankReport, Status
-from swift_recovery.randomness import SeedSeries, compiled_seeding, seed_generators
+from swift_recovery.randomness import SeedSeries, compiled_seeder, seed_series
 from swift_recovery.snapshot import Snapshot
 
 RngMode = Literal["iteration", "user"]
 
 
-class Purpose(enum.IntEnum):
-    """What a seed is for: the *tag* of a `SeedSeries`."""
-
-    ITERATION = 1
-    DATA = 2
-    PASS = 3
-    SECTION = 4
-
-
 class Seeds:
-    """Seeds of one rank. With mode "user" generators are left alone, and kept in snapshots instead."""
+    """Seeds of one rank, a series for each purpose: its functions seed all generators. With mode "user" generators are
+    left alone, and kept in snapshots instead.
+    """
 
     def __init__(self, mode: RngMode, seed: int | None, rank: int) -> None:
         self.keeps_generators = mode == "user"
         self._seed, self._rank = seed, rank
-        self._series: dict[int, SeedSeries] = {}
+        self.for_iteration: SeedSeries = _leave_alone
+        self.for_data: SeedSeries = _leave_alone
+        self.for_pass: SeedSeries = _leave_alone
+        self.for_section: SeedSeries = _leave_alone
 
     def settle(self) -> None:
         """Training begins: without a seed of its own the job takes the script's."""
         if self._seed is None:
             self._seed = torch.initial_seed()
+        if self.keeps_generators:
+            return
         library = native.load()
-        seed_all = compiled_seeding(library.Seeder) if library else seed_generators
-        self._series = {int(purpose): SeedSeries(self._seed, self._rank, purpose, seed_all) for purpose in Purpose}
+        seeder = compiled_seeder(library.Seeder) if library else None
+        seed, rank = self._seed, self._rank
+        # The numbers are tags: with others the same job would draw other numbers.
+        self.for_iteration = seed_series(seed, rank, 1, seeder)
+        self.for_data = seed_series(seed, rank, 2, seeder)
+        self.for_pass = seed_series(seed, rank, 3, seeder)
+        self.for_section = seed_series(seed, rank, 4, seeder)
 
-    def use(self, purpose: int, index: int) -> None:
-        """Seed all generators for a *purpose*."""
-        if not self.keeps_generators:
-            self._series[purpose].use(index)
+
+def _leave_alone(index: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -111,8 +111,10 @@ class Place:
     def hold(self, tracked: Tracked) -> None:
         """The loop begins: from here on there is state to keep."""
         self.tracked = tracked
-        self.point = Snapshot(tracked.state)
-        self.start = Snapshot(tracked.state)
+        library = native.load()
+        watch = library.Watch if library else None
+        self.point = Snapshot(tracked.state, watch)
+        self.start = Snapshot(tracked.state, watch)
 
     # ---- snapshots ----
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from swift_agent import tracking
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.place import Owed, Place, Purpose
+from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
 from swift_agent.supervisor import Supervisor
@@ -70,7 +70,7 @@ class Unprotected:
 
     def iterate(self, call: Callable[[], R]) -> R:
         place, tracked = self._place, self._tracked
-        place.seeds.use(Purpose.ITERATION, place.here.iteration)
+        place.seeds.for_iteration(place.here.iteration)
         tracked.begin(place.here.iteration)
         place.enter("iteration")
         try:
@@ -83,7 +83,7 @@ class Unprotected:
 
     def section(self, call: Callable[[], R]) -> R:
         place = self._place
-        place.seeds.use(Purpose.SECTION, place.here.sections)
+        place.seeds.for_section(place.here.sections)
         place.here.sections += 1
         return call()
 
@@ -171,7 +171,7 @@ class Protected:
                 return self._iteration_as_newcomer(call)
             try:
                 place.keep_start()
-                place.seeds.use(Purpose.ITERATION, number)
+                place.seeds.for_iteration(number)
                 tracked.begin(number)
                 place.enter("iteration")
                 if self.supervisor.pausing:
@@ -251,7 +251,7 @@ class Protected:
         # Owed: its layouts are those before the update.
         tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
         tracked.begin(number, ghost=True)
-        place.seeds.use(Purpose.ITERATION, number)
+        place.seeds.for_iteration(number)
         with tracked.without_reduction(finite=place.here.iteration > number):
             try:
                 return call()
@@ -262,7 +262,7 @@ class Protected:
         """The others have finished this iteration, and this newcomer has its update: run it for its result."""
         place, tracked = self._place, self._require_tracked()
         tracked.begin(place.here.iteration, ghost=True)
-        place.seeds.use(Purpose.ITERATION, place.here.iteration)
+        place.seeds.for_iteration(place.here.iteration)
         if self._groups.aborted is not None:
             self.enter_ghost()
         local = contextlib.nullcontext() if self._ghosting else self._groups.local()
@@ -282,7 +282,7 @@ class Protected:
         since = tracked.script_side()
         since.take(rng=place.seeds.keeps_generators)
         place.start.restore()
-        place.seeds.use(Purpose.ITERATION, place.here.iteration)
+        place.seeds.for_iteration(place.here.iteration)
         tracked.begin(place.here.iteration)
         place.enter("iteration")
         try:
@@ -306,7 +306,7 @@ class Protected:
     def section(self, call: Callable[[], R]) -> R:
         place, supervisor = self._place, self.supervisor
         while True:
-            place.seeds.use(Purpose.SECTION, place.here.sections)
+            place.seeds.for_section(place.here.sections)
             try:
                 if place.here.sections >= place.ghost_sections:
                     place.keep_start()
@@ -315,7 +315,7 @@ class Protected:
                 if place.here.sections < place.ghost_sections:
                     return self._section_as_ghost(call)
                 place.keep_start()  # what was received belongs to it, too
-                place.seeds.use(Purpose.SECTION, place.here.sections)
+                place.seeds.for_section(place.here.sections)
                 place.enter("section")
                 result = call()
                 with place.lock:

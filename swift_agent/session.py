@@ -21,7 +21,7 @@ import torch
 
 from swift_agent import data, tracking
 from swift_agent.errors import UsageError
-from swift_agent.place import Place, Purpose
+from swift_agent.place import Place
 from swift_agent.running import Running
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
@@ -128,7 +128,7 @@ class Job:
         A `DistributedSampler` is given the number of the epoch (of `job.epochs`, else of the pass).
         """
         self._begin()
-        place, seed_for = self._place, self._place.seeds.use
+        place, seeds = self._place, self._place.seeds
         here, target = place.here, place.target
         number = here.passes
         if target is not None and number < target.passes:
@@ -141,9 +141,9 @@ class Job:
             place.arrive()
         here.batch = skip
         data.set_epoch(loader, here.epoch if here.epoch or here.epoch_passes else number)
-        seed_for(Purpose.PASS, number)
+        seeds.for_pass(number)
         # What shuffles may draw when the iterator is made or when its first batch is asked for.
-        batches = data.iterate(loader, skip, lambda: seed_for(Purpose.PASS, number))
+        batches = data.iterate(loader, skip, lambda: seeds.for_pass(number))
         if arrives:
             place.point.restore_generators()
         self._loops += 1
@@ -151,9 +151,9 @@ class Job:
             while True:
                 self._running.at_point()
                 if here.batch:
-                    seed_for(Purpose.DATA, here.iteration)
+                    seeds.for_data(here.iteration)
                 else:
-                    seed_for(Purpose.PASS, number)
+                    seeds.for_pass(number)
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -182,7 +182,7 @@ class Job:
                 before = here.iteration
                 if before >= num_iterations:
                     return
-                place.seeds.use(Purpose.DATA, before)  # the body may draw its data
+                place.seeds.for_data(before)  # the body may draw its data
                 yield before
                 if here.iteration == before and place.owed is None:
                     raise UsageError(
@@ -209,7 +209,8 @@ class Job:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            self._begin()
+            if not self._begun:
+                self._begin()
             if self._loops == 0:
                 raise UsageError(
                     f"{function.__name__}() was called outside job.batches(), job.iterations() and job.run(): "

@@ -60,10 +60,11 @@ class Snapshot:
     """Small state of the objects of *state*; empty until :meth:`take` or :meth:`install`.
 
     Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
-    A scheduler and the learning rate that it wrote into an optimizer are kept together.
+    A scheduler and the learning rate that it wrote into an optimizer are kept together. *watch*: the class `Watch` of
+    swift-agent's native library, which makes taking faster.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, watch: Any | None = None) -> None:
         self._state = state
         self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
             (join_path(name, path) if path else name, module._buffers, {})
@@ -79,14 +80,26 @@ class Snapshot:
         self._no_gradient: list[bool] = []
         self._generators: dict[str, Any] | None = None
         self._taken = False
+        self._watch = watch(self._parameters, list(state.optimizers.values())) if watch else None
 
     def take(self, rng: bool = False) -> None:
         """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
 
-        Under 10 us for a model without buffers (four times that where an iteration has just emptied the caches); a
-        buffer adds about 1 us and the time to copy it.
+        With *watch* under 2 us if there are neither buffers nor other objects and nothing has changed, otherwise 10 us
+        (a few times that where an iteration has just emptied the caches); a buffer adds about 1 us and the time to copy
+        it.
         """
         self._taken = False
+        if self._buffers:
+            self._take_buffers()
+        if self._watch is None or not self._watch.is_same():
+            self._take_groups_and_gradients()
+        if self._state.others:
+            self._others = {n: stateful.copy_tree(stateful.capture(other)) for n, other in self._state.others.items()}
+        self._generators = capture_generators(self._devices) if rng else None
+        self._taken = True
+
+    def _take_buffers(self) -> None:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for _, owner, saved in self._buffers:
@@ -104,13 +117,16 @@ class Snapshot:
                     sources.append(buffer.target)
         if targets:
             copy_all(targets, sources)
-        state = self._state
-        for name, optimizer in state.optimizers.items():
+
+    def _take_groups_and_gradients(self) -> None:
+        for name, optimizer in self._state.optimizers.items():
             self._take_groups(name, optimizer.param_groups)
-        self._others = {name: stateful.copy_tree(stateful.capture(other)) for name, other in state.others.items()}
         self._no_gradient = [parameter.grad is None for parameter in self._parameters]
-        self._generators = capture_generators(self._devices) if rng else None
-        self._taken = True
+        if self._watch is not None:
+            if all(known is not None for groups in self._seen.values() for known in groups):
+                self._watch.keep()
+            else:
+                self._watch.forget()  # a tensor, for one, may change in place
 
     def _take_groups(self, name: str, groups: list[dict[str, Any]]) -> None:
         seen = self._seen.get(name)
@@ -206,6 +222,8 @@ class Snapshot:
                 del saved[key]
         self._groups = stateful.copy_tree(tree["groups"])
         self._seen = {}
+        if self._watch is not None:
+            self._watch.forget()
         self._others = stateful.copy_tree(tree["others"])
         self._no_gradient = list(tree["no_gradient"])
         self._generators = tree["generators"] if rng else None

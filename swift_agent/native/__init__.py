@@ -1,8 +1,8 @@
-"""The native library, a forwarding backend and a fast way to seed: find it, load it, build it.
+"""The native library, a forwarding backend and what runs in every iteration: find it, load it, build it.
 
-It is optional: without it process groups are exchanged (see `swift_agent.process_group`) and generators are seeded in
-pure Python, with the same results. It must never be compiled while a job starts: `load()` only looks into the cache,
-`python -m swift_agent.native build` fills it.
+It is optional: without it process groups are exchanged (see `swift_agent.process_group`), generators seeded and
+hyper-parameters compared in pure Python, with the same results. It must never be compiled while a job starts: `load()`
+only looks into the cache, `python -m swift_agent.native build` fills it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 SOURCE = Path(__file__).with_name("forward.cpp")
-HEADERS = (Path(__file__).with_name("seeds.h"),)
+HEADERS = tuple(SOURCE.with_name(name) for name in ("seeds.h", "watch.h"))
 _MODULE = "swift_agent_forward"
 # pybind11 refuses to register a type twice, so one process loads the library at most once.
 _loaded: ModuleType | None = None
@@ -45,7 +45,8 @@ def library_path() -> Path:
 
 
 def load() -> ModuleType | None:
-    """The compiled module (classes `Forward` and `Seeder`), or None: not built for this torch, or `SWIFT_NATIVE=0`.
+    """The compiled module (classes `Forward`, `Seeder`, `Watch`), or None: not built for this torch, or
+    `SWIFT_NATIVE=0`.
 
     Raises ImportError when a library is there and cannot be loaded: a damaged cache must not pass unseen.
     """
@@ -103,7 +104,7 @@ def _compile_command(output: Path) -> list[str]:
     libraries = cpp_extension.library_paths()
     return [
         os.environ.get("CXX", "c++"),
-        *("-shared", "-fPIC", "-std=c++20", "-O1", "-g0", "-fvisibility=hidden"),
+        *("-shared", "-fPIC", "-std=c++20", "-O2", "-g0", "-fvisibility=hidden"),
         f"-DTORCH_EXTENSION_NAME={_MODULE}",
         *(flag for folder in includes for flag in ("-isystem", folder)),
         str(SOURCE),

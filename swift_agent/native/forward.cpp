@@ -12,6 +12,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>  // intrusive_ptr as a holder
 
 #include <condition_variable>
 #include <mutex>
@@ -19,8 +20,7 @@
 #include <unordered_set>
 
 #include "seeds.h"
-
-PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true);
+#include "watch.h"
 
 namespace py = pybind11;
 
@@ -398,5 +398,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           py::arg("next"), py::arg("why") = "", py::arg("guarded") = false)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
-  swift_agent::bind_seeder(m);
+  swift_agent::bind_seeds(m);
+  swift_agent::bind_watch(m);
 }

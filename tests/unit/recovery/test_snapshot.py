@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from swift_recovery.checksum import checksum
 from swift_recovery.codec import decode, encode
 from swift_recovery.errors import StateError
-from swift_recovery.randomness import SeedSeries, capture_generators, restore_generators
+from swift_recovery.randomness import capture_generators, restore_generators, seed_series
 from swift_recovery.snapshot import ALWAYS_COPIED_BYTES, Snapshot
 from swift_recovery.state import TrainingState
 
@@ -70,10 +70,10 @@ def test_a_cut_iteration_repeated_gives_the_same_bits(stop: str, rng: bool) -> N
     def run(cut: bool) -> tuple[Any, Any]:
         loop = Loop()
         snapshot = Snapshot(loop.state)
-        SeedSeries(3, 0, 0).use(0)
+        seed_series(3, 0, 0)(0)
         for index in range(5):
             if not rng:
-                SeedSeries(5, 0, 0).use(index)
+                seed_series(5, 0, 0)(index)
             snapshot.take(rng=rng)
             before = loop.everything()
             for _ in range(2 if cut else 0):
@@ -82,7 +82,7 @@ def test_a_cut_iteration_repeated_gives_the_same_bits(stop: str, rng: bool) -> N
                 snapshot.restore()
                 assert loop.everything() == before
                 if not rng:
-                    SeedSeries(5, 0, 0).use(index)
+                    seed_series(5, 0, 0)(index)
             loop.iteration(index)
         return loop.everything(), (torch.rand(3).tolist(), random.random(), np.random.rand())
 
@@ -299,15 +299,15 @@ def test_every_kind_of_hyper_parameter_comes_back_whenever_it_was_changed() -> N
 
 DRAW = """
 import random, numpy, torch
-from swift_recovery.randomness import SeedSeries
-SeedSeries(-5, 3, 1).use(2**40)
+from swift_recovery.randomness import seed_series
+seed_series(-5, 3, 1)(2**40)
 print(torch.rand(2).tolist(), random.random(), numpy.random.rand())
 """
 
 
 def test_seeds_are_the_same_in_every_process_and_differ_otherwise() -> None:
     def draw(*numbers: int) -> str:
-        SeedSeries(*numbers[:3]).use(numbers[3])
+        seed_series(*numbers[:3])(numbers[3])
         return f"{torch.rand(2).tolist()} {random.random()} {np.random.rand()}"
 
     path = ":".join(sys.path)
@@ -319,7 +319,7 @@ def test_seeds_are_the_same_in_every_process_and_differ_otherwise() -> None:
 
 def test_seeds_forget_what_was_drawn_before() -> None:
     def draws() -> list[float]:
-        SeedSeries(1, 2, 3).use(4)
+        seed_series(1, 2, 3)(4)
         return [torch.randn(1).item(), random.gauss(0, 1), np.random.randn()]
 
     first = draws()  # each of these leaves half of a pair of normal numbers behind
