@@ -8,13 +8,14 @@ hosts the c10d store, is among the victims.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.faults.conftest import assert_recovered
 from tests.support.job import Agents
 
-POINTS = {
+POINTS: dict[str, dict[str, Any]] = {
     "data loading": {"at": "data", "iteration": 5},
     "forward": {"at": "forward", "iteration": 5},
     "backward, before any all-reduce": {"at": "backward", "iteration": 5},
@@ -27,21 +28,39 @@ POINTS = {
     "first iteration, backward": {"at": "backward", "iteration": 0},
     "second iteration, where DDP settles its buckets": {"at": "forward", "iteration": 1},
     "last iteration": {"at": "backward", "iteration": 11},
-    "evaluation": {"at": "evaluate"},
-    "end of the evaluation": {"at": "evaluated"},
+    "evaluation": {"at": "evaluate", "iteration": 3},
+    "end of the evaluation": {"at": "evaluated", "iteration": 3},
     "end of the run": {"at": "close"},
     "inside swift.init": {"at": "init"},
 }
 
 
-@pytest.mark.parametrize("point", POINTS)
+# Where a later iteration has the same moment both workers of a node are lost in one job, one after the other.
+LATER = {3: 7, 5: 8}
+REPEATED = [name for name, place in POINTS.items() if place.get("iteration") in LATER]
+
+
+@pytest.mark.parametrize("point", REPEATED)
+def test_both_workers(point: str, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
+    first = {**POINTS[point], "rank": 0, "scope": "worker"}
+    second = {**first, "rank": 1, "iteration": LATER[first["iteration"]]}
+    assert_survived([first, second], {0, 1}, make_agents, undisturbed)
+
+
+@pytest.mark.parametrize("point", [name for name in POINTS if name not in REPEATED])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_worker(point: str, victim: int, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
-    agents = make_agents(orders={"faults": [{**POINTS[point], "rank": victim, "scope": "worker"}]})
+    assert_survived([{**POINTS[point], "rank": victim, "scope": "worker"}], {victim}, make_agents, undisturbed)
+
+
+def assert_survived(
+    faults: list[dict[str, Any]], lost: set[int], make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    agents = make_agents(orders={"faults": faults})
     for node in ("a", "b"):
         agents.start(node)
     outcome = agents.wait()
-    assert_recovered(outcome, undisturbed(), {victim})
+    assert_recovered(outcome, undisturbed(), lost, num_faults=len(faults))
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
 
 
