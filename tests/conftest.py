@@ -7,8 +7,10 @@ nobody's child any more and is recognised by a token that it inherits in its env
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +25,18 @@ TOKEN = f"{TOKEN_NAME}={uuid.uuid4()}"
 GRACE_S = 3.0
 
 os.environ[TOKEN_NAME] = TOKEN.partition("=")[2]
+# What is killed leaves its temporary directories behind, torch's launcher leaves them always: all in one place, removed
+# at the end. Its name is short, because sockets are made in there. pytest keeps its own where it always does.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="swift-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and Ctrl-C with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 def _ours() -> dict[int, psutil.Process]:
