@@ -37,6 +37,7 @@ _HEARTBEAT = b"."  # one byte is sent whole or not at all
 _GOODBYE = b"bye\n"
 _NUM_PROBES = 2  # at least: on a lossy network one may get lost
 _MAX_PATIENCE_S = 2.0
+_MAX_STRANGERS = 32  # who have connected and not proved themselves yet
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Liveness:
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopped = False
         self._farewell = _GOODBYE
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         # What may block has threads of its own: two agents that dial each other at once must each be able to answer
         # meanwhile, and heartbeats go on.
         self._thread = threading.Thread(target=self._run, name="swift-liveness", daemon=True)
@@ -197,7 +199,10 @@ class Liveness:
         self._selector.close()
         # Wakes the acceptor, whose accept() then fails.
         self._listener.shutdown(socket.SHUT_RDWR)
+        deadline_s = time.monotonic() + handshake.TIMEOUT_S + 1.0
         self._acceptor.join(timeout=handshake.TIMEOUT_S + 1.0)
+        for _ in range(_MAX_STRANGERS):  # who has just been let in hears the farewell, too
+            self._strangers.acquire(timeout=max(0.0, deadline_s - time.monotonic()))
         self._listener.close()
         while not self._inbox.empty():
             self._inbox.get()()
@@ -277,13 +282,20 @@ class Liveness:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            assert self._me is not None
+            # Waits if there are too many: to be left unanswered is no sign of death, to be turned away would be one.
+            self._strangers.acquire()
+            threading.Thread(target=self._welcome, args=(sock,), name="swift-liveness-welcome", daemon=True).start()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        assert self._me is not None
+        try:
             sender = handshake.welcome(sock, self._me, self._key)
             if sender is None:
                 sock.close()
             else:
-                peer = _Peer(sender, sock, watched=False)
-                self._post(lambda peer=peer: self._admit(peer))  # type: ignore[misc]
+                self._post(lambda: self._admit(_Peer(sender, sock, watched=False)))
+        finally:
+            self._strangers.release()
 
     def _admit(self, peer: _Peer) -> None:
         sock = peer.sock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from swift_rendezvous._handshake import TIMEOUT_S
 from swift_rendezvous.keys import NodeRecord
 from swift_rendezvous.liveness import Limits, Liveness, ring_targets
 from tests.support.etcd_cluster import wait_for
@@ -240,6 +242,18 @@ def test_a_stranger_is_refused_and_does_no_harm(start: Callable[..., Node | Proc
     assert len(json.loads(answer.partition(b"\n")[0])["mac"]) == 64  # it still answers those who know
     wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")
     sock.close()
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(start: Callable[..., Node | Process]) -> None:
+    me, peer = start(Node, "a"), start(Process, "b")
+    assert isinstance(me, Node) and isinstance(peer, Process)
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(("127.0.0.1", me.record.watch_port)))
+        began_s = time.monotonic()
+        peer.tell(me.record)
+        wait_for(lambda: me.connected() == {"b"}, 5.0, "its connection")
+        assert time.monotonic() - began_s < TIMEOUT_S  # each stranger has that long to prove itself
 
 
 def test_what_was_recorded_is_of_no_use_again(start: Callable[..., Node | Process]) -> None:
