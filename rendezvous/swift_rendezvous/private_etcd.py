@@ -179,8 +179,9 @@ class PrivateEtcd:
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
             "--initial-cluster", f"{self._name}={peer}",
-            # Alone, it has nobody to wait for; a short election also allows leases of one second.
-            "--heartbeat-interval", "20", "--election-timeout", "200",
+            # Alone, it has nobody to wait for; a short election also allows leases of one second. An even shorter
+            # one would save 0.1 s at the start, and use three times as much of a processor for ever.
+            "--heartbeat-interval", "50", "--election-timeout", "500",
             "--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000",
             *flags,
         ]
