@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swift_rendezvous import registration
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, ResultRecord, decode, encode
 from swift_rendezvous.kv import Compare, LeaseLost, Op, Put, RendezvousError, StoreUnavailable, TransactionResult
 from swift_rendezvous.memory import MemoryStore
@@ -17,6 +18,12 @@ from tests.support.records import failure, generation, node
 
 KEYS = Keys("job")
 JOB = JobRecord(2, 2, "command", 0)
+
+
+@pytest.fixture
+def nobody_returns_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody comes back in these tests; to wait for less tells as much."""
+    monkeypatch.setattr(registration, "RETURN_TIMEOUT_S", 0.2)
 
 
 def stored_job(store: MemoryStore) -> JobRecord | None:
@@ -96,7 +103,7 @@ def test_the_records_of_a_job_that_nobody_runs_are_removed() -> None:
     assert stored_job(store) == JOB
 
 
-def test_leftovers_of_the_same_command_are_removed_too() -> None:
+def test_leftovers_of_the_same_command_are_removed_too(nobody_returns_soon: None) -> None:
     store = MemoryStore()
     store.put(KEYS.job, encode(JOB))
     store.put(KEYS.generation, encode(generation(3)))
@@ -223,7 +230,7 @@ def test_two_newcomers_with_the_same_command_both_get_in(at: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int) -> None:
+def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int, nobody_returns_soon: None) -> None:
     store = MemoryStore()
     lease = enter_job(store, KEYS, JOB, node("a"), 5).lease
     store.put(KEYS.generation, encode(generation(1, slots=("a", "z"))))
