@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import signal
 import statistics
@@ -40,6 +41,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     mark_children()
+    os.environ.setdefault("SWIFT_NATIVE_DIR", str(ROOT / ".cache" / "native"))
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     tell(f"seed {seed}")
     before = machine()

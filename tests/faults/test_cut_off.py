@@ -92,3 +92,21 @@ def test_etcd_alone_out_of_reach_stops_nobody(
         outcome = agents.wait(120.0)
     assert_recovered(outcome, expected, {2, 3}, num_faults=0)
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+
+
+@pytest.mark.timeout(180)
+def test_two_nodes_that_lose_each_other_cost_the_job_one_of_them(
+    hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    """What one sends to the other vanishes, so each takes the other for lost; etcd and the spare hear both."""
+    expected = undisturbed(iterations=ITERATIONS)
+    with EtcdCluster(tmp_path, host=hosts.address) as etcd:
+        agents = train(make_agents, hosts, etcd)
+        hosts.hosts[0].deafen(hosts.hosts[1].address, from_inside=True)
+        wait_for(lambda: "recovered" in "".join(log(agents, node) for node in NODES), 30.0, "the recovery")
+        hosts.hosts[0].undeafen(hosts.hosts[1].address, from_inside=True)
+        outcome = agents.wait(120.0)
+    lost = {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
+    assert lost in ({0, 1}, {2, 3}), outcome.text()
+    assert_recovered(outcome, expected, lost, num_faults=0)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()

@@ -32,6 +32,7 @@ from tests.support.soak_plan import (
     Aim,
     Failure,
     Layout,
+    Moment,
     Sample,
     Strike,
     aim,
@@ -46,6 +47,7 @@ NUM_SLOTS = 2
 EPOCH = 4  # iterations; see fault_train
 LEASE_TTL_S = 3
 LOOK_S = 0.02
+GRACE_S = 3.0  # for processes to be gone, after their agents
 JOB_ID = "soak"
 
 
@@ -233,6 +235,9 @@ class Soak:
         except psutil.NoSuchProcess:
             return None
 
+    def _log(self, node: str) -> str:
+        return (self.directory / f"agent.{node}.log").read_text(errors="replace")
+
     # ---- waiting ----
 
     def _pump(self) -> None:
@@ -271,8 +276,10 @@ class Soak:
                 self._fail(draw(result.seed, number, self.network is not None))
                 number += 1
             outcome = self._finish()
-        except Stuck as error:
-            result.wrong.append(f"after {result.seen[-1].what if result.seen else 'the start'}: {error}")
+        except (Stuck, AssertionError) as error:  # the latter from a helper that waits
+            self._wrong(f"failure {number}, {result.seen[-1].what if result.seen else 'the start'}: {error}")
+            for node in NODES:
+                self._say("\n".join([f"--- {node}", *self._log(node).splitlines()[-25:]]))
             self.close()
         else:
             self._judge(outcome)
@@ -289,7 +296,10 @@ class Soak:
         self.result.seen.append(seen)
         may_lose = set(self._strike(failure.first, target))
         if failure.second is not None:
-            self._wait_moment(failure, mark)
+            if may_lose and failure.moment != "now":
+                self._wait_moment(failure.moment, mark)
+            strike_s = time.monotonic() + failure.delay_s
+            self._until(lambda: time.monotonic() >= strike_s, "the second failure")
             # What the first has taken is not a copy any more, whoever has its slot now.
             layout = self._layout()
             layout = Layout(**{**vars(layout), "gone": frozenset(may_lose)})
@@ -322,15 +332,14 @@ class Soak:
             f"{seen.standstill_s:.2f} s, iteration {self._iteration(0)}, generation {self._roster()['number']}"
         )
 
-    def _wait_moment(self, failure: Failure, mark: int) -> None:
-        """Until the moment has come at which the second one strikes; if it does not come in time, then now."""
-        if failure.moment != "now":
-            begins = {"failure": "failure/", "generation": "generation", "plan": "plan/"}[failure.moment]
-            with contextlib.suppress(Stuck):
-                self._until(lambda: any(name.startswith(begins) for name in self.history.names_since(mark)),
-                            failure.moment, 10.0)  # fmt: skip
-        due_s = time.monotonic() + failure.delay_s
-        self._until(lambda: time.monotonic() >= due_s, "the second failure")
+    def _wait_moment(self, moment: Moment, mark: int) -> None:
+        """Until a recovery has come so far. What may be lost need not be: then in a while."""
+        begins = {"failure": "failure/", "generation": "generation", "plan": "plan/"}[moment]
+        end_s = time.monotonic() + 2 * LEASE_TTL_S + 2.0
+        self._until(
+            lambda: any(name.startswith(begins) for name in self.history.names_since(mark)) or time.monotonic() > end_s,
+            moment,
+        )
 
     def _describe(self, strike: Strike, target: Aim) -> str:
         whom = [*target.nodes, *(f"rank {rank}" for rank in target.ranks)]
@@ -508,6 +517,7 @@ class Soak:
         self._wrong(f"keys left in etcd: {keys}") if keys else None
         self.close()
         ours = [process for pid, process in our_processes().items() if pid not in self._before]
+        ours = psutil.wait_procs(ours, timeout=GRACE_S)[1]
         left = [f"{process.pid}: {' '.join(process.cmdline())[:120]}" for process in ours]
         left += sorted(self._names & names_of_networks())
         left += sorted(path.name for path in (self.directory / "tmp").iterdir())
