@@ -98,13 +98,16 @@ def test_etcd_alone_out_of_reach_stops_nobody(
 def test_two_nodes_that_lose_each_other_cost_the_job_one_of_them(
     hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
-    """What one sends to the other vanishes, so each takes the other for lost; etcd and the spare hear both."""
+    """What they send to each other vanishes, so each takes the other for lost; etcd and the spare hear both."""
     expected = undisturbed(iterations=ITERATIONS)
     with EtcdCluster(tmp_path, host=hosts.address) as etcd:
         agents = train(make_agents, hosts, etcd)
-        hosts.hosts[0].deafen(hosts.hosts[1].address, from_inside=True)
+        pair = hosts.hosts[:2]
+        for host, other in zip(pair, reversed(pair), strict=True):
+            host.deafen(other.address, from_inside=True)
         wait_for(lambda: "recovered" in "".join(log(agents, node) for node in NODES), 30.0, "the recovery")
-        hosts.hosts[0].undeafen(hosts.hosts[1].address, from_inside=True)
+        for host, other in zip(pair, reversed(pair), strict=True):
+            host.undeafen(other.address, from_inside=True)
         outcome = agents.wait(120.0)
     lost = {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
     assert lost in ({0, 1}, {2, 3}), outcome.text()
