@@ -51,8 +51,9 @@ from swift_rendezvous.view import View
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-# The loss of a peer that could not be written down for so long has to be seen again.
-EVIDENCE_S = 2.0
+# The loss of a peer that could not be written down for so long has to be seen again. A write takes milliseconds; a node
+# that was cut off for a moment must not accuse the others when it is back.
+EVIDENCE_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 # For the watch to tell how a job ended whose records are gone.
 RESULT_TIMEOUT_S = 2.0
@@ -385,7 +386,8 @@ class Agent:
         if peer is None:
             write = Write(what, guards, ops, is_current)
         else:
-            write = Write(what, guards, ops, is_fresh, dropped=lambda: self._post(lambda: self._doubt(peer)))
+            doubt = lambda: self._post(lambda: self._doubt(peer))  # noqa: E731
+            write = Write(what, guards, ops, is_fresh, dropped=doubt, read_first=self._keys.generation)
         self._writer.submit(write)
 
     def _doubt(self, incarnation: str) -> None:

@@ -368,7 +368,9 @@ class Soak:
             role = ("a slot" if node in slots else "spare") + (", coordinator" if node == coordinator else "")
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(agent.pid)
-                sample = Sample(role, process.num_threads(), process.num_fds(), process.memory_info().rss / 1e6)
+                files = _open_files(agent.pid)
+                rss_mb = process.memory_info().rss / 1e6
+                sample = Sample(role, process.num_threads(), sum(files.values()), rss_mb, files)
                 self._samples.setdefault(agent.pid, (node, []))[1].append(sample)
 
     # ---- failures ----
@@ -520,7 +522,8 @@ class Soak:
         ours = psutil.wait_procs(ours, timeout=GRACE_S)[1]
         left = [f"{process.pid}: {' '.join(process.cmdline())[:120]}" for process in ours]
         left += sorted(self._names & names_of_networks())
-        left += sorted(path.name for path in (self.directory / "tmp").iterdir())
+        names = (path.name for path in (self.directory / "tmp").iterdir())
+        left += sorted(name for name in names if not name.startswith("torchinductor_"))  # torch's, one for all jobs
         self._wrong(f"left behind: {left}") if left else None
         expected = undisturbed(self.directory / "calm", result.num_iterations, self._num_workers)
         result.equal = outcome.hashes == {expected}
@@ -531,9 +534,21 @@ class Soak:
         """The agent that has lived through most."""
         pid, (node, samples) = max(self._samples.items(), key=lambda item: len(item[1][1]), default=(0, ("", [])))
         figures, wrong = grown(samples)
-        self.result.longest = {"node": node, "pid": pid, "num_failures": len(samples), "figures": figures}
+        ends = {role: [dict(s.files) for s in samples if s.role == role][:: max(1, len(samples) // 6)] for role in figures}
+        self.result.longest = {"node": node, "pid": pid, "num_failures": len(samples), "figures": figures, "files": ends}
         for text in wrong:
             self._wrong(f"the agent of {node} (pid {pid}), over {len(samples)} failures, {text}")
+
+
+def _open_files(pid: int) -> Counter[str]:
+    """How many of each kind a process has open."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                name = os.readlink(entry)
+                found[name if name.startswith("/dev") else name.partition(":[")[0] if ":[" in name else "file"] += 1
+    return found
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -248,6 +248,8 @@ class Sample:
     num_threads: int
     num_files: int
     rss_mb: float
+    files: Mapping[str, int] = field(default_factory=dict)
+    """How many of each kind."""
 
 
 NUM_SAMPLES = 4
