@@ -534,8 +534,9 @@ class Soak:
         """The agent that has lived through most."""
         pid, (node, samples) = max(self._samples.items(), key=lambda item: len(item[1][1]), default=(0, ("", [])))
         figures, wrong = grown(samples)
-        ends = {role: [dict(s.files) for s in samples if s.role == role][:: max(1, len(samples) // 6)] for role in figures}
-        self.result.longest = {"node": node, "pid": pid, "num_failures": len(samples), "figures": figures, "files": ends}
+        files = {role: [dict(sample.files) for sample in samples if sample.role == role] for role in figures}
+        some = {role: looks[:: max(1, len(looks) // 6)] for role, looks in files.items()}
+        self.result.longest = {"node": node, "num_failures": len(samples), "figures": figures, "files": some}
         for text in wrong:
             self._wrong(f"the agent of {node} (pid {pid}), over {len(samples)} failures, {text}")
 
