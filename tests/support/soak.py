@@ -138,6 +138,7 @@ class Soak:
         self._excused: dict[int, float] = {}
         self._known_pids: dict[int, int] = {}
         self._samples: dict[int, tuple[str, list[Sample]]] = {}
+        self._had_slot: set[int] = set()
         self._etcd_away = False
         self._dead_members: set[int] = set()
         self._orphans: list[psutil.Process] = []
@@ -361,11 +362,13 @@ class Soak:
 
     def _sample(self) -> None:
         slots = {owner["node_id"] for owner in self._roster()["slots"]}
-        coordinator = (self.history.now("coordinator") or {}).get("node_id")
         for node, agent in self.agents.running.items():
             if node in self._killed or not self.history.now(f"nodes/{node}"):
                 continue
-            role = ("a slot" if node in slots else "spare") + (", coordinator" if node == coordinator else "")
+            if node in slots:
+                self._had_slot.add(agent.pid)
+            # Who has had a slot keeps what it has started for its workers.
+            role = "a slot" if node in slots else "spare after a slot" if agent.pid in self._had_slot else "spare"
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(agent.pid)
                 files = _open_files(agent.pid)
