@@ -252,7 +252,8 @@ class Sample:
     """How many of each kind."""
 
 
-NUM_SAMPLES = 4
+NUM_SAMPLES = 10  # of each half
+NUM_WARMING = 4  # at first it opens what it needs: standbys, connections to all members of etcd
 GROWTH = {"num_threads": 4.0, "num_files": 10.0, "rss_mb": 40.0}
 """What the later half of a life may need more at most: connections to etcd and peers come and go with the trouble."""
 
@@ -262,10 +263,10 @@ def grown(samples: Sequence[Sample]) -> tuple[dict[str, Mapping[str, tuple[float
     seen: dict[str, Mapping[str, tuple[float, float]]] = {}
     wrong = []
     for role, count in Counter(sample.role for sample in samples).items():
-        if count < 2 * NUM_SAMPLES:
+        if count < 2 * NUM_SAMPLES + NUM_WARMING:
             continue
-        mine = [sample for sample in samples if sample.role == role]
-        early, late = mine[: count // 2], mine[count // 2 :]
+        mine = [sample for sample in samples if sample.role == role][NUM_WARMING:]
+        early, late = mine[: len(mine) // 2], mine[len(mine) // 2 :]
         figures = {
             name: (max(float(getattr(s, name)) for s in early), max(float(getattr(s, name)) for s in late))
             for name in GROWTH

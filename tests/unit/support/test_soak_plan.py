@@ -124,8 +124,8 @@ def test_standstill() -> None:
 
 
 def test_growth_is_seen_by_role() -> None:
-    steady = [Sample("a slot", 20, 40, 200.0 + number % 3) for number in range(12)]
-    other = [Sample("spare", 15, 30 + 3 * number, 180.0) for number in range(12)]
+    steady = [Sample("a slot", 20, 40, 200.0 + number % 3) for number in range(24)]
+    other = [Sample("spare", 15, 30 + 3 * number, 180.0) for number in range(24)]
     figures, wrongs = grown([*steady, *other])
     assert figures["a slot"]["num_files"] == (40, 40)
     assert len(wrongs) == 1 and "as spare, num_files grew" in wrongs[0]
