@@ -16,7 +16,6 @@ import logging
 import os
 import queue
 import selectors
-import shutil
 import signal
 import threading
 import time
@@ -30,6 +29,7 @@ from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
+from swift_agent.directories import Directories
 from swift_agent.hosting import GenerationStores
 from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import raise_outcome
@@ -51,8 +51,9 @@ from swift_rendezvous.view import View
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-# The loss of a peer that could not be written down for so long has to be seen again.
-EVIDENCE_S = 2.0
+# The loss of a peer that could not be written down for so long has to be seen again. A write takes milliseconds; a node
+# that was cut off for a moment must not accuse the others when it is back.
+EVIDENCE_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 # For the watch to tell how a job ended whose records are gone.
 RESULT_TIMEOUT_S = 2.0
@@ -69,12 +70,12 @@ class Agent:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._directory = host.private_directory()
+        self._directories = Directories(config)
         self._workers = Workers(config, self._host)
         self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._channels = WorkerChannels(
-            self._directory, self._selector, self._workers, self._patience, lambda event: self._event(event),
-            self._on_modules,
+            self._directories.socket, self._selector, self._workers, self._patience,
+            lambda event: self._event(event), self._on_modules,
         )  # fmt: skip
         self._stores = GenerationStores(self._host, config.key)
         self._timeline = timeline.Timeline()
@@ -164,9 +165,7 @@ class Agent:
     def _close(self) -> None:
         """Whatever happens in one of these, the others are done."""
         with contextlib.ExitStack() as stack:
-            if not self._config.keep_logs and self._config.launch.logs_specs is not None:
-                stack.callback(shutil.rmtree, self._config.launch.logs_specs.root_log_dir, ignore_errors=True)
-            stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            stack.callback(self._directories.close)
             stack.callback(self._close_wake_fd)
             stack.callback(self._selector.close)
             stack.callback(self._stores.close)
@@ -387,7 +386,8 @@ class Agent:
         if peer is None:
             write = Write(what, guards, ops, is_current)
         else:
-            write = Write(what, guards, ops, is_fresh, dropped=lambda: self._post(lambda: self._doubt(peer)))
+            doubt = lambda: self._post(lambda: self._doubt(peer))  # noqa: E731
+            write = Write(what, guards, ops, is_fresh, dropped=doubt, read_first=self._keys.generation)
         self._writer.submit(write)
 
     def _doubt(self, incarnation: str) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
-import os
 import socket
-import tempfile
 from collections.abc import Iterable
 
 from swift_agent.config import AgentConfig
@@ -26,15 +24,6 @@ def fingerprint(config: AgentConfig) -> str:
         list(config.training_script_args),
     ]
     return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
-
-
-def private_directory() -> str:
-    """A directory for the agent's socket, whose path the kernel limits to 107 bytes."""
-    directory = tempfile.mkdtemp(prefix="swift-agent-")
-    if len(directory) <= 90:
-        return directory
-    os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="swift-agent-", dir="/tmp")
 
 
 def local_host(config: AgentConfig) -> str:

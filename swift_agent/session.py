@@ -55,7 +55,10 @@ class Job:
     @property
     def iteration_number(self) -> int:
         """Number of finished iterations of the job."""
-        return self._place.here.iteration
+        place = self._place
+        # Its update may still be on its way from a replica: the script has finished it all the same.
+        owes = place.owed is not None and place.inside != "iteration"
+        return place.here.iteration + owes
 
     def track(
         self,

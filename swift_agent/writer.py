@@ -23,7 +23,8 @@ class Write:
     """One guarded transaction. A guard that does not hold means that the world has moved on: the write is dropped.
 
     *wanted* is asked before each try; *dropped* is called, in the writer's thread, if it was not any more, *answered*
-    when the store has answered, with whether the guards held.
+    when the store has answered, with whether the guards held. *read_first*: a key that is read before each try, and
+    *wanted* asked again after it: what is written late, because the line to the store was broken, is not written.
     """
 
     what: str
@@ -32,6 +33,7 @@ class Write:
     wanted: Callable[[], bool]
     dropped: Callable[[], None] = lambda: None
     answered: Callable[[bool], None] = lambda held: None
+    read_first: str = ""
 
 
 class Writer:
@@ -79,6 +81,10 @@ class Writer:
                     write.dropped()
                     break
                 try:
+                    if write.read_first:
+                        self._store.get(write.read_first)
+                        if not write.wanted():
+                            continue
                     held = self._store.transaction(write.guards, write.ops).succeeded
                     write.answered(held)
                     if not held:

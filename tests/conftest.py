@@ -11,20 +11,17 @@ import shutil
 import signal
 import socket
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.leftovers import mark_children, our_processes
 from tests.support.network import Network, why_not
 
-TOKEN_NAME = "SWIFT_TEST_SESSION"
-TOKEN = f"{TOKEN_NAME}={uuid.uuid4()}"
 GRACE_S = 3.0
 
-os.environ[TOKEN_NAME] = TOKEN.partition("=")[2]
+mark_children()
 # What is killed leaves its temporary directories behind, torch's launcher leaves them always: all in one place, removed
 # at the end. Its name is short, because sockets are made in there. pytest keeps its own where it always does.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
@@ -39,34 +36,12 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
-def _ours() -> dict[int, psutil.Process]:
-    """Living processes that this test session started, by pid, orphans included."""
-    pids = {child.pid for child in psutil.Process().children(recursive=True)}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if TOKEN.encode() in (entry / "environ").read_bytes():
-                    pids.add(int(entry.name))
-            except OSError:
-                continue  # it ended, or it is another user's
-    found = {}
-    for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            # multiprocessing keeps one helper per interpreter until the end, by design.
-            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
-                found[pid] = process
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.fixture(autouse=True)
 def no_leftover_processes() -> Iterator[None]:
     """Fail the test whose processes are alive shortly after its end, and kill them."""
-    before = _ours()
+    before = our_processes()
     yield
-    left = [process for process in _ours().values() if process not in before.values()]
+    left = [process for process in our_processes().values() if process not in before.values()]
     if not left:
         return
     _, alive = psutil.wait_procs(left, timeout=GRACE_S)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from swift_rendezvous import draining
+from swift_rendezvous.accusations import believed
 from swift_rendezvous.keys import (
     FailureRecord,
     GenerationRecord,
@@ -206,8 +207,9 @@ def _losses(view: View, with_absent: bool) -> Losses:
     nodes: dict[int, str] = {}
     workers: dict[int, FailureRecord] = {}
     restart: FailureRecord | None = None
+    failures = believed(generation, view.failures)
     for slot, owner in enumerate(generation.slots):
-        failure = view.failures.get(slot)
+        failure = failures.get(slot)
         if failure is not None and failure.incarnation != owner.incarnation:
             failure = None
         alive = view.nodes.get(owner.node_id)

@@ -7,7 +7,6 @@ only this machine can reach it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import os
 import queue
@@ -26,9 +25,9 @@ from typing import Any
 
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.kv import RendezvousError
+from swift_rendezvous.owned_directory import own, remove_orphans
 
 _PREFIX = "swift-etcd-"
-_OWNER_LOCK = "owner.lock"
 _NUM_STARTS = 5  # another process may take a free port before etcd does
 
 _SHELL = "/bin/sh"
@@ -131,9 +130,9 @@ class PrivateEtcd:
         binary = self._binary or find_etcd()
         deadline_s = time.monotonic() + self._start_timeout_s
         try:
-            _remove_orphans(self._parent)
+            remove_orphans(self._parent, _PREFIX)
             self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-            self._owner_lock = _lock_directory(self._directory)
+            self._owner_lock = own(self._directory)
             # Nothing here outlives the job, so nothing needs to reach the disk.
             flags = ["--unsafe-no-fsync"] if etcd_version(binary) >= (3, 5) else []
             for attempt in range(_NUM_STARTS):
@@ -283,28 +282,3 @@ def _free_ports(number: int) -> list[int]:
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         return [sock.getsockname()[1] for sock in sockets]
-
-
-def _lock_directory(directory: Path) -> int:
-    """Mark *directory* as in use for as long as this process lives; returns the descriptor that holds the lock."""
-    descriptor = os.open(directory / _OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
-
-
-def _remove_orphans(parent: Path) -> None:
-    """Remove the directories of our user's private servers whose owner was killed: nobody holds their lock."""
-    for directory in parent.glob(f"{_PREFIX}*"):
-        try:
-            if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-                continue
-            descriptor = os.open(directory / _OWNER_LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            continue  # being made or removed by another process, or not ours
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        except BlockingIOError:
-            pass  # in use
-        finally:
-            os.close(descriptor)

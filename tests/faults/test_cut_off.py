@@ -92,3 +92,49 @@ def test_etcd_alone_out_of_reach_stops_nobody(
         outcome = agents.wait(120.0)
     assert_recovered(outcome, expected, {2, 3}, num_faults=0)
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+
+
+@pytest.mark.timeout(180)
+def test_two_nodes_that_lose_each_other_cost_the_job_one_of_them(
+    hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    """What they send to each other vanishes, so each takes the other for lost; etcd and the spare hear both."""
+    expected = undisturbed(iterations=ITERATIONS)
+    with EtcdCluster(tmp_path, host=hosts.address) as etcd:
+        agents = train(make_agents, hosts, etcd)
+        pair = hosts.hosts[:2]
+        for host, other in zip(pair, reversed(pair), strict=True):
+            host.deafen(other.address, from_inside=True)
+        wait_for(lambda: "recovered" in "".join(log(agents, node) for node in NODES), 30.0, "the recovery")
+        for host, other in zip(pair, reversed(pair), strict=True):
+            host.undeafen(other.address, from_inside=True)
+        outcome = agents.wait(120.0)
+    lost = {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
+    assert lost in ({0, 1}, {2, 3}), outcome.text()
+    assert_recovered(outcome, expected, lost, num_faults=0)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+
+
+@pytest.mark.timeout(180)
+def test_what_a_node_saw_while_it_was_cut_off_is_not_told_afterwards(
+    hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    """Two nodes lose each other for a moment in which etcd takes no writes: what they were about to say of each other
+    is not true any more when etcd is back, though the requests are on their way."""
+    expected = undisturbed(iterations=ITERATIONS)
+    with EtcdCluster(tmp_path, 3, host=hosts.address) as etcd:
+        agents = train(make_agents, hosts, etcd)
+        for member in (1, 2):
+            etcd.freeze(member)
+        hosts.hosts[1].cut()
+        for node in ("a", "b"):
+            wait_for(lambda node=node: "lost node" in log(agents, node), 15.0, f"{node} to miss the other")
+        hosts.hosts[1].heal()
+        healed_s = time.monotonic()
+        began = iteration(agents, 0)
+        wait_for(lambda: iteration(agents, 0) >= began + 3 and time.monotonic() > healed_s + 1.0, 15.0, "training")
+        for member in (1, 2):
+            etcd.thaw(member)
+        outcome = agents.wait(120.0)
+    assert_recovered(outcome, expected, set(), num_faults=0)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()

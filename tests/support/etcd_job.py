@@ -8,8 +8,6 @@ import re
 import signal
 from pathlib import Path
 
-import psutil
-
 from swift_rendezvous.etcd import EtcdConfig, EtcdStore
 from swift_rendezvous.keys import GenerationRecord, Keys, decode
 from swift_rendezvous.kv import KeyValue
@@ -87,13 +85,7 @@ class EtcdJob:
                  "its agent to see it")  # fmt: skip
 
     def kill_node(self, rank: int) -> None:
-        """Its agent first: it must not see its workers die."""
-        agent = psutil.Process(self.agents.running[self.owners[rank]].pid)
-        family = agent.children(recursive=True)
-        agent.kill()
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        self.agents.kill_node(self.owners[rank])
 
     # ---- the end ----
 

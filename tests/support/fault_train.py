@@ -3,8 +3,12 @@
 Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank",
 "scope"}], "pause_s"}. A fault fires once in the whole job: the process that fires it creates its marker file first, and
 dies after that, or (scope "wait") waits for the file `go.{index}`. After each iteration it pauses, until a file `hurry`
-is there. With "pace_s" an iteration takes that long until the test makes the file `free`. `calls.{rank}` has a line for
-each call of the iteration. Leaves `result.{rank}.json` (hash of the state, pid, iterations) at its end.
+is there. With "pace_s" an iteration takes that long until the test makes the file `free`. With "stretch_s" it takes
+about that long, spread over its parts at random, until there is a file `hurry`. The file `last` may hold the number of
+iterations after which the job ends, if that is sooner: a whole number of epochs, far ahead when the file is made.
+
+`calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
+(hash of the state, pid, iterations) at its end.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -33,6 +38,9 @@ DIR = Path(ORDERS["dir"])
 RANK = int(os.environ["RANK"])
 ITERATIONS = ORDERS.get("iterations", 12)
 now = {"iteration": -1}
+STRETCHED = ("forward", "backward", "before_step", "after_step", "between")
+# Not the generator of the module `random`, which belongs to the job's state.
+stretches = random.Random()
 
 
 def mark(name: str) -> bool:
@@ -72,6 +80,8 @@ def children(parent: int) -> set[int]:
 
 def fault(at: str, iteration: int | None = None) -> None:
     """Fire what is ordered for this place, this rank and this iteration."""
+    if "stretch_s" in ORDERS and at in STRETCHED:
+        wait_for(DIR / "hurry", stretches.uniform(0.0, 2 * ORDERS["stretch_s"] / len(STRETCHED)))
     iteration = now["iteration"] if iteration is None else iteration
     for index, order in enumerate(ORDERS.get("faults", ())):
         if order["at"] != at or order["rank"] != RANK or order.get("iteration", iteration) != iteration:
@@ -236,12 +246,14 @@ def build(job: swift.Job) -> None:
         for x, y in job.batches(loader):
             loss = train(x, y)
             assert torch.isfinite(loss)
-            print(job.iteration_number, time.time(), file=times)
+            print(job.iteration_number, time.time(), os.getpid(), file=times)
             fault("between", job.iteration_number - 1)
             wait_for(DIR / "hurry", ORDERS.get("pause_s", 0.0))
             if "pace_s" in ORDERS and job.iteration_number > 3:
                 wait_for(DIR / "free", ORDERS["pace_s"])
         evaluate()
+        if (DIR / "last").exists() and job.iteration_number >= int((DIR / "last").read_text()):
+            break
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())

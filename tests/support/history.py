@@ -21,6 +21,7 @@ class History:
         self._prefix = Keys(job_id).prefix
         self._store = EtcdStore(config)
         self._events: list[Event] = []  # only ever grows, at its end
+        self._now: dict[str, bytes] = {}
         self._watch = self._store.watch_prefix(self._prefix)
         self._thread = threading.Thread(target=self._follow, name="history", daemon=True)
         self._thread.start()
@@ -36,6 +37,11 @@ class History:
     def _follow(self) -> None:
         try:
             for response in self._watch:
+                for event in response.events:
+                    if event.kind == "put":
+                        self._now[self._name(event.kv.key)] = event.kv.value
+                    else:
+                        self._now.pop(self._name(event.kv.key), None)
                 self._events.extend(response.events)
         except RendezvousError:
             return
@@ -43,6 +49,19 @@ class History:
     def revision(self) -> int:
         """That of the store, now."""
         return self._store.get_prefix(self._prefix)[1]
+
+    def now(self, name: str) -> dict[str, Any] | None:
+        """The record under *name*, as far as the watch has told; it works while etcd is away, too."""
+        value = self._now.get(name)
+        return None if value is None else json.loads(value)
+
+    def mark(self) -> int:
+        """The end of what has been told so far; see `names_since`."""
+        return len(self._events)
+
+    def names_since(self, mark: int) -> list[str]:
+        """The name of each put after *mark*, oldest first."""
+        return [self._name(event.kv.key) for event in self._events[mark:] if event.kind == "put"]
 
     def left(self) -> list[str]:
         """Names of the keys that are there now."""

@@ -73,10 +73,22 @@ class Agents:
             **os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1",
             "FAULT_ORDERS": json.dumps(orders), "PYTHONWARNINGS": "ignore", **self.environment,
         }  # fmt: skip
-        log = open(self.directory / f"agent.{node_id}.log", "wb")  # noqa: SIM115 - closed below
+        path = self.directory / f"agent.{node_id}.log"
+        if path.exists():  # of an earlier life of this node
+            path.rename(path.with_suffix(f".{len(list(self.directory.glob(f'agent.{node_id}.*.log')))}.log"))
+        log = open(path, "wb")  # noqa: SIM115 - closed below
         self.running[node_id] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.directory)
         log.close()
         return self.running[node_id]
+
+    def kill_node(self, node_id: str) -> None:
+        """The agent first: it must not see its workers die."""
+        agent = psutil.Process(self.running[node_id].pid)
+        family = agent.children(recursive=True)
+        agent.kill()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def wait(self, timeout_s: float = 90.0) -> Outcome:
         """Wait for all agents; what is still there at the deadline is killed, with all its children, and fails the

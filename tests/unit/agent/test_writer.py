@@ -90,3 +90,23 @@ def test_the_answer_of_the_store_is_told(store: Shaky, writer: Writer) -> None:
     assert not writer.flush(0.3) and answers == []
     store.error = None
     assert writer.flush(5.0) and answers == [True, False]
+
+
+def test_what_is_outdated_when_the_store_answers_again_is_not_written(
+    store: Shaky, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request for it may lie in a broken line, and arrive when that is healed: so the line is tried first."""
+    fresh, dropped = threading.Event(), threading.Event()
+    fresh.set()
+    get = store.get
+
+    def late(key: str, **options: object) -> object:
+        fresh.clear()  # meanwhile
+        return get(key)
+
+    monkeypatch.setattr(store, "get", late)
+    writer.submit(Write("w", [], PUT, fresh.is_set, dropped=dropped.set, read_first="generation"))
+    assert dropped.wait(5.0) and writer.flush(5.0)
+    assert get("k") is None
+    writer.submit(Write("w", [], PUT, lambda: True, read_first="generation"))
+    assert writer.flush(5.0) and get("k") is not None

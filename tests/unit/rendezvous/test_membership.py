@@ -362,3 +362,32 @@ def _check(v: View, conditions: tuple[str, ...], decision: Decision) -> str:
         return "waits"
     assert decision == Decision() or isinstance(decision.commands[0], PublishRelease), where
     return "nothing"
+
+
+# ---- two that call each other lost ----
+
+
+def test_of_two_nodes_that_accuse_each_other_one_is_kept() -> None:
+    """Only the link between them is broken: to believe both would give away all there is of the state."""
+    mutual = {
+        0: replace(failure("node", 0), reporter="n1"),
+        1: replace(failure("node", 1), reporter="n0"),
+    }
+    v = view(names=("n0", "n1", "n2"), failures=mutual)
+    assert losses(v).nodes.keys() == told_losses(v).nodes.keys() == {1}
+    new = published(ask(v))
+    assert [o.node_id for o in new.slots] == ["n0", "n2"] and new.lost == {1: (0, 1)} and new.store_slot == 0
+    assert [c for c in ask(v).commands if isinstance(c, ForgetNode)] == [ForgetNode("n1", "n1.1")]
+    # Nobody else is there: it waits for one node, not for two.
+    assert "slots [1] wait" in ask(view(failures=mutual)).waiting
+
+
+def test_a_node_that_is_accused_by_others_is_not_kept() -> None:
+    both = {0: failure("node", 0), 1: replace(failure("node", 1), reporter="n0")}  # by n9, and then by the first
+    assert losses(view(names=("n0", "n1", "n2", "n3", "n9"), failures=both)).nodes.keys() == {0, 1}
+    # An accusation of a node's former life is no accusation.
+    mutual = {0: replace(failure("node", 0), reporter="n1"), 1: replace(failure("node", 1), reporter="n0")}
+    old = {**mutual, 0: replace(mutual[0], incarnation="n0.0")}
+    assert losses(view(names=("n0", "n1", "n2"), failures=old)).nodes.keys() == {1}
+    # The kept one's lease is over: it is lost after all.
+    assert losses(without(view(names=("n0", "n1", "n2", "n3"), failures=mutual), "n0")).nodes.keys() == {0, 1}

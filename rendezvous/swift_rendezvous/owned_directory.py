@@ -1,0 +1,42 @@
+"""Temporary directories that do not outlive their owner for long: who is killed cannot clean up, so the next one does.
+
+A directory is owned by who holds the lock on the file in it. Must never touch one without that file, one of another
+user, or one whose owner lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+LOCK_NAME = "owner.lock"
+
+
+def own(directory: Path) -> int:
+    """Mark *directory* as in use for as long as this process lives; returns the descriptor that holds the lock."""
+    unfinished = directory / f".{LOCK_NAME}"
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    # Seen under its name only once it is locked: nobody takes a directory that is just being made for left over.
+    os.rename(unfinished, directory / LOCK_NAME)
+    return descriptor
+
+
+def remove_orphans(parent: Path, prefix: str) -> None:
+    """Remove the owned directories in *parent* of our user whose owner was killed: nobody holds their lock."""
+    for directory in parent.glob(f"{prefix}*"):
+        try:
+            if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # being made or removed by another process, or not ours
+        try:
+            with contextlib.suppress(BlockingIOError):  # in use
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,56 @@
+"""The agent's temporary directories: for its socket, and for its workers' logs if the user has named none.
+
+An agent that is killed leaves them; the next one that starts on the machine removes them. Must never touch a directory
+that the user has named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from swift_agent.config import AgentConfig
+from swift_rendezvous.owned_directory import own, remove_orphans
+
+PREFIX = "swift-agent-"
+# What torch calls the directories that it makes for logs.
+LOGS_PREFIX = "torchelastic_"
+# The kernel limits the path of a socket to 107 bytes.
+MAX_PATH_BYTES = 90
+SHORT_PARENT = "/tmp"
+
+
+class Directories:
+    """Made: there, and owned by this process; `close` removes them."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        parents = {Path(tempfile.gettempdir()), Path(SHORT_PARENT)}
+        for parent in parents:
+            remove_orphans(parent, PREFIX)
+        self.socket: str = _directory_for_socket()
+        self._paths, logs = [Path(self.socket)], config.launch.logs_specs
+        if not config.keep_logs and logs is not None:
+            root = Path(logs.root_log_dir)
+            if root.name.startswith(LOGS_PREFIX):
+                remove_orphans(root.parent, LOGS_PREFIX)
+            self._paths.append(root)
+        self._locks = [own(path) for path in self._paths if path.is_dir()]
+
+    def close(self) -> None:
+        """May be called twice."""
+        with contextlib.ExitStack() as stack:  # whatever happens in one of these, the others are done
+            while self._locks:
+                stack.callback(os.close, self._locks.pop())
+            for path in self._paths:
+                stack.callback(shutil.rmtree, path, ignore_errors=True)
+
+
+def _directory_for_socket() -> str:
+    directory = tempfile.mkdtemp(prefix=PREFIX)
+    if len(os.fsencode(directory)) <= MAX_PATH_BYTES:
+        return directory
+    os.rmdir(directory)
+    return tempfile.mkdtemp(prefix=PREFIX, dir=SHORT_PARENT)

@@ -1,0 +1,51 @@
+"""What tests and soaks must not leave behind: processes and networks of their own.
+
+A process whose parent was killed is nobody's child any more; it is recognised by a token that it inherits in its
+environment.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from pathlib import Path
+
+import psutil
+
+TOKEN_NAME = "SWIFT_TEST_SESSION"
+_token = f"{TOKEN_NAME}={uuid.uuid4()}"
+
+
+def mark_children() -> None:
+    """What this process starts from here on is found by `our_processes`."""
+    os.environ[TOKEN_NAME] = _token.partition("=")[2]
+
+
+def our_processes() -> dict[int, psutil.Process]:
+    """Living processes that this one has started, by pid, orphans included."""
+    pids = {child.pid for child in psutil.Process().children(recursive=True)}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if _token.encode() in (entry / "environ").read_bytes():
+                    pids.add(int(entry.name))
+            except OSError:
+                continue  # it ended, or it is another user's
+    found = {}
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            # multiprocessing keeps one helper per interpreter until the end, by design.
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+                found[pid] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def names_of_networks() -> set[str]:
+    """Network namespaces and links of this machine, by name."""
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
+    links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout.splitlines()
+    return {line.split()[0].partition("@")[0] for line in (*spaces, *links) if line.strip()}

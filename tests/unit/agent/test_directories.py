@@ -1,0 +1,83 @@
+"""Temporary directories of agents: removed at their end, or by the next agent if they were killed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from swift_agent import directories
+from swift_agent.config import AgentConfig
+from swift_agent.directories import LOGS_PREFIX, PREFIX, Directories
+from swift_rendezvous.owned_directory import LOCK_NAME, own, remove_orphans
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /tmp, under another name."""
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        monkeypatch.setattr(directories, "SHORT_PARENT", short)
+        yield Path(short)  # type: ignore[misc]
+
+
+def config(logs: Path, keep_logs: bool = False) -> AgentConfig:
+    launch = SimpleNamespace(logs_specs=SimpleNamespace(root_log_dir=str(logs)))
+    return cast(AgentConfig, SimpleNamespace(keep_logs=keep_logs, launch=launch))
+
+
+def logs_in(parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=LOGS_PREFIX, dir=parent))
+
+
+def die(agent: Directories) -> None:
+    """What the kernel does for a process that is killed: its locks are gone, its directories are not."""
+    while agent._locks:
+        os.close(agent._locks.pop())
+
+
+def test_nothing_is_left_at_the_end(parent: Path) -> None:
+    agent = Directories(config(logs_in(parent)))
+    assert Path(agent.socket).is_dir() and len(list(parent.iterdir())) == 2
+    agent.close()
+    assert list(parent.iterdir()) == []
+    agent.close()
+
+
+def test_the_next_agent_removes_what_a_killed_one_has_left(parent: Path) -> None:
+    killed, living = Directories(config(logs_in(parent))), Directories(config(logs_in(parent)))
+    die(killed)
+    (Path(killed.socket) / "agent.sock").touch()
+    here = Directories(config(logs_in(parent)))
+    assert not Path(killed.socket).exists()
+    assert Path(living.socket).is_dir()
+    assert len(list(parent.glob(f"{LOGS_PREFIX}*"))) == 2
+    living.close()
+    here.close()
+    assert list(parent.iterdir()) == []
+
+
+def test_logs_that_the_user_has_named_are_not_touched(parent: Path, tmp_path: Path) -> None:
+    agent = Directories(config(tmp_path, keep_logs=True))
+    agent.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_owned_directories_without_an_owner_are_removed(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+    (tmp_path / "other").mkdir()
+    os.close(own(tmp_path / "other"))
+    os.close(own(tmp_path / f"{PREFIX}one"))
+    lock = own(tmp_path / f"{PREFIX}two")
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
+    remove_orphans(tmp_path, PREFIX)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["other", *(f"{PREFIX}{name}" for name in ("two", "three", "link"))]
+    )
+    assert (tmp_path / "other" / LOCK_NAME).exists()
+    os.close(lock)
