@@ -137,7 +137,7 @@ class Agent:
         if self._presence.journal is not None:
             self._presence.journal.begin(self._state)
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
-        if known_job is None and config.nnodes + config.spares > 1:
+        if known_job is None and config.max_nodes + config.spares > 1:
             least_s, most_s = Limits(config.heartbeat_s).detection_s
             ttl_s = config.lease_ttl_s
             log.info(
@@ -411,6 +411,7 @@ class Agent:
             master_port=store.port,
             restart_count=generation.num_restarts,
             max_restarts=config.max_restarts,
+            sizes=f"{config.nnodes}:{config.max_nodes}" if config.max_nodes > config.nnodes else "",
             generation=generation.number,
             socket_path=self._channels.path,
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),

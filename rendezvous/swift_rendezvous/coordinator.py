@@ -41,6 +41,7 @@ from swift_rendezvous.membership import (
     absent,
     decide,
     missing,
+    stage_of,
 )
 from swift_rendezvous.view import View
 
@@ -85,6 +86,7 @@ class Coordinator:
         self._stopped = False
         self._waiting_since_s: float | None = None
         self._said = ""
+        self._stage = ""
         self._thread = threading.Thread(target=self._run, name="swift-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -160,6 +162,9 @@ class Coordinator:
                     break
             return decision.deadline_s
         self._said = ""
+        stage = stage_of(view)
+        if stage != self._stage:
+            self._stage, self._waiting_since_s = stage, None  # each wait has its own time
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
         if self._witness is not None:
             self._witness(view, now_s, self._waiting_since_s, decision)

@@ -40,13 +40,17 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`."""
+    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
+
+    *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
+    """
 
     num_nodes: int
     num_workers: int
     fingerprint: str
     max_restarts: int = 0
     secret_proof: str = ""
+    max_nodes: int = 0
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class SimNode:
         sim.sync()
         self.state = lc.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
         self.coordinator = Coordinator(
-            sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6), sim.say)
+            sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6, last_call_s=0.0), sim.say)
         self.writes: deque[tuple[str, list[Compare], list[Op], Callable[[], bool]]] = deque()
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
         self.peers_lost: list[lc.PeerLost] = []
@@ -332,13 +332,14 @@ class Sim:
     """*num_failures* of them happen, then the job must come to its end."""
 
     def __init__(self, seed: int, *, num_nodes: int = 2, num_workers: int = 2, num_spares: int = 1, target: int = 3,
-                 tracked: bool = True, num_failures: int = 3) -> None:
+                 tracked: bool = True, num_failures: int = 3, max_nodes: int = 0) -> None:
         self.rng = random.Random(seed)
         self.num_nodes, self.num_workers, self.num_spares = num_nodes, num_workers, num_spares
         self.world_size, self.target, self.tracked = num_nodes * num_workers, target, tracked
         self.num_failures, self.happened = num_failures, list[str]()
         self.store, self.keys = MemoryStore(), Keys("job")
-        self.job = JobRecord(num_nodes, num_workers, "c", 1000)
+        self.job = JobRecord(num_nodes, num_workers, "c", 1000, max_nodes=max_nodes)
+        self.sizes: set[int] = set()
         self.watch = self.store.watch_prefix(self.keys.prefix)
         self.seen = self.store.get_prefix(self.keys.prefix)[1]
         self.history: list[list[Change]] = []
@@ -374,6 +375,9 @@ class Sim:
         assert generation.number == self.number + 1, "generations follow each other"
         self.number = generation.number
         self.modes.append(generation.mode)
+        self.sizes.add(len(generation.slots))
+        assert self.num_nodes <= len(generation.slots) <= max(self.num_nodes, self.job.max_nodes), "a size not allowed"
+        assert len({owner.node_id for owner in generation.slots}) == len(generation.slots), "one node has two slots"
 
     def living(self) -> list[SimNode]:
         return [node for node in self.nodes if not node.dead and not node.ended]

@@ -21,6 +21,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "three nodes, no spare": {"num_nodes": 3, "num_workers": 1, "num_spares": 0, "num_failures": 4},
     "one node": {"num_nodes": 1, "num_workers": 3, "num_spares": 0, "num_failures": 4},
     "an untracked job": {"tracked": False},
+    "an untracked job of 2 to 4 nodes": {"tracked": False, "max_nodes": 4, "num_spares": 1, "target": 20},
 }
 NUM_WALKS = 40
 # They end at the first mistake. One is rare: a loss after the release, and before the last worker has left.
@@ -43,6 +44,8 @@ def test_whatever_fails_the_job_comes_to_its_end(job: dict[str, Any]) -> None:
     happened = {kind for sim in sims for kind in sim.happened}
     assert modes.count("start") == NUM_WALKS and "restart" in modes
     assert happened == {"kill", "node", "accuse", "hang", "unfit"}
+    if "max_nodes" in job:
+        assert {size for sim in sims for size in sim.sizes} == {2, 3, 4}
     if job.get("tracked", True):
         assert modes.count("replace") > NUM_WALKS / 4
 
