@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from swift_agent import host, records, timeline
+from swift_agent import host, kept_state, records, timeline
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import ChannelClosed, Message
@@ -332,6 +332,11 @@ class Agent:
                 self._send(local_ranks, self._go_message(generation))
             case msg.SendLeave(local_ranks, generation):
                 self._send(local_ranks, {**self._go_message(generation), "leaves": True})
+            case msg.SendKeep(local_ranks, generation):
+                kept_state.remove(self._directory, but=self._state.kept.iteration if self._state.kept else -1)
+                self._send(local_ranks, {**self._go_message(generation), "keeps": True})
+            case msg.DropKept():
+                kept_state.remove(self._directory)
             case msg.SendPause(local_ranks, generation):
                 self._send(local_ranks, {"op": "pause", "generation": generation})
             case msg.SendBoundary(local_ranks, generation, iteration):
@@ -456,6 +461,7 @@ class Agent:
             "generation": number,
             "plan": view.plan.content,
             "world_size": view.generation.world_size,
+            "kept": self._directory,
             "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": token},
         }
 

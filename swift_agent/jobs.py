@@ -139,7 +139,7 @@ def _state(view: View) -> str:
         return "abandoned"
     if view.generation is None:
         return "starting"
-    being_replaced = view.generation.mode == "replace" and len(view.resumed) < len(view.generation.slots)
+    being_replaced = view.generation.asks and len(view.resumed) < len(view.generation.slots)
     return "recovering" if view.failures or being_replaced else "training"
 
 

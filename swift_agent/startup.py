@@ -27,7 +27,7 @@ from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFaile
 from swift_agent.running import Protected, Unprotected, is_communication_error
 from swift_agent.session import Job
 from swift_agent.supervisor import Supervisor
-from swift_agent.worker_env import ENV_GENERATION, ENV_SIZES, ENV_STARTED
+from swift_agent.worker_env import ENV_GENERATION, ENV_STARTED
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 
@@ -50,21 +50,13 @@ def init(
     it copies. *seed* defaults to `torch.initial_seed()` when training begins, that is to the script's
     `torch.manual_seed`.
 
-    Afterwards the default process group exists. Raises `UsageError` if called twice or after `init_process_group`, and
-    in a job whose `--nnodes` is a range.
+    Afterwards the default process group exists. Raises `UsageError` if called twice or after `init_process_group`.
     """
     global _job
     if _job is not None:
         raise UsageError("swift_agent.init() was called before in this process; it gives one Job, pass that on.")
     if dist.is_initialized():
         raise UsageError("a process group exists already: call swift_agent.init() instead of init_process_group().")
-    sizes = os.environ.get(ENV_SIZES)
-    if sizes is not None and ENV_SOCKET in os.environ:
-        least, _, most = sizes.partition(":")
-        raise UsageError(
-            f"--nnodes {sizes}: a job that is recovered in place keeps its size. Type --nnodes {least} --spares "
-            f"{int(most) - int(least)}, or leave swift_agent.init() out for restarts of all workers, as under torchrun."
-        )
     if rng not in ("iteration", "user"):
         raise UsageError(f"swift_agent.init(rng={rng!r}): 'iteration' or 'user'.")
     device = _device()

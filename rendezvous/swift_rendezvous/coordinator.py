@@ -226,14 +226,17 @@ class Coordinator:
                 for lost in forget:
                     guards.append(self._as_seen(view, lost.node_id))
                     ops.append(Delete(keys.node(lost.node_id)))
-                if generation.mode != "replace":
+                if generation.mode == "restart" and not view.tracked:
+                    # Else iterations that were made since then would be lost.
+                    guards.append(Compare.absent(keys.tracked))
+                if not generation.asks:
                     # Nothing to wait for: the plan goes with it.
                     ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}, {}))))
             case PublishPlan():
                 if view.generation is None or view.plan is not None:
                     return True  # it went with its generation
                 number = view.generation.number
-                if view.generation.mode != "replace":
+                if not view.generation.asks:
                     return True
                 plan = self._planner(view.generation, view.progress, view.handovers)
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))

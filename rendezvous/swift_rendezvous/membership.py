@@ -303,13 +303,17 @@ def _last_call(what: str, since_s: float, rules: Rules) -> Decision:
 
 def _grow(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision | None:
     """Take in nodes that came late; None if there is none, or no room."""
-    new = None if view.tracked else resizing.grown(view, spares(view))
-    if new is None:
+    free = spares(view)
+    new = resizing.grown(view, free)
+    busy = view.pause is not None or not draining.is_settled(view) or bool(draining.moves(view, free))
+    if new is None or (view.tracked and busy):
         return None
     since = now_s if waiting_since_s is None else waiting_since_s
     assert view.job is not None
     if len(new.slots) < resizing.most_nodes(view.job) and now_s - since < rules.last_call_s:
         return _last_call(f"{len(new.slots)} nodes are here", since, rules)
+    if view.tracked:
+        return Decision((PublishPause(PauseRecord()),), why=f"{new.why}, from a common boundary")
     return Decision((PublishGeneration(new), PublishPlan()), why=new.why)
 
 
@@ -320,7 +324,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
     slots = range(len(generation.slots))
     if view.plan is None:
         missing = [slot for slot in slots if slot not in view.progress]
-        if generation.mode == "replace" and missing:
+        if generation.asks and missing:
             return Decision(waiting=f"{_some(missing)} have not said what they hold")
         silent = [owner.node_id for slot, owner in generation.handover.items() if slot not in view.handovers]
         if silent:
@@ -364,13 +368,16 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         return Decision((PublishPause(PauseRecord(at)),), why=f"all workers stop before iteration {at}")
     if not draining.all_parked(view):
         return Decision(waiting=f"not all workers have come to iteration {view.pause.boundary}")
+    grown = None if moves else resizing.grown(view, spares(view))
+    if grown is not None:
+        return Decision((PublishGeneration(grown),), why=f"before iteration {view.pause.boundary}: {grown.why}")
     slots = list(generation.slots)
     for slot, node in moves.items():
         slots[slot] = _owner(node)
     taken = [f"{slots[slot].node_id} takes slot {slot} of {generation.slots[slot].node_id}" for slot in moves]
     what = f"drained before iteration {view.pause.boundary}: {', '.join(taken)}"
     if not moves:
-        what = f"a drain was taken back, or its spare is gone: all go on with iteration {view.pause.boundary}"
+        what = f"there is nothing to change any more: all go on with iteration {view.pause.boundary}"
     keep = [slot for slot in range(len(slots)) if slot not in moves]
     new = replace(
         generation,
@@ -431,17 +438,14 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     vacant = sorted(lost.nodes)
     worn = [slot for slot, failure in sorted(lost.workers.items()) if failure.restarts_left <= 0]
     restart = not view.tracked or lost.restart is not None
-    resized: tuple[Owner, ...] | None = None
-    if view.job is not None and resizing.is_elastic(view.job) and restart:
-        if lost.nodes:
-            # Workers that fail while one node is known to be lost fail of that: it is no restart of their own.
-            lost = replace(lost, workers={})
-            worn = []
-        resized = resizing.roster(view.job, old.slots, lost.nodes, free)
+    resizes = resizing.is_under_way(view) and not restart
+    if resizing.is_elastic(view.job) and (restart or resizes) and lost.nodes:
+        # Workers that fail while a node is known to be lost fail of that: it is no restart of their own.
+        lost, worn = replace(lost, workers={}), []
     # A drained node still has the workers and the state of its slot: it can have it back.
-    handover = {} if restart else draining.open_handovers(view)
+    handover = {} if restart or resizes else draining.open_handovers(view)
     short = len([slot for slot in (*vacant, *worn) if slot not in handover]) - len(free)
-    if worn and (restart or short > 0):
+    if worn and (restart or resizes or short > 0):
         # As torchrun: a worker that fails once more than --max-restarts ends the job, unless a spare can take over.
         failure = lost.workers[worn[0]]
         why = f"{failure.evidence}; no restart is left (--max-restarts)"
@@ -451,12 +455,18 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
     vacant = sorted({*vacant, *worn})
     what = describe(old, lost)
-    if resized is not None:
+    if resizing.is_elastic(view.job) and (restart or resizes or short > 0):
+        assert view.job is not None
+        left = resizing.roster(view.job, old.slots, lost.nodes, free)
         since = now_s if waiting_since_s is None else waiting_since_s
-        if short > 0 and now_s - since < rules.last_call_s:
-            return replace(_last_call(f"{what}; {len(resized)} nodes are left", since, rules), commands=forget)
-        new = resizing.restarted(old, resized, what, lost.workers, counts=bool(lost.workers or lost.restart))
-        return Decision((PublishGeneration(new), PublishPlan(), *forget), why=new.why)
+        if left is not None and short > 0 and not resizes and now_s - since < rules.last_call_s:
+            return replace(_last_call(f"{what}; {len(left)} nodes are left", since, rules), commands=forget)
+        if left is not None:
+            workers = {} if lost.nodes else lost.workers  # their slots may be others now
+            counts = restart and bool(workers or lost.restart)
+            new = resizing.renewed(old, left, what, workers, "restart" if restart else "resize", counts=counts)
+            plan = (PublishPlan(),) if restart else ()
+            return Decision((PublishGeneration(new), *plan, *forget), why=new.why)
     if short > 0:
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.replacement_timeout_s:

@@ -6,6 +6,11 @@
     loss:    a node without a slot takes the place; if there is none, the rest go on without it when the last call is
              over, unless fewer than MIN would
 
+Of a job that is recovered in place all workers are started anew, too, but no iteration is lost (mode `resize`): before
+it grows they stop at a common boundary (see `draining`); then each node says what its workers hold, one of those with
+the newest state keeps it in a file of its node, and the new workers go on from there. Until all of them train a failure
+leads to another such generation, in which what is newest is kept again.
+
 The last call is torchrun's: it lets several nodes that come one after the other cost one start. While it lasts workers
 train on, where they can. Slots are numbered anew: who was there before keeps its order, newcomers follow.
 
@@ -81,23 +86,32 @@ def grown(view: View, free: Sequence[NodeRecord]) -> GenerationRecord | None:
         return None
     slots = roster(job, old.slots, (), free)
     assert slots is not None
-    return restarted(old, slots, f"{', '.join(node.node_id for node in free[:count])} came late", {}, counts=False)
+    what = f"{', '.join(node.node_id for node in free[:count])} came late"
+    return renewed(old, slots, what, {}, "resize" if view.tracked else "restart", counts=False)
 
 
-def restarted(
-    old: GenerationRecord, slots: tuple[Owner, ...], what: str, failed: Mapping[int, FailureRecord], *, counts: bool
-) -> GenerationRecord:
+def is_under_way(view: View) -> bool:
+    """Whether not all workers of a `resize` train yet."""
+    generation = view.generation
+    return generation is not None and generation.mode == "resize" and len(view.resumed) < len(generation.slots)
+
+
+def renewed(
+    old: GenerationRecord, slots: tuple[Owner, ...], what: str, failed: Mapping[int, FailureRecord],
+    mode: Literal["restart", "resize"], *, counts: bool,
+) -> GenerationRecord:  # fmt: skip
     """All workers start again, on *slots*. *failed*: by old slot, whose own workers failed; *counts*: it is one of
     --max-restarts."""
     number = old.number + 1
+    done = "all workers restart" if mode == "restart" else "the job goes on"
     return replace(
         old,
         number=number,
-        mode="restart",
+        mode=mode,
         slots=slots,
         # The first of those that were there before: it is known to be healthy.
         store_slot=0,
-        why=f"{what}; all workers restart on {len(slots)} node{'s' if len(slots) > 1 else ''}",
+        why=f"{what}; {done} on {len(slots)} node{'s' if len(slots) > 1 else ''}",
         epoch=number,
         lost={slot: failure.local_ranks for slot, failure in failed.items()},
         num_restarts=old.num_restarts + (1 if counts else 0),

@@ -7,11 +7,25 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous.keys import ExitedRecord, JobRecord, Keys, PlanRecord, ResultRecord, decode, encode
+from swift_rendezvous.keys import (
+    DrainRecord,
+    ExitedRecord,
+    JobRecord,
+    Keys,
+    ParkedRecord,
+    PauseRecord,
+    PlanRecord,
+    PositionRecord,
+    ResultRecord,
+    ResumedRecord,
+    decode,
+    encode,
+)
 from swift_rendezvous.membership import (
     Decision,
     ForgetNode,
     PublishGeneration,
+    PublishPause,
     PublishPlan,
     PublishResult,
     Rules,
@@ -154,3 +168,71 @@ def test_the_record_of_a_job_that_an_older_version_wrote_has_one_size() -> None:
     old = encode(JOB).replace(b',"max_nodes":4', b"")
     assert not is_elastic(decode(JobRecord, old)) and Keys("j").job
     assert is_elastic(decode(JobRecord, encode(JOB))) and not is_elastic(replace(JOB, max_nodes=2))
+
+
+# ---- jobs that are recovered in place ----
+
+
+def tracked(*names: str, **changes: Any) -> View:
+    return of_range(*names, tracked=True, **changes)
+
+
+def resumed(*slots: int) -> dict[int, ResumedRecord]:
+    return {slot: ResumedRecord(slot, 5, {}) for slot in slots}
+
+
+def test_a_tracked_job_grows_from_a_common_boundary() -> None:
+    late = tracked("n0", "n1", "n2", "n3")
+    assert ask(late).commands == (PublishPause(PauseRecord()),)
+    assert not ask(tracked("n0", "n1", "n2"), 29.0).commands
+    assert ask(tracked("n0", "n1", "n2"), 30.0).commands == (PublishPause(PauseRecord()),)
+    asked = replace(late, pause=PauseRecord())
+    assert not ask(asked).commands
+    placed = replace(asked, positions={0: PositionRecord(0, "n0.1", 6), 1: PositionRecord(1, "n1.1", 7)})
+    assert ask(placed).commands == (PublishPause(PauseRecord(7)),)
+    parked = replace(placed, pause=PauseRecord(7), parked={0: ParkedRecord(0, "n0.1"), 1: ParkedRecord(1, "n1.1")})
+    new = published(ask(parked))
+    assert names(ask(parked)) == ["n0", "n1", "n2", "n3"] and (new.mode, new.epoch, new.number) == ("resize", 2, 2)
+    assert not any(isinstance(c, PublishPlan) for c in ask(parked).commands) and new.asks
+    gone = replace(parked, nodes={name: parked.nodes[name] for name in ("n0", "n1")})
+    back = published(ask(gone))  # the newcomers left: who was asked to stop goes on
+    assert (back.mode, back.slots) == ("replace", late.generation.slots)  # type: ignore[union-attr]
+
+
+def test_a_drain_comes_before_growth() -> None:
+    late = tracked("n0", "n1", "n2", drains={"n0": DrainRecord("n0", "n0.1", "w", 1.0)})
+    assert ask(late).commands == (PublishPause(PauseRecord()),)
+    parked = replace(late, pause=PauseRecord(7), positions={s: PositionRecord(s, f"n{s}.1", 7) for s in (0, 1)},
+                     parked={s: ParkedRecord(s, f"n{s}.1") for s in (0, 1)})  # fmt: skip
+    assert published(ask(parked)).mode == "replace" and names(ask(parked)) == ["n2", "n1"]
+
+
+def test_a_tracked_job_shrinks_after_the_last_call_but_takes_a_replacement_at_once() -> None:
+    slots = ("n0", "n1", "n2")
+    lost = {"failures": {0: failure("node", 0)}}
+    short = tracked(*slots, slots=slots, **lost)
+    assert stage_of(short) == "last call" and published(ask(short, 29.0)) is None
+    new = published(ask(short, 30.0))
+    assert (new.mode, new.lost, new.epoch) == ("resize", {}, 2) and names(ask(short, 30.0)) == ["n1", "n2"]
+    replaced = published(ask(tracked(*slots, "n3", slots=slots, **lost)))
+    assert (replaced.mode, replaced.epoch) == ("replace", 1)
+    assert [owner.node_id for owner in replaced.slots] == ["n3", "n1", "n2"]
+    least = tracked("n0", "n1", **lost)
+    assert published(ask(least, 299.0)) is None and "wait for a node" in ask(least, 299.0).waiting
+
+
+def test_until_all_train_a_failure_leads_to_another_change_of_size() -> None:
+    slots = ("n0", "n1", "n2")
+    between = {"generation": generation(2, "resize", slots, epoch=2), "plan": None}
+    assert "have not said" in ask(tracked(*slots, **between)).waiting
+    lost = tracked(*slots, **between, failures={2: failure("node", 2)}, resumed=resumed(0, 1))
+    new = published(ask(lost))  # no last call: nobody trains
+    assert (new.mode, new.number, new.epoch) == ("resize", 3, 3) and names(ask(lost)) == ["n0", "n1"]
+    failed = tracked(*slots, **between, failures={1: failure("workers", 1, (0,))})
+    new = published(ask(failed))
+    assert (new.mode, new.lost) == ("resize", {1: (0,)}) and names(ask(failed)) == list(slots)
+    worn = tracked(*slots, "n3", **between, failures={1: failure("workers", 1, (0,), left=0)})
+    assert [c.result.state for c in ask(worn).commands if isinstance(c, PublishResult)] == ["failed"]
+    settled = tracked(*slots, **between, failures={1: failure("workers", 1, (0,))}, resumed=resumed(0, 1, 2))
+    assert published(ask(settled)).mode == "replace"
+    assert published(ask(replace(settled, failures={1: failure("restart", 1)}))).mode == "restart"
