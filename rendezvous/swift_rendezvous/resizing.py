@@ -103,7 +103,7 @@ def renewed(
     """All workers start again, on *slots*. *failed*: by old slot, whose own workers failed; *counts*: it is one of
     --max-restarts."""
     number = old.number + 1
-    done = "all workers restart" if mode == "restart" else "the job goes on"
+    done = "all workers restart on" if mode == "restart" else "the job goes on with"
     return replace(
         old,
         number=number,
@@ -111,7 +111,7 @@ def renewed(
         slots=slots,
         # The first of those that were there before: it is known to be healthy.
         store_slot=0,
-        why=f"{what}; {done} on {len(slots)} node{'s' if len(slots) > 1 else ''}",
+        why=f"{what}; {done} {len(slots)} node{'s' if len(slots) > 1 else ''}",
         epoch=number,
         lost={slot: failure.local_ranks for slot, failure in failed.items()},
         num_restarts=old.num_restarts + (1 if counts else 0),
