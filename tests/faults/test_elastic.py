@@ -286,7 +286,9 @@ def test_it_goes_on_whoever_is_lost_while_its_size_changes(nodes: Callable[..., 
     wait_for(lambda: story().newest[0] > reached + 1, 90, f"training goes on\n{job.text()}")
     job.start("d")
     wait_for(lambda: story().newest[1] == 3, 90, f"growth\n{job.text()}")
-    job.kill("a")
+    reached = story().newest[0]
+    wait_for(lambda: story().newest[0] > reached + 2, 90, f"training goes on\n{job.text()}")
+    job.kill("a")  # now its loss cuts an iteration, and the last call is waited for
     wait_for(lambda: story().newest[1] == 2, 90, f"shrinking\n{job.text()}")
     (directory / "free").touch()
     job.finish()
