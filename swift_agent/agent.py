@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from swift_agent import host, records, timeline
+from swift_agent import host, kept_state, records, timeline
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import ChannelClosed, Message
@@ -138,7 +138,7 @@ class Agent:
         if self._presence.journal is not None:
             self._presence.journal.begin(self._state)
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
-        if known_job is None and config.nnodes + config.spares > 1:
+        if known_job is None and config.max_nodes + config.spares > 1:
             least_s, most_s = Limits(config.heartbeat_s).detection_s
             ttl_s = config.lease_ttl_s
             log.info(
@@ -331,6 +331,11 @@ class Agent:
                 self._send(local_ranks, self._go_message(generation))
             case msg.SendLeave(local_ranks, generation):
                 self._send(local_ranks, {**self._go_message(generation), "leaves": True})
+            case msg.SendKeep(local_ranks, generation):
+                kept_state.remove(self._directories.socket, but=self._state.kept.iteration if self._state.kept else -1)
+                self._send(local_ranks, {**self._go_message(generation), "keeps": True})
+            case msg.DropKept():
+                kept_state.remove(self._directories.socket)
             case msg.SendPause(local_ranks, generation):
                 self._send(local_ranks, {"op": "pause", "generation": generation})
             case msg.SendBoundary(local_ranks, generation, iteration):
@@ -411,6 +416,7 @@ class Agent:
             master_port=store.port,
             restart_count=generation.num_restarts,
             max_restarts=config.max_restarts,
+            sizes=f"{config.nnodes}:{config.max_nodes}" if config.max_nodes > config.nnodes else "",
             generation=generation.number,
             socket_path=self._channels.path,
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
@@ -455,6 +461,7 @@ class Agent:
             "generation": number,
             "plan": view.plan.content,
             "world_size": view.generation.world_size,
+            "kept": self._directories.socket,
             "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": token},
         }
 

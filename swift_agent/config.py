@@ -25,7 +25,6 @@ from torch.distributed.run import config_from_args, determine_local_world_size
 
 from swift_agent import job_secret, torch_private
 from swift_agent.errors import SwiftError
-from swift_agent.options import SWIFT_BACKEND
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.liveness import Limits
@@ -54,7 +53,9 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
-    *etcd* is None when the agent has to start a private server. *journal*: the directory for journals, None for none.
+    *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
+    `swift_rendezvous.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the directory
+    for journals, None for none.
     """
 
     launch: LaunchConfig
@@ -65,6 +66,7 @@ class AgentConfig:
     training_script_args: tuple[str, ...]
     job_id: str
     nnodes: int
+    max_nodes: int
     nproc: int
     spares: int
     max_restarts: int
@@ -77,17 +79,13 @@ class AgentConfig:
     preload: tuple[str, ...]
     replacement_timeout_s: float
     join_timeout_s: float
+    last_call_s: float
     lease_ttl_s: int
     heartbeat_s: float
     stop_deadline_s: float
     key: JobKey = field(repr=False)
     keep_logs: bool = True
     journal: str | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers of the whole job."""
-        return self.nnodes * self.nproc
 
     @classmethod
     def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:
@@ -98,14 +96,14 @@ class AgentConfig:
         """
         environ = os.environ if environ is None else environ
         mistakes: list[str] = []
-        nnodes = _num_nodes(ns, mistakes)
+        nnodes, max_nodes = _num_nodes(ns, mistakes)
         nproc = _num_workers(ns, mistakes)
         _check_numbers(ns, mistakes)
         _check_streams(ns, mistakes)
         kind = _entry_kind(ns, mistakes)
         _check_entry(kind, ns.training_script, environ, mistakes)
         preload = _preload(ns.preload, mistakes)
-        etcd = _etcd(ns, nnodes, environ, mistakes)
+        etcd = _etcd(ns, max_nodes, environ, mistakes)
         host = socket.gethostname()
         node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
         _check_name("--node-id", node_id, mistakes)
@@ -113,7 +111,7 @@ class AgentConfig:
         own_id = ns.standalone or (etcd is None and ns.rdzv_id == "none")
         job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
         _check_name("--rdzv-id", job_id, mistakes)
-        join_timeout_s = _join_timeout_s(ns, mistakes)
+        join_timeout_s, last_call_s = _join_timeouts_s(ns, mistakes)
         secret = job_secret.read(environ, ns.job_secret_file, mistakes)
         journal = _journal(ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
         if mistakes:
@@ -135,6 +133,7 @@ class AgentConfig:
             training_script_args=tuple(ns.training_script_args),
             job_id=job_id,
             nnodes=nnodes,
+            max_nodes=max_nodes,
             nproc=nproc,
             spares=ns.spares,
             max_restarts=ns.max_restarts,
@@ -147,6 +146,7 @@ class AgentConfig:
             preload=preload,
             replacement_timeout_s=ns.replacement_timeout,
             join_timeout_s=join_timeout_s,
+            last_call_s=last_call_s,
             lease_ttl_s=ns.lease_ttl,
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
@@ -156,7 +156,8 @@ class AgentConfig:
         )
 
 
-def _num_nodes(ns: argparse.Namespace, mistakes: list[str]) -> int:
+def _num_nodes(ns: argparse.Namespace, mistakes: list[str]) -> tuple[int, int]:
+    """The least and the most."""
     text: str = ns.nnodes
     try:
         numbers = [int(part) for part in text.split(":")]
@@ -164,20 +165,15 @@ def _num_nodes(ns: argparse.Namespace, mistakes: list[str]) -> int:
         numbers = []
     if len(numbers) not in (1, 2):
         mistakes.append(f"--nnodes {text}: not a number of nodes; type for example --nnodes 4")
-        return 1
+        return 1, 1
     low, high = numbers[0], numbers[-1]
     if low < 1:
         mistakes.append(f"--nnodes {text}: a job needs at least one node; type --nnodes 1 or more")
     elif low > high:
         mistakes.append(f"--nnodes {text}: the minimum is above the maximum; type --nnodes {low}")
-    elif low < high:
-        mistakes.append(
-            f"--nnodes {text}: {SWIFT_BACKEND} keeps the size of a job and cannot do a range yet; "
-            f"type --nnodes {low} --spares {high - low}, or --rdzv-backend c10d for torchrun's way"
-        )
     if ns.standalone and high > 1:
         mistakes.append(f"--nnodes {text}: --standalone is for one node; leave it out, or type --nnodes 1")
-    return max(low, 1)
+    return max(low, 1), max(low, high, 1)
 
 
 def _num_workers(ns: argparse.Namespace, mistakes: list[str]) -> int:
@@ -221,20 +217,25 @@ def _check_heartbeat(ns: argparse.Namespace, mistakes: list[str]) -> None:
         )
 
 
-def _join_timeout_s(ns: argparse.Namespace, mistakes: list[str]) -> float:
-    """How long the first nodes wait for the others: the option and the default of torch's own rendezvous."""
+def _join_timeouts_s(ns: argparse.Namespace, mistakes: list[str]) -> tuple[float, float]:
+    """How long the first nodes wait for the others, and for more than the least of a range: options and defaults of
+    torch's own rendezvous."""
     try:
-        text = torch_private.parse_rendezvous_config(ns.rdzv_conf).get("join_timeout", "600")
+        conf = torch_private.parse_rendezvous_config(ns.rdzv_conf)
     except ValueError as error:
         mistakes.append(f"--rdzv-conf {ns.rdzv_conf}: {error}; type for example --rdzv-conf join_timeout=600")
-        return 0.0
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        mistakes.append(f"--rdzv-conf join_timeout={text}: must be above 0 s; type for example join_timeout=600")
-    return seconds
+        return 0.0, 0.0
+    found = []
+    for name, default in (("join_timeout", "600"), ("last_call_timeout", "30")):
+        text = conf.get(name, default)
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not seconds > 0:
+            mistakes.append(f"--rdzv-conf {name}={text}: must be above 0 s; type for example {name}={default}")
+        found.append(seconds)
+    return found[0], found[1]
 
 
 def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:

@@ -145,6 +145,7 @@ def _draw_jobs(found: list[dict[str, Any]]) -> RenderableType:
         # Before the first generation nobody has a place; who is here is what counts.
         nodes = f"{active if job['generation'] else len(job['nodes'])}"
         nodes += f" of {job['num_nodes']}" if job["num_nodes"] else ""
+        nodes += f" to {job['max_nodes']}" if job["max_nodes"] != job["num_nodes"] else ""
         spares = job["num_spares"] if job["generation"] else 0
         per_s = job["rate"] and job["rate"]["iterations_per_s"]
         speed = None if per_s is None else f"{per_s:.3g}"

@@ -89,3 +89,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
         method = getattr(sampler, "set_epoch", None)
         if callable(method):
             method(epoch)
+
+
+def samples_of(loader: Any) -> int:
+    """How many samples a batch of *loader* has, 0 if it does not say."""
+    for one in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(one, "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return 0

@@ -119,11 +119,11 @@ def _current(view: View, generation: GenerationRecord, episode: Episode | None) 
         sentences.append(f"Its plan cannot be read by this version: {view.plan.why}.")
     else:
         silent = [slot for slot in range(len(generation.slots)) if slot not in view.progress]
-        waits = generation.mode == "replace" and silent
+        waits = generation.asks and silent
         waiting = f": it waits for {_some('slot', silent)} to say which state is held there"
         sentences.append(f"There is no plan yet{waiting if waits else ''}.")
     sentences += _end_of_recovery(episode) if episode else []
-    if generation.mode == "replace" and 0 < len(view.resumed) < len(generation.slots):
+    if generation.asks and 0 < len(view.resumed) < len(generation.slots):
         left = [slot for slot in range(len(generation.slots)) if slot not in view.resumed]
         sentences.append(f"Training again: {_some('slot', sorted(view.resumed))}; not yet: {_some('slot', left)}.")
     sentences += _lost_since(view, generation)
@@ -140,7 +140,7 @@ def _roster(generation: GenerationRecord) -> list[str]:
         ranks = _some("rank", list(range(slot * width, (slot + 1) * width)))
         line = f"Slot {slot} with {ranks} belongs to {owner.node_id} on {owner.host}"
         lost = [slot * width + local_rank for local_rank in generation.lost.get(slot, ())]
-        if generation.mode == "restart":
+        if generation.mode in ("restart", "resize"):
             line += ": all its workers are started again"
         elif lost and slot in generation.handover:
             line += f": it takes over from {generation.handover[slot].node_id}, which is drained"
@@ -165,12 +165,15 @@ def plan_sentences(plan: Plan, world_size: int | None = None) -> list[str]:
         ranks = _some("rank", plan.handovers).capitalize()
         verb = "hands" if len(plan.handovers) == 1 else "hand"
         sentences.append(f"{ranks} of a drained node {verb} over to the new owner's.")
+    if plan.keepers:
+        nodes = _some("slot", sorted(plan.keepers)).capitalize()
+        sentences.append(f"{nodes}: the node keeps the state in a file, which {_some('rank', plan.loads)} load.")
     for source in sorted(set(plan.sources.values())):
         sentences.append(f"Rank {source} sends its state to {_some('rank', plan.targets_of(source))}.")
-    if not plan.sources and not plan.handovers:
+    if not plan.sources and not plan.handovers and not plan.loads:
         sentences.append("No rank needs state from another.")
     elif world_size is not None:
-        idle = [rank for rank in range(world_size) if rank not in {*plan.sources, *plan.handovers}]
+        idle = [rank for rank in range(world_size) if rank not in {*plan.sources, *plan.handovers, *plan.loads}]
         if idle:
             sentences.append(f"{_some('rank', idle).capitalize()} {'holds' if len(idle) == 1 else 'hold'} it already.")
     if plan.sections:

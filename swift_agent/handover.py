@@ -40,7 +40,7 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
-class _Done:
+class Done:
     """Of a transfer that was not begun before it ended."""
 
     def wait(self) -> None: ...
@@ -59,13 +59,13 @@ class SocketLink:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def send(self, tensor: Tensor) -> _Done:
+    def send(self, tensor: Tensor) -> Done:
         self._send(_memory(tensor))
-        return _Done()
+        return Done()
 
-    def recv(self, tensor: Tensor) -> _Done:
+    def recv(self, tensor: Tensor) -> Done:
         self._receive(_memory(tensor))
-        return _Done()
+        return Done()
 
     def send_bytes(self, data: bytes) -> None:
         self._send(memoryview(_SIZE.pack(len(data)) + data))

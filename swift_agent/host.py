@@ -18,6 +18,7 @@ def fingerprint(config: AgentConfig) -> str:
     """Equal for agents that were started with the same command."""
     command = [
         config.nnodes,
+        config.max_nodes,
         config.nproc,
         config.entry_kind,
         config.training_script,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swift_rendezvous import resizing
 from swift_rendezvous.draining import progress_of
 from swift_rendezvous.keys import ROOT, EventRecord, Keys, RecordError, decode
 from swift_rendezvous.kv import Compare, DeletePrefix, KeyValue, Op, WatchResponse
@@ -85,6 +86,7 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
         "rate": _rate(view),
         "num_restarts": generation.num_restarts if generation else 0,
         "num_nodes": view.job.num_nodes if view.job else None,
+        "max_nodes": resizing.most_nodes(view.job) if view.job else None,
         "world_size": generation.world_size if generation else None,
         "coordinator": view.coordinator.node_id if view.coordinator else None,
         "nodes": [
@@ -137,7 +139,7 @@ def _state(view: View) -> str:
         return "abandoned"
     if view.generation is None:
         return "starting"
-    being_replaced = view.generation.mode == "replace" and len(view.resumed) < len(view.generation.slots)
+    being_replaced = view.generation.asks and len(view.resumed) < len(view.generation.slots)
     return "recovering" if view.failures or being_replaced else "training"
 
 

@@ -91,7 +91,7 @@ class Journal:
         def plan(generation: GenerationRecord, progress: Reports, handovers: Reports) -> PlanRecord:
             made = planner(generation, progress, handovers)
             # The coordinator plans a generation in place from its view, all others together with their decision.
-            of = "view" if generation.mode == "replace" else "decision"
+            of = "view" if generation.asks else "decision"
             self._put(lambda: [{"plan": to_plain(made), "of": of}])
             return made
 

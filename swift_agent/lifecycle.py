@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from swift_agent import leaving, rate
+from swift_agent import keeping, leaving, rate
 from swift_agent.isolation import shall_pause
 from swift_agent.lifecycle_messages import (
     Command,
+    DropKept,
     EndJob,
     Event,
     ForgetSpare,
@@ -37,6 +38,7 @@ from swift_agent.lifecycle_messages import (
     ReportReceived,
     ResumeWorkers,
     SendGo,
+    SendKeep,
     SendLeave,
     SendRelease,
     SendStop,
@@ -46,6 +48,7 @@ from swift_agent.lifecycle_messages import (
     WorkerAt,
     WorkerExited,
     WorkerFinished,
+    WorkerKept,
     WorkerParked,
     WorkerPromised,
     WorkerResumed,
@@ -62,8 +65,10 @@ from swift_agent.lifecycle_messages import (
 )
 from swift_agent.timeline import merge_phases
 from swift_recovery.plan import Plan
+from swift_recovery.resize import FILE, Held
 from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, ResultRecord, WorkerExit
 from swift_rendezvous.membership import absent, told_losses
+from swift_rendezvous.resizing import is_elastic
 from swift_rendezvous.view import View
 
 RECLAIM = ("reclaim",)
@@ -75,7 +80,8 @@ class Worker:
 
     *generation*: in which it was started. *current*: the last generation it was told to enter, 0 before the first.
     *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that
-    one. *asked*, *promised_in*, *told*, *parked*: the generation in which that part of a drain was last done.
+    one. *asked*, *promised_in*, *told*, *parked*: the generation in which that part of a drain was last done; *keeps*:
+    that in which it was told to keep its state in a file.
     """
 
     local_rank: int
@@ -96,6 +102,7 @@ class Worker:
     promised: int = 0
     told: int = 0
     parked: int = 0
+    keeps: int = 0
     released: bool = False
     unfit: str = ""
     killed: bool = False
@@ -127,6 +134,8 @@ class AgentState:
     restarts_counted_in: int = 0
     store_started: int = 0
     paused: bool = False
+    kept: Held | None = None
+    """What a file of this node has, for a change of the job's size."""
     rate: rate.Meter = field(default_factory=rate.Meter)
     issued: frozenset[tuple[Any, ...]] = frozenset()
     """Writes and messages of the current generation that are on their way."""
@@ -193,6 +202,8 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return _update(state, local_rank, pid, promised_in=generation, promised=iteration)
         case WorkerParked(local_rank, pid, generation):
             return _update(state, local_rank, pid, parked=generation)
+        case WorkerKept(local_rank, pid, iteration, sections):
+            return replace(_update(state, local_rank, pid), kept=Held(FILE, iteration, sections))
         case WorkerUnfit(local_rank, pid, why):
             return _update(state, local_rank, pid, unfit=why)
         case WorkerExited(exit_):
@@ -266,6 +277,7 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     state = _stop_and_go(state, generation, commands, now_s)
     state = _pause(state, slot, commands)
     state = _report_progress(state, generation, slot, commands)
+    state = _keep(state, generation, slot, commands)
     state = _report_end(state, generation, slot, commands)
     return Step(state, tuple(commands))
 
@@ -295,6 +307,8 @@ def _host_store(state: AgentState, generation: GenerationRecord, slot: int, comm
 def _processes(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     """Every local rank has a process that is not older than the epoch; a lost one is replaced once that is agreed."""
     outdated = [w for w in state.workers.values() if w.alive and w.generation < generation.epoch]
+    if not keeping.may_begin(state.view, slot, state.workers, state.kept):
+        return state
     if outdated:
         fresh = tuple(w.local_rank for w in outdated if not w.killed)
         if fresh:
@@ -310,7 +324,7 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
             agreed = worker.generation < generation.number and local_rank in generation.lost.get(slot, ())
             if agreed:
                 missing.append(local_rank)
-    warm = generation.mode == "replace"
+    warm = generation.asks
     # A cold process gets the store's address in its environment; a warm one is told when it asks.
     if missing and (warm or state.view.store is not None):
         commands.append(StartWorkers(tuple(missing), generation.number, warm))
@@ -330,10 +344,13 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
     left = state.max_restarts - state.restarts_used
     dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= generation.epoch]
     dead = [w for w in dead if w.generation == generation.number or w.local_rank not in generation.lost.get(slot, ())]
+    keeper = keeping.keeper(view, slot, state.workers, state.kept)
+    if keeper is not None and (not keeper.alive or keeper.unfit):
+        dead.append(keeper)  # before it had kept what only it might hold
     if dead:
         ranks = tuple(sorted(w.local_rank for w in dead))
         exits = tuple(w.exit for w in sorted(dead, key=lambda w: w.local_rank) if w.exit is not None)
-        evidence = "; ".join(describe_exit(exit_) for exit_ in exits)
+        evidence = "; ".join([describe_exit(exit_) for exit_ in exits] + [w.unfit for w in dead if w.unfit and w.alive])
         failure = FailureRecord("workers", slot, state.incarnation, ranks, evidence, state.node_id, left, exits)
         return _issue(state, commands, ("workers", ranks), WriteFailure(generation.number, failure))
     unfit = [w for w in state.workers.values() if w.alive and w.unfit and w.generation >= generation.epoch]
@@ -393,7 +410,13 @@ def _stop_and_go(
         state = _mark(state, hanging, killed=True)
     if lost or view.plan is None or view.plan.restart or view.store is None:
         return state
-    ready = [w.local_rank for w in living if w.current < number and (w.current == 0 or w.stopped == w.current)]
+    if is_elastic(view.job) and not view.tracked:
+        return state  # nothing is done that a late node's restart of all workers would undo
+    ready = [
+        w.local_rank
+        for w in living
+        if w.current < number and (w.current == 0 or w.stopped == w.current) and w.generation >= generation.epoch
+    ]
     if left is not None:
         ranks_left = range(left * generation.num_workers, (left + 1) * generation.num_workers)
         if not set(Plan.from_json(view.plan.content).handovers).intersection(ranks_left):
@@ -413,6 +436,25 @@ def _pause(state: AgentState, slot: int, commands: list[Command]) -> AgentState:
     return state
 
 
+def _keep(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
+    """The job changes its size: say what is held here, and have it kept (see `keeping`)."""
+    view, number = state.view, generation.number
+    if not generation.asks and state.kept is not None:
+        # All begin anew: what was kept is of another run.
+        commands.append(DropKept())
+        return replace(state, kept=None)
+    if generation.mode != "resize" or told_losses(view):
+        return state
+    reports = keeping.held(generation, state.workers, state.kept) if view.plan is None else None
+    if reports is not None and slot not in view.progress:
+        state = _issue(state, commands, ("progress",), WriteProgress(number, slot, reports))
+    keeper = keeping.keeper(view, slot, state.workers, state.kept)
+    if keeper is not None and keeper.alive and keeper.keeps < number and keeper.stopped == keeper.current:
+        commands.append(SendKeep((keeper.local_rank,), number))
+        state = _mark(state, (keeper.local_rank,), keeps=number, current=number, report=None)
+    return state
+
+
 def _report_progress(
     state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command], leaves: bool = False
 ) -> AgentState:
@@ -424,6 +466,8 @@ def _report_progress(
         worker = state.workers.get(local_rank)
         if worker is None or not worker.alive:
             return state
+        if worker.generation < generation.epoch:
+            return state  # it is being ended: what it holds is not the state of the one that follows
         rank = _rank(generation, slot, worker)
         if worker.current == 0:
             reports.append({"rank": rank, "status": "fresh"})
@@ -449,6 +493,10 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
             merge_phases(phases, worker.phases_s)
         iteration = max(w.resumed_iteration for w in local)
         state = _issue(state, commands, ("resumed",), WriteResumed(number, slot, iteration, phases))
+        if state.kept is not None:
+            # All took part in an iteration: they hold what is in it.
+            commands.append(DropKept())
+            state = replace(state, kept=None)
         if slot in generation.handover:
             state = _issue(state, commands, ("taken",), WriteTaken(number, slot))
     if all(w.finished is not None or w.done for w in local):

@@ -78,6 +78,16 @@ class WorkerParked:
 
 
 @dataclass(frozen=True)
+class WorkerKept:
+    """The file of this node has the state of *iteration*, after *sections* `@job.resilient` calls."""
+
+    local_rank: int
+    pid: int
+    iteration: int
+    sections: int
+
+
+@dataclass(frozen=True)
 class WorkerAt:
     """The answer to `AskIteration`: the first iteration that it has not begun."""
 
@@ -140,6 +150,7 @@ Event = (
     | WorkerFinished
     | WorkerPromised
     | WorkerParked
+    | WorkerKept
     | WorkerAt
     | WorkerUnfit
     | WorkerExited
@@ -190,6 +201,19 @@ class SendLeave:
 
     local_ranks: tuple[int, ...]
     generation: int
+
+
+@dataclass(frozen=True)
+class SendKeep:
+    """To an old worker when the job changes its size: it writes its state into the file of this node."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class DropKept:
+    """Remove that file."""
 
 
 @dataclass(frozen=True)
@@ -353,6 +377,8 @@ Command = (
     | SendStop
     | SendGo
     | SendLeave
+    | SendKeep
+    | DropKept
     | SendPause
     | SendBoundary
     | AskIteration

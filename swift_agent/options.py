@@ -24,6 +24,7 @@ SWIFT_BACKEND = "swift-etcd"
 
 # What differs under swift-run, said where the reader looks for it.
 _NOTES = {
+    "nnodes": f"With {SWIFT_BACKEND} a script that calls swift_agent.init() loses no iteration when the size changes.",
     "standalone": f"Under swift-run, and unless another --rdzv-backend than {SWIFT_BACKEND} is asked for, it is a "
     "private etcd server that ends with the job.",
     "rdzv_backend": f"{SWIFT_BACKEND} replaces lost workers and leaves the others running; with any other backend "

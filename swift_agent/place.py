@@ -78,6 +78,21 @@ class Position:
         )
 
 
+@dataclass(frozen=True)
+class Units:
+    """What a batch of a `Position` is: so many ranks take one of so many samples each, 0 where that is not known."""
+
+    num_ranks: int = 1
+    num_samples: int = 0
+
+    def batches_of(self, other: Units, count: int) -> int:
+        """How many batches of ours are past the first *count* of *other*: as few as leave none of those samples."""
+        per_batch, theirs = self.num_samples or 1, other.num_samples or 1
+        if not self.num_samples or not other.num_samples:
+            per_batch = theirs = 1
+        return -(-count * other.num_ranks * theirs // (self.num_ranks * per_batch))
+
+
 @dataclass
 class Owed:
     """An iteration that the script believes done, while its update is still to come from a replica."""
@@ -91,7 +106,8 @@ class Place:
 
     *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
     newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
-    effect, and what is small comes into force when the script gets there.
+    effect, and what is small comes into force when the script gets there. *units*: of the batches of *here*;
+    *target_units*: of those of *target*, which may be those of a job of another size.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -104,7 +120,10 @@ class Place:
         self.ghost_iterations = 0
         self.ghost_sections = 0
         self.tracked: Tracked | None = None
+        self.units = Units()
+        self.target_units = Units()
         self._point_at = Position()
+        self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
         self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
 
@@ -123,6 +142,7 @@ class Place:
         newcomer that gets this must begin before it as well."""
         self.point.take(rng=self.seeds.keeps_generators)
         self._point_at = self.here.copy()
+        self._point_units = self.units
         self._moved = False
 
     def keep_start(self) -> None:
@@ -162,7 +182,8 @@ class Place:
         start = self._catch_up
         if start is None and self._moved:
             start = self.start.tree()
-        return {"position": asdict(self._point_at), "point": self.point.tree(), "start": start}
+        position, units = asdict(self._point_at), asdict(self._point_units)
+        return {"position": position, "units": units, "point": self.point.tree(), "start": start}
 
     def take_over(self, offer: Mapping[str, Any], iteration: int) -> None:
         """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
@@ -176,11 +197,11 @@ class Place:
             self.tracked.updates.mixed = False
             if self.status == "empty":
                 self.here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
-                self.target = target
+                self.target, self.target_units = target, Units(**offer["units"])
                 self.ghost_iterations, self._catch_up = iteration, start
             elif start is not None:
                 self.start.install(start, rng=rng)
-            self._point_at = target
+            self._point_at, self._point_units = target, Units(**offer["units"])
             self.status = "holding"
 
     def roll_forward(self, iteration: int, receive: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from swift_recovery.plan import Plan, make_plan
 from swift_recovery.progress import RankReport
+from swift_recovery.resize import Held, make_resize_plan
 from swift_rendezvous.keys import GenerationRecord, PlanRecord, ProgressRecord
 
 Reports = Mapping[int, ProgressRecord]
@@ -19,7 +20,10 @@ def plan_generation(
 
     *handovers*: what the workers of drained former owners hold, by slot.
     """
-    if generation.mode != "replace":
+    if generation.mode == "resize":
+        held = {slot: [Held.from_json(report) for report in record.reports] for slot, record in progress.items()}
+        plan = make_resize_plan(held, len(generation.slots), generation.num_workers)
+    elif generation.mode != "replace":
         plan = Plan("fresh", generation.why)
     else:
         plan = make_plan(_reports(progress), generation.world_size, _reports(handovers))

@@ -78,7 +78,10 @@ class Presence:
                 num_workers=config.nproc,
                 fingerprint=host.fingerprint(config),
             )
-            job = JobRecord(config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof)
+            most = config.max_nodes if config.max_nodes > config.nnodes else 0
+            job = JobRecord(
+                config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof, most
+            )
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
             self.job: int = entry.job
             self._lease: Lease = entry.lease
@@ -88,7 +91,7 @@ class Presence:
             self._stopped, self._reclaiming = False, False
             self._keep_alive = self._keep(self._lease)
             undo.callback(self._keep_alive.stop)
-            rules = Rules(config.replacement_timeout_s, config.join_timeout_s, RETURN_S, OUTAGE_S)
+            rules = Rules(config.replacement_timeout_s, config.join_timeout_s, RETURN_S, OUTAGE_S, config.last_call_s)
             self.journal: Journal | None = open_journal(config.journal, config.job_id, self.me, rules)
             if self.journal is not None:
                 undo.callback(self.journal.close)

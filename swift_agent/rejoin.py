@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from swift_agent import handover
+from swift_agent import handover, kept_state
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
@@ -61,6 +61,9 @@ class Rejoin:
                 if go.leaves:
                     self._hand_over(go)
                     continue  # there may be no more to come; or the slot is given back
+                if go.keeps:
+                    self._keep(go)
+                    continue  # it is ended, or asked again
                 self._enter(go)
                 if not self._supervisor.interrupted:
                     return
@@ -113,12 +116,18 @@ class Rejoin:
         finally:
             store.close()
 
+    def _keep(self, go: Go) -> None:
+        kept_state.keep(go.kept, go.plan.iteration, self._tracked, self._place.offer())
+        self._supervisor.send({"op": "kept", "iteration": go.plan.iteration, "sections": go.plan.sections})
+
     def _exchange_state(self, go: Go) -> None:
         place, state, plan = self._place, self._tracked.state, go.plan
         if place.rank in plan.handovers:
             # First: it may be a source for others then.
             with handover.taken(self._groups.store, place.rank, self._supervisor.check) as predecessor:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
+        if place.rank in plan.loads:
+            place.take_over(kept_state.load(go.kept, plan.iteration, self._tracked), plan.iteration)
         targets = plan.targets_of(place.rank)
         if targets:
             send_state(state, place.offer(), [self._link(target) for target in targets])

@@ -14,6 +14,7 @@ Without an agent (plain `torchrun`, plain `python`) the same script runs, unprot
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,10 +22,11 @@ import torch
 
 from swift_agent import data, tracking
 from swift_agent.errors import UsageError
-from swift_agent.place import Place
+from swift_agent.place import Place, Units
 from swift_agent.running import Running
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
+from swift_agent.worker_env import ENV_SIZES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,6 +109,11 @@ class Job:
             )
         self._place.seeds.settle()
         tracked = Tracked(self._pending, self._replicas, self.world_size, self._supervisor)
+        if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
+            raise UsageError(
+                f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "
+                "state; give one number of nodes, or all ranks to track(replicas=...)."
+            )
         self._place.hold(tracked)
         self._running.begin(tracked)
 
@@ -138,9 +145,10 @@ class Job:
             here.passes += 1  # the others have been through it
             return
         skip = 0
+        place.units = Units(self.world_size, data.samples_of(loader))
         arrives = target is not None and number == target.passes
         if target is not None and arrives:
-            skip = target.batch
+            skip = place.units.batches_of(place.target_units, target.batch)
             place.arrive()
         here.batch = skip
         data.set_epoch(loader, here.epoch if here.epoch or here.epoch_passes else number)

@@ -53,6 +53,10 @@ class Go:
     token: bytes = field(repr=False)
     leaves: bool = False
     """Of a drained node: hand the state over to the successors in the plan, and enter nothing."""
+    keeps: bool = False
+    """Of a worker that ends because the job changes its size: keep the state in *kept*, and enter nothing."""
+    kept: str = ""
+    """The directory where a node keeps a state for its new workers."""
 
     @property
     def session_store(self) -> tuple[str, int]:
@@ -287,6 +291,8 @@ def _read_go(message: Message) -> Go:
         session_port=int(store["session_port"]),
         token=str(store["token"]).encode(),
         leaves=bool(message.get("leaves")),
+        keeps=bool(message.get("keeps")),
+        kept=str(message.get("kept", "")),
     )
 
 

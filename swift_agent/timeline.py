@@ -30,9 +30,9 @@ class Timeline:
             return None
         if view.failures and self.failed_s is None and not view.released:
             self.failed_s = now_s
-        if generation.mode != "replace" and not view.failures:
+        if not generation.asks and not view.failures:
             self.failed_s, self.marks = None, {}  # that failure ended in a restart of all workers: another story
-        if generation.mode != "replace" or generation.number <= self._reported:
+        if not generation.asks or generation.number <= self._reported:
             return None
         if self.failed_s is None:
             self.failed_s = now_s

@@ -126,6 +126,9 @@ class WorkerChannels:
                 self._on_event(msg.WorkerPromised(local_rank, pid, generation, iteration))
             case "parked":
                 self._on_event(msg.WorkerParked(local_rank, pid, int(message["generation"])))
+            case "kept":
+                iteration, sections = int(message["iteration"]), int(message["sections"])
+                self._on_event(msg.WorkerKept(local_rank, pid, iteration, sections))
             case "at":
                 self._on_event(msg.WorkerAt(local_rank, pid, int(message["iteration"])))
             case "unfit":

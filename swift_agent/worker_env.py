@@ -21,9 +21,13 @@ ENV_STARTED = "SWIFT_STARTED"
 """When a replacement was ordered, seconds since the epoch: the begin of its part of the recovery's timeline."""
 
 
+ENV_SIZES = "SWIFT_SIZES"
+"""`--nnodes`, if it is a range: workers are started again when the size of the job changes, all of them."""
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Where a set of workers stands in the job."""
+    """Where a set of workers stands in the job. *sizes*: see `ENV_SIZES`, empty for a job of one size."""
 
     slot: int
     num_slots: int
@@ -37,6 +41,7 @@ class Placement:
     generation: int
     socket_path: str
     virtual_local_rank: bool = False
+    sizes: str = ""
 
     def rank(self, local_rank: int) -> int:
         return self.slot * self.num_workers + local_rank
@@ -66,6 +71,8 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         ENV_SOCKET: place.socket_path,
         ENV_GENERATION: str(place.generation),
     }
+    if place.sizes:
+        env[ENV_SIZES] = place.sizes
     if place.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _visible_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)

@@ -28,7 +28,9 @@ class Plan:
     of the same rank on a node that is leaving. *sections*: how many `@job.resilient` calls count as finished.
     `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over (of a rank in *handovers*: its predecessor's);
     a rank that is no key leads its replica set.
-    `restart`: state cannot be brought back in place.
+    `restart`: state cannot be brought back in place. *keepers*, *loads*: when the job goes on with another number of
+    ranks (see `resize`): by slot, which local rank of the former workers keeps its state in a file (or that it is there
+    already), and the ranks that load one.
     """
 
     kind: PlanKind
@@ -38,6 +40,8 @@ class Plan:
     sources: Mapping[int, int] = field(default_factory=dict)
     layouts: Mapping[int, int] = field(default_factory=dict)
     handovers: tuple[int, ...] = ()
+    keepers: Mapping[int, int] = field(default_factory=dict)
+    loads: tuple[int, ...] = ()
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -52,6 +56,8 @@ class Plan:
             "sources": {str(rank): source for rank, source in self.sources.items()},
             "layouts": {str(rank): source for rank, source in self.layouts.items()},
             "handovers": list(self.handovers),
+            "keepers": {str(slot): local_rank for slot, local_rank in self.keepers.items()},
+            "loads": list(self.loads),
         }
 
     @classmethod
@@ -64,6 +70,8 @@ class Plan:
             sources={int(rank): int(source) for rank, source in data["sources"].items()},
             layouts={int(rank): int(source) for rank, source in data["layouts"].items()},
             handovers=tuple(int(rank) for rank in data.get("handovers", ())),
+            keepers={int(slot): int(local_rank) for slot, local_rank in data.get("keepers", {}).items()},
+            loads=tuple(int(rank) for rank in data.get("loads", ())),
         )
 
 

@@ -41,6 +41,7 @@ from swift_rendezvous.membership import (
     absent,
     decide,
     missing,
+    stage_of,
 )
 from swift_rendezvous.view import View
 
@@ -85,6 +86,7 @@ class Coordinator:
         self._stopped = False
         self._waiting_since_s: float | None = None
         self._said = ""
+        self._stage = ""
         self._thread = threading.Thread(target=self._run, name="swift-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -160,6 +162,9 @@ class Coordinator:
                     break
             return decision.deadline_s
         self._said = ""
+        stage = stage_of(view)
+        if stage != self._stage:
+            self._stage, self._waiting_since_s = stage, None  # each wait has its own time
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
         if self._witness is not None:
             self._witness(view, now_s, self._waiting_since_s, decision)
@@ -221,14 +226,17 @@ class Coordinator:
                 for lost in forget:
                     guards.append(self._as_seen(view, lost.node_id))
                     ops.append(Delete(keys.node(lost.node_id)))
-                if generation.mode != "replace":
+                if generation.mode == "restart" and not view.tracked:
+                    # Else iterations that were made since then would be lost.
+                    guards.append(Compare.absent(keys.tracked))
+                if not generation.asks:
                     # Nothing to wait for: the plan goes with it.
                     ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}, {}))))
             case PublishPlan():
                 if view.generation is None or view.plan is not None:
                     return True  # it went with its generation
                 number = view.generation.number
-                if view.generation.mode != "replace":
+                if not view.generation.asks:
                     return True
                 plan = self._planner(view.generation, view.progress, view.handovers)
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))

@@ -42,7 +42,7 @@ def is_settled(view: View) -> bool:
         return False
     if view.released or view.finished or view.exited or view.result is not None:
         return False
-    return generation.mode != "replace" or len(view.resumed) == len(generation.slots)
+    return not generation.asks or len(view.resumed) == len(generation.slots)
 
 
 def boundary(view: View) -> int | None:

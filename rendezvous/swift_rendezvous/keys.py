@@ -40,13 +40,17 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`."""
+    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
+
+    *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
+    """
 
     num_nodes: int
     num_workers: int
     fingerprint: str
     max_restarts: int = 0
     secret_proof: str = ""
+    max_nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class WorkerExit:
     timestamp_s: int = 0
 
 
-GenerationMode = Literal["start", "replace", "restart"]
+GenerationMode = Literal["start", "replace", "restart", "resize"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class GenerationRecord:
     *lost* maps a slot to the local ranks whose processes were lost before this generation and have to be started;
     a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
     a process that is older must not live on. *handover* maps a slot to the drained node that had it and still keeps
-    its workers: they hold the state until the new owner has it.
+    its workers: they hold the state until the new owner has it. With mode `resize` all workers are started anew, but
+    the newest state that any of them held goes on (see `resizing`).
     """
 
     number: int
@@ -98,6 +103,11 @@ class GenerationRecord:
     @property
     def world_size(self) -> int:
         return len(self.slots) * self.num_workers
+
+    @property
+    def asks(self) -> bool:
+        """Its plan follows from what the workers of its nodes hold."""
+        return self.mode in ("replace", "resize")
 
     def slot_of(self, incarnation: str) -> int | None:
         for slot, owner in enumerate(self.slots):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from swift_rendezvous import draining
+from swift_rendezvous import draining, resizing
 from swift_rendezvous.accusations import believed
 from swift_rendezvous.keys import (
     FailureRecord,
@@ -36,13 +36,14 @@ LEASE_IS_GONE = "its lease in etcd is gone"
 class Rules:
     """What the user allows, in seconds: waits for a replacement, and for enough nodes to begin.
 
-    *return_s*, *outage_s*: see `missing`.
+    *return_s*, *outage_s*: see `missing`. *last_call_s*: see `resizing`.
     """
 
     replacement_timeout_s: float = 300.0
     join_timeout_s: float = 600.0
     return_s: float = 0.0
     outage_s: float = 0.0
+    last_call_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -240,14 +241,21 @@ def spares(view: View) -> list[NodeRecord]:
 def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | None) -> Decision:
     """What the coordinator writes next.
 
-    *waiting_since_s*: when the current wait for nodes began (None: not waiting). All times are seconds of one
-    monotonic clock.
+    *waiting_since_s*: when the current wait for nodes, that of `stage_of`, began (None: not waiting). All times are
+    seconds of one monotonic clock.
     """
     if view.result is not None or view.job is None:
         return Decision()
     decision = _decide(view, rules, now_s, waiting_since_s)
     forget = tuple(ForgetDrain(node_id) for node_id in draining.fulfilled(view))
     return replace(decision, commands=(*decision.commands, *forget))
+
+
+def stage_of(view: View) -> resizing.Stage:
+    """Which wait is on, where there may be one after another without a pause: see `resizing`."""
+    if not resizing.is_elastic(view.job):
+        return ""
+    return resizing.stage(view, len(spares(view)), len(losses(view).nodes))
 
 
 def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
@@ -258,7 +266,7 @@ def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | Non
         return _lost_after_release(view, lost)
     if lost:
         return _next_generation(view, lost, rules, now_s, waiting_since_s)
-    return _advance(view)
+    return _advance(view, rules, now_s, waiting_since_s)
 
 
 def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
@@ -273,8 +281,12 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
             return Decision(waiting=waiting, deadline_s=since + rules.join_timeout_s)
         why = f"{here} after {rules.join_timeout_s:g} s (--rdzv-conf join_timeout)"
         return Decision((PublishResult(ResultRecord("stopped", why)),), why=why)
-    chosen = free[: job.num_nodes]
-    why = f"{job.num_nodes} nodes are here: {', '.join(node.node_id for node in chosen)}"
+    chosen = free[: resizing.most_nodes(job)]
+    if len(chosen) < resizing.most_nodes(job):
+        since = now_s if waiting_since_s is None else waiting_since_s
+        if now_s - since < rules.last_call_s:
+            return _last_call(f"{len(chosen)} nodes are here, enough to begin", since, rules)
+    why = f"{len(chosen)} nodes are here: {', '.join(node.node_id for node in chosen)}"
     generation = GenerationRecord(
         number=1,
         mode="start",
@@ -286,14 +298,35 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
     return Decision((PublishGeneration(generation), PublishPlan()), why=why)
 
 
-def _advance(view: View) -> Decision:
+def _last_call(what: str, since_s: float, rules: Rules) -> Decision:
+    waiting = f"{what}; others have {rules.last_call_s:g} s to come (--rdzv-conf last_call_timeout)"
+    return Decision(waiting=waiting, deadline_s=since_s + rules.last_call_s)
+
+
+def _grow(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision | None:
+    """Take in nodes that came late; None if there is none, or no room."""
+    free = spares(view)
+    new = resizing.grown(view, free)
+    busy = view.pause is not None or not draining.is_settled(view) or bool(draining.moves(view, free))
+    if new is None or (view.tracked and busy):
+        return None
+    since = now_s if waiting_since_s is None else waiting_since_s
+    assert view.job is not None
+    if len(new.slots) < resizing.most_nodes(view.job) and now_s - since < rules.last_call_s:
+        return _last_call(f"{len(new.slots)} nodes are here", since, rules)
+    if view.tracked:
+        return Decision((PublishPause(PauseRecord()),), why=f"{new.why}, from a common boundary")
+    return Decision((PublishGeneration(new), PublishPlan()), why=new.why)
+
+
+def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
     """Nothing is lost: plan the generation, or let a finished job end."""
     generation = view.generation
     assert generation is not None
     slots = range(len(generation.slots))
     if view.plan is None:
         missing = [slot for slot in slots if slot not in view.progress]
-        if generation.mode == "replace" and missing:
+        if generation.asks and missing:
             return Decision(waiting=f"{_some(missing)} have not said what they hold")
         silent = [owner.node_id for slot, owner in generation.handover.items() if slot not in view.handovers]
         if silent:
@@ -316,7 +349,7 @@ def _advance(view: View) -> Decision:
         return Decision((PublishResult(ResultRecord("succeeded", "all workers exited with code 0")),), why="all done")
     if not view.released and all(slot in view.finished or slot in view.exited for slot in slots):
         return _release(view)
-    return _drain(view, generation)
+    return _grow(view, rules, now_s, waiting_since_s) or _drain(view, generation)
 
 
 def _drain(view: View, generation: GenerationRecord) -> Decision:
@@ -337,13 +370,16 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         return Decision((PublishPause(PauseRecord(at)),), why=f"all workers stop before iteration {at}")
     if not draining.all_parked(view):
         return Decision(waiting=f"not all workers have come to iteration {view.pause.boundary}")
+    grown = None if moves else resizing.grown(view, spares(view))
+    if grown is not None:
+        return Decision((PublishGeneration(grown),), why=f"before iteration {view.pause.boundary}: {grown.why}")
     slots = list(generation.slots)
     for slot, node in moves.items():
         slots[slot] = _owner(node)
     taken = [f"{slots[slot].node_id} takes slot {slot} of {generation.slots[slot].node_id}" for slot in moves]
     what = f"drained before iteration {view.pause.boundary}: {', '.join(taken)}"
     if not moves:
-        what = f"a drain was taken back, or its spare is gone: all go on with iteration {view.pause.boundary}"
+        what = f"there is nothing to change any more: all go on with iteration {view.pause.boundary}"
     keep = [slot for slot in range(len(slots)) if slot not in moves]
     new = replace(
         generation,
@@ -404,10 +440,14 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     vacant = sorted(lost.nodes)
     worn = [slot for slot, failure in sorted(lost.workers.items()) if failure.restarts_left <= 0]
     restart = not view.tracked or lost.restart is not None
+    resizes = resizing.is_under_way(view) and not restart
+    if resizing.is_elastic(view.job) and (restart or resizes) and lost.nodes:
+        # Workers that fail while a node is known to be lost fail of that: it is no restart of their own.
+        lost, worn = replace(lost, workers={}), []
     # A drained node still has the workers and the state of its slot: it can have it back.
-    handover = {} if restart else draining.open_handovers(view)
+    handover = {} if restart or resizes else draining.open_handovers(view)
     short = len([slot for slot in (*vacant, *worn) if slot not in handover]) - len(free)
-    if worn and (restart or short > 0):
+    if worn and (restart or resizes or short > 0):
         # As torchrun: a worker that fails once more than --max-restarts ends the job, unless a spare can take over.
         failure = lost.workers[worn[0]]
         why = f"{failure.evidence}; no restart is left (--max-restarts)"
@@ -417,6 +457,18 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
     vacant = sorted({*vacant, *worn})
     what = describe(old, lost)
+    if resizing.is_elastic(view.job) and (restart or resizes or short > 0):
+        assert view.job is not None
+        left = resizing.roster(view.job, old.slots, lost.nodes, free)
+        since = now_s if waiting_since_s is None else waiting_since_s
+        if left is not None and short > 0 and not resizes and now_s - since < rules.last_call_s:
+            return replace(_last_call(f"{what}; {len(left)} nodes are left", since, rules), commands=forget)
+        if left is not None:
+            workers = {} if lost.nodes else lost.workers  # their slots may be others now
+            counts = restart and bool(workers or lost.restart)
+            new = resizing.renewed(old, left, what, workers, "restart" if restart else "resize", counts=counts)
+            plan = (PublishPlan(),) if restart else ()
+            return Decision((PublishGeneration(new), *plan, *forget), why=new.why)
     if short > 0:
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.replacement_timeout_s:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from swift_rendezvous.keys import FailureRecord, GenerationRecord, JobRecord, Keys, NodeRecord, decode, encode
 from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValue, KeyValueStore, Lease, Op, Put, RendezvousError
+from swift_rendezvous.resizing import sizes
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +170,8 @@ def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
     if other.secret_proof != job.secret_proof:
         return _describe_secrets(keys, other, job)
     differs = []
-    if other.num_nodes != job.num_nodes:
-        differs.append(f"--nnodes {other.num_nodes}, here {job.num_nodes}")
+    if sizes(other) != sizes(job):
+        differs.append(f"--nnodes {sizes(other)}, here {sizes(job)}")
     if other.num_workers != job.num_workers:
         differs.append(f"--nproc-per-node {other.num_workers}, here {job.num_workers}")
     if other.max_restarts != job.max_restarts:

@@ -84,11 +84,12 @@ class JobWatcher:
                 for response in self._watch:
                     view = self._fold(view, response)
                     revision = response.revision
-                    self._listener(view)
                     if self._wants_all(view) and not self._follows_all:
+                        # Not told: the coordinator would decide on half of what there is.
                         self._watch.cancel()
                         whole = False
                         break
+                    self._listener(view)
             except Compacted:
                 log.info("the history of the store was compacted: listing the job again")
                 whole = False

@@ -158,6 +158,7 @@ class Driver(Agent):
     def __init__(self, name: str) -> None:
         self._config = SimpleNamespace(node_id=name)  # type: ignore[assignment]
         self._keys = KEYS
+        self._directory = ""
         self._stores = SimpleNamespace(  # type: ignore[assignment]
             open=lambda number: StoreRecord("h", number), token=lambda number, record: ""
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swift_agent import lifecycle as lc
+from swift_agent import lifecycle_messages as msg
 from swift_agent.planning import plan_generation
 from swift_recovery.plan import Plan
 from swift_recovery.progress import ranges_of
@@ -25,6 +26,8 @@ from swift_rendezvous.keys import (
     JobRecord,
     Keys,
     NodeRecord,
+    ParkedRecord,
+    PositionRecord,
     ProgressRecord,
     ResultRecord,
     ResumedRecord,
@@ -68,14 +71,26 @@ class Proc:
     plan: Plan | None = None
     entered: int = 0
     live: int = 0
+    verified: int = 0
     stopped: int = 0
     status: str = "fresh"
     iteration: int = 0
     finished_in: int = 0
     released: bool = False
+    asked: int = 0
+    promised: int = 0
+    boundary: int | None = None
+    parked: int = 0
+    keeps: Plan | None = None
+
+    @property
+    def held(self) -> bool:
+        """It begins no iteration; nor does it reach its end."""
+        at = self.promised if self.boundary is None else self.boundary
+        return self.asked == self.entered and self.iteration >= at
 
     def report(self) -> dict[str, Any]:
-        replicas = ranges_of(range(self.node.sim.world_size)) if self.status == "holding" else ""
+        replicas = ranges_of(range(self.node.sim.worlds[self.generation])) if self.status == "holding" else ""
         return {"rank": self.rank, "status": self.status, "iteration": self.iteration, "replicas": replicas,
                 "sections": 0}
 
@@ -86,6 +101,7 @@ class SimNode:
     def __init__(self, sim: Sim, name: str, life: int) -> None:
         self.sim, self.name, self.life = sim, name, life
         self.dead = self.ended = False
+        self.files: set[int] = set()
         self.stale: list[View] = []
         self.procs: list[Proc] = []
         self.join()
@@ -97,7 +113,7 @@ class SimNode:
         sim.sync()
         self.state = lc.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
         self.coordinator = Coordinator(
-            sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6), sim.say)
+            sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6, last_call_s=0.0), sim.say)
         self.writes: deque[tuple[str, list[Compare], list[Op], Callable[[], bool]]] = deque()
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
         self.peers_lost: list[lc.PeerLost] = []
@@ -182,6 +198,33 @@ class SimNode:
                         proc.inbox.append(("stop", number))
             case lc.SendGo(local_ranks, number):
                 self.send_go(local_ranks, number)
+            case msg.SendPause(local_ranks, number):
+                for proc in map(self.spoken_to, local_ranks):
+                    if proc is not None:
+                        self.once("pause", proc.pid, number)
+                        proc.inbox.append(("pause", number))
+            case msg.SendBoundary(local_ranks, number, iteration):
+                for proc in map(self.spoken_to, local_ranks):
+                    if proc is not None:
+                        self.once("boundary", proc.pid, number)
+                        proc.inbox.append(("boundary", number, iteration))
+            case msg.WritePosition(number, slot, iteration):
+                position = PositionRecord(slot, self.record.incarnation, iteration)
+                self.write("position", [Put(keys.position(number, slot), encode(position))])
+            case msg.WriteParked(number, slot):
+                parked = ParkedRecord(slot, self.record.incarnation)
+                self.write("parked", [Put(keys.parked(number, slot), encode(parked))])
+            case msg.SendKeep(local_ranks, number):
+                view = self.state.view
+                assert view.plan is not None and not told_losses(view)
+                for proc in map(self.spoken_to, local_ranks):
+                    if proc is not None:
+                        self.once("keep", proc.pid, number)
+                        proc.inbox.append(("keep", number, Plan.from_json(view.plan.content)))
+                        proc.go = number
+            case msg.DropKept():
+                assert self.files
+                self.files.clear()
             case lc.SendRelease(local_ranks):
                 assert self.state.view.released
                 for local_rank in local_ranks:
@@ -240,8 +283,24 @@ class SimNode:
             proc.inbox.append(("go", number, Plan.from_json(view.plan.content)))
             proc.go = number
 
+    def check_held(self, reports: Any) -> None:
+        """What is told when the size changes is there, and is all that is there."""
+        found = {report["local_rank"]: report["iteration"] for report in reports}
+        kept = self.state.kept
+        files = {} if kept is None else {-1: kept.iteration}
+        assert kept is None or kept.iteration in self.files
+        holding = {p.local_rank: p.iteration for p in self.procs
+                   if not p.reaped and p.alive and p.status == "holding" and p.stopped >= p.go > 0 and not p.unfit
+                   and not self.state.workers[p.local_rank].killed}
+        assert all(found.get(k) == v for k, v in {**holding, **files}.items()), (found, holding, files)
+        assert all((k in holding or k in files or self.proc(k) is None or not self.proc(k).alive) for k in found)
+
     def check_progress(self, slot: int, reports: Any) -> None:
         """What is told of a worker that has begun is what it holds, and cannot change any more."""
+        generation = self.state.view.generation
+        if generation is not None and generation.mode == "resize":
+            self.check_held(reports)
+            return
         assert len(reports) == self.sim.num_workers
         for local_rank, report in enumerate(reports):
             assert report["rank"] == slot * self.sim.num_workers + local_rank
@@ -332,13 +391,18 @@ class Sim:
     """*num_failures* of them happen, then the job must come to its end."""
 
     def __init__(self, seed: int, *, num_nodes: int = 2, num_workers: int = 2, num_spares: int = 1, target: int = 3,
-                 tracked: bool = True, num_failures: int = 3) -> None:
+                 tracked: bool = True, num_failures: int = 3, max_nodes: int = 0, num_late: int = 0) -> None:
         self.rng = random.Random(seed)
         self.num_nodes, self.num_workers, self.num_spares = num_nodes, num_workers, num_spares
         self.world_size, self.target, self.tracked = num_nodes * num_workers, target, tracked
+        self.num_late = num_late
         self.num_failures, self.happened = num_failures, list[str]()
         self.store, self.keys = MemoryStore(), Keys("job")
-        self.job = JobRecord(num_nodes, num_workers, "c", 1000)
+        self.job = JobRecord(num_nodes, num_workers, "c", 1000, max_nodes=max_nodes)
+        self.worlds: dict[int, int] = {}
+        self.ran: list[tuple[int, int, int]] = []
+        # Every iteration that a rank has run: number, rank, size of the world.
+        self.sizes: set[int] = set()
         self.watch = self.store.watch_prefix(self.keys.prefix)
         self.seen = self.store.get_prefix(self.keys.prefix)[1]
         self.history: list[list[Change]] = []
@@ -349,7 +413,7 @@ class Sim:
         self.number = 0
         self.modes: list[str] = []
         self.result: ResultRecord | None = None
-        self.nodes = [SimNode(self, f"n{next(self.names)}", 1) for _ in range(num_nodes + num_spares)]
+        self.nodes = [SimNode(self, f"n{next(self.names)}", 1) for _ in range(num_nodes + num_spares - num_late)]
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -374,6 +438,10 @@ class Sim:
         assert generation.number == self.number + 1, "generations follow each other"
         self.number = generation.number
         self.modes.append(generation.mode)
+        self.sizes.add(len(generation.slots))
+        self.worlds[generation.number] = generation.world_size
+        assert self.num_nodes <= len(generation.slots) <= max(self.num_nodes, self.job.max_nodes), "a size not allowed"
+        assert len({owner.node_id for owner in generation.slots}) == len(generation.slots), "one node has two slots"
 
     def living(self) -> list[SimNode]:
         return [node for node in self.nodes if not node.dead and not node.ended]
@@ -385,9 +453,9 @@ class Sim:
 
     def together(self, number: int) -> list[Proc] | None:
         """All ranks, if all have entered generation *number* and none was stopped in it."""
-        procs = [self.at_rank(rank) for rank in range(self.world_size)]
+        procs = [self.at_rank(rank) for rank in range(self.worlds[number])]
         there = [p for p in procs if p is not None and p.alive and not p.hung and p.entered == number > p.stopped]
-        return there if len(there) == self.world_size else None
+        return there if len(there) == self.worlds[number] else None
 
     # ---- what a process does next ----
 
@@ -401,19 +469,40 @@ class Sim:
         if proc.released:
             return lambda: self.exit(proc, 0)
         # `go` is what the agent has sent; the plan is there once the message was read.
+        if proc.keeps is not None:
+            return lambda: self.keep(proc)
         if proc.plan is not None and proc.told > max(proc.entered, proc.stopped):
             return lambda: self.enter(proc)
         if proc.entered <= proc.stopped or proc.entered == 0:
             return None
         if proc.live < proc.entered:
-            return (lambda: self.regroup(proc)) if self.together(proc.entered) else None
+            return (lambda: self.regroup(proc)) if self.may_regroup(proc) else None
+        if proc.plan is not None and proc.plan.kind == "copy" and proc.verified < proc.live:
+            everybody = [self.at_rank(rank) for rank in range(self.worlds[proc.live])]
+            compared = all(p is not None and p.alive and p.live == proc.live for p in everybody)
+            return (lambda: self.verify(proc)) if compared else None
         if proc.status == "setup":
             return lambda: setattr(proc, "status", "holding")
+        if proc.held and proc.parked < proc.entered and proc.boundary is not None:
+            return lambda: self.park(proc)
+        if proc.held:
+            return None
         if proc.iteration < self.target:
             return (lambda: self.iterate(proc)) if self.can_reduce(proc) else None
         if proc.finished_in < proc.entered:
             return lambda: self.finish(proc)
         return None
+
+    def keep(self, proc: Proc) -> None:
+        """As the main thread does, which may have been stopped meanwhile: the state is what it was."""
+        assert proc.keeps is not None and (proc.status, proc.iteration) == ("holding", proc.keeps.iteration)
+        proc.node.files.add(proc.iteration)
+        proc.keeps = None
+        proc.outbox.append(msg.WorkerKept(proc.local_rank, proc.pid, proc.iteration, 0))
+
+    def park(self, proc: Proc) -> None:
+        proc.parked = proc.entered
+        proc.outbox.append(msg.WorkerParked(proc.local_rank, proc.pid, proc.entered))
 
     def step_untracked(self, proc: Proc) -> None:
         proc.iteration += 1
@@ -439,19 +528,34 @@ class Sim:
             proc.status = "setup"
         else:
             source = plan.sources.get(proc.rank)
-            if source is None:
+            if proc.rank in plan.loads:
+                assert proc.status == "empty" and plan.iteration in proc.node.files, "nothing is kept for it"
+                proc.status, proc.iteration = "holding", plan.iteration
+            elif source is None:
                 assert (proc.status, proc.iteration) == ("holding", plan.iteration), f"rank {proc.rank} lacks the state"
             else:
                 giver = self.at_rank(source)
                 assert giver is not None and (giver.status, giver.iteration) == ("holding", plan.iteration)
                 proc.status, proc.iteration = "holding", plan.iteration
-            proc.outbox.append(
-                lc.WorkerResumed(proc.local_rank, proc.pid, proc.entered, proc.iteration, {"regroup": 0.1}))
         proc.live = proc.entered
+
+    def may_regroup(self, proc: Proc) -> bool:
+        """All are there, and who has to hold the state before it can send it does."""
+        plan = proc.plan
+        if plan is None or not self.together(proc.entered):
+            return False
+        giver = self.at_rank(plan.sources[proc.rank]) if proc.rank in plan.sources else None
+        return giver is None or giver.rank not in plan.loads or giver.status == "holding"
+
+    def verify(self, proc: Proc) -> None:
+        """Checksums are compared: nobody trains before all hold the state."""
+        proc.verified = proc.live
+        proc.outbox.append(
+            lc.WorkerResumed(proc.local_rank, proc.pid, proc.live, proc.iteration, {"regroup": 0.1}))
 
     def can_reduce(self, proc: Proc) -> bool:
         """Iteration t needs the gradients of all: each has given them, and gone on, or stands there and lives."""
-        for rank in range(self.world_size):
+        for rank in range(self.worlds[proc.live]):
             other = self.at_rank(rank)
             if other is None or other.live != proc.live or other.status != "holding":
                 return False
@@ -462,11 +566,12 @@ class Sim:
         return True
 
     def iterate(self, proc: Proc) -> None:
+        self.ran.append((proc.iteration, proc.rank, self.worlds[proc.live]))
         proc.iteration += 1
 
     def finish(self, proc: Proc) -> None:
         proc.finished_in = proc.entered
-        end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(range(self.world_size))}
+        end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(range(self.worlds[proc.entered]))}
         proc.outbox.append(lc.WorkerFinished(proc.local_rank, proc.pid, proc.entered, end))
 
     def exit(self, proc: Proc, code: int) -> None:
@@ -484,6 +589,15 @@ class Sim:
                 proc.told, proc.plan = number, plan
             case ("release",):
                 proc.released = True
+            case ("pause", number):
+                proc.asked, proc.promised, proc.boundary = number, proc.iteration, None
+                proc.outbox.append(msg.WorkerPromised(proc.local_rank, proc.pid, number, proc.promised))
+            case ("boundary", number, iteration):
+                if proc.asked == number:
+                    assert proc.iteration <= iteration, "a worker has passed the boundary"
+                    proc.boundary = iteration
+            case ("keep", number, plan):
+                proc.told, proc.entered, proc.keeps = number, number, plan
 
     # ---- what may happen next ----
 
@@ -504,7 +618,8 @@ class Sim:
             for proc in node.procs:
                 found += self.actions_of(node, proc)
         found += [lambda g=grave: self.bury(g) for grave in self.graves]  # type: ignore[misc]
-        if self.result is None and len(self.living()) < self.num_nodes + self.num_spares:
+        may_come = self.result is None and (not self.num_late or self.number > 0)
+        if may_come and len(self.living()) < self.num_nodes + self.num_spares:
             found.append(self.new_node)
         return found
 

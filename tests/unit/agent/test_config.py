@@ -44,7 +44,7 @@ def mistakes(*args: str, environ: dict[str, str] | None = None) -> tuple[str, ..
 
 def test_one_node_alone() -> None:
     found = config("train.py", "--lr", "0.1")
-    assert (found.nnodes, found.nproc, found.world_size, found.etcd, found.spares) == (1, 1, 1, None, 0)
+    assert (found.nnodes, found.max_nodes, found.nproc, found.etcd, found.spares) == (1, 1, 1, None, 0)
     assert (found.entrypoint, found.entry_args) == (sys.executable, ("-u", "train.py", "--lr", "0.1"))
     assert (found.entry_kind, found.training_script, found.training_script_args) == (
         "script",
@@ -58,13 +58,20 @@ def test_one_node_alone() -> None:
         found.spares = 1  # type: ignore[misc]
 
 
+def test_a_range_of_sizes() -> None:
+    found = config("--nnodes", "2:4", "--rdzv-endpoint", "a", "--rdzv-conf", "last_call_timeout=7", "train.py")
+    assert (found.nnodes, found.max_nodes, found.last_call_s, found.join_timeout_s) == (2, 4, 7.0, 600.0)
+    same = config("--nnodes", "3:3", "--rdzv-endpoint", "a", "train.py")
+    assert (same.nnodes, same.max_nodes, same.last_call_s) == (3, 3, 30.0)
+
+
 def test_many_nodes() -> None:
     found = config(
         *("--nnodes=4", "--nproc-per-node", "2", "--spares", "1", "--max-restarts", "3", "--rdzv-id", "gpt"),
         *("--rdzv-endpoint", "a:2379,b", "--lease-ttl", "3", "--preload", "numpy, torch.optim", "--node-id", "n1"),
         *("--replacement-timeout", "0", "--stop-deadline", "2.5", "--standbys", "0", "--role", "trainer", "train.py"),
     )
-    assert (found.nnodes, found.nproc, found.world_size, found.spares, found.max_restarts) == (4, 2, 8, 1, 3)
+    assert (found.nnodes, found.max_nodes, found.nproc, found.spares, found.max_restarts) == (4, 4, 2, 1, 3)
     assert found.etcd is not None and found.etcd.endpoints == ("a:2379", "b:2379")
     assert (found.job_id, found.node_id, found.role) == ("gpt", "n1", "trainer")
     assert (found.lease_ttl_s, found.replacement_timeout_s, found.stop_deadline_s) == (3, 0.0, 2.5)
@@ -173,7 +180,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--nnodes", "2:1", "train.py"], r"--nnodes 2:1: .*type --nnodes 2"),
     (["--nnodes", "many", "train.py"], r"--nnodes many: not a number"),
     (["--nnodes", "1:2:3", "train.py"], r"--nnodes 1:2:3: not a number"),
-    (["--nnodes", "2:4", "--rdzv-endpoint", "a", "train.py"], r"--nnodes 2 --spares 2, or --rdzv-backend c10d"),
+    (["--nnodes", "1:4", "train.py"], r"4 nodes need an etcd .*--rdzv-endpoint HOST:2379"),
+    (["--nnodes", "1:2", "--standalone", "train.py"], r"--standalone is for one node"),
+    (["--rdzv-conf", "last_call_timeout=0", "train.py"], r"last_call_timeout=0: .*last_call_timeout=30"),
     (["--nnodes", "2", "--standalone", "train.py"], r"--standalone is for one node"),
     (["--nproc-per-node", "some", "train.py"], r"--nproc-per-node some: .*type a number, auto, cpu or gpu"),
     (["--nproc-per-node", "0", "train.py"], r"--nproc-per-node 0: .*at least one"),

@@ -249,7 +249,8 @@ def test_a_changed_planner_is_found_and_shown(path: Path, monkeypatch: pytest.Mo
 
 def test_the_constants_of_the_journal_count(path: Path) -> None:
     lines = path.read_text().splitlines()
-    rules = {"replacement_timeout_s": 12.0, "join_timeout_s": 34.0, "return_s": 0.0, "outage_s": 0.0}
+    rules = {"replacement_timeout_s": 12.0, "join_timeout_s": 34.0, "return_s": 0.0, "outage_s": 0.0,
+             "last_call_s": 30.0}
     assert json.loads(lines[0])["rules"] == rules
     assert json.loads(lines[1])["state"]["max_restarts"] == 3
     path.write_text("\n".join(lines).replace('"max_restarts":3', '"max_restarts":0', 1) + "\n")

@@ -96,7 +96,7 @@ def training(me: str = "n0", max_restarts: int = 3) -> Agent:
 
 def next_generation(agent: Agent, number: int = 2, **changes: Any) -> list[lc.Command]:
     """A replaced generation, not planned yet."""
-    new = generation(number, "replace", **{"store_slot": 1, **changes})
+    new = generation(number, **{"mode": "replace", "store_slot": 1, **changes})
     return agent.change(generation=new, generation_revision=10 * number, plan=None, store=None, failures={},
                         progress={}, resumed={}, finished={}, exited={})
 

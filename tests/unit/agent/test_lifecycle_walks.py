@@ -21,6 +21,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "three nodes, no spare": {"num_nodes": 3, "num_workers": 1, "num_spares": 0, "num_failures": 4},
     "one node": {"num_nodes": 1, "num_workers": 3, "num_spares": 0, "num_failures": 4},
     "an untracked job": {"tracked": False},
+    "two to four nodes": {"max_nodes": 4, "num_spares": 1, "target": 6, "num_failures": 5},
+    "two to four nodes of one worker": {"max_nodes": 4, "num_spares": 2, "num_workers": 1, "target": 8},
+    "an untracked job of 2 to 4 nodes": {"tracked": False, "max_nodes": 4, "num_spares": 1, "target": 20},
 }
 NUM_WALKS = 40
 # They end at the first mistake. One is rare: a loss after the release, and before the last worker has left.
@@ -43,8 +46,24 @@ def test_whatever_fails_the_job_comes_to_its_end(job: dict[str, Any]) -> None:
     happened = {kind for sim in sims for kind in sim.happened}
     assert modes.count("start") == NUM_WALKS and "restart" in modes
     assert happened == {"kill", "node", "accuse", "hang", "unfit"}
+    if "max_nodes" in job:
+        assert {size for sim in sims for size in sim.sizes} == {2, 3, 4}
+        assert ("resize" in modes) == job.get("tracked", True)
     if job.get("tracked", True):
         assert modes.count("replace") > NUM_WALKS / 4
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_nothing_is_lost_nor_run_twice_when_a_job_grows(num_workers: int) -> None:
+    job = {"num_spares": 2, "num_late": 2, "num_failures": 0, "max_nodes": 4, "target": 20, "num_workers": num_workers}
+    modes: list[str] = []
+    for seed in range(NUM_WALKS):
+        sim = walk(seed, job)
+        modes += sim.modes
+        for number in range(sim.target):
+            ran = sorted((rank, world) for iteration, rank, world in sim.ran if iteration == number)
+            assert ran == [(rank, ran[0][1]) for rank in range(ran[0][1])], f"seed {seed}, iteration {number}: {ran}"
+    assert modes.count("resize") > NUM_WALKS / 4
 
 
 MUTANTS = {
@@ -65,8 +84,17 @@ MUTANTS = {
     "believes a view of its former life": ("if view.revision < state.view.revision:", "if False:"),
     "does not repeat a loss in the next generation": (
         "issued = state.issued if view.number == state.view.number else frozenset()", "issued = state.issued"),
-    "speaks of a rank that is dead": ("if worker is None or not worker.alive:\n            return state\n        rank",
-                                      "if worker is None:\n            return state\n        rank"),
+    "speaks of a rank that is dead": ("if worker is None or not worker.alive:\n            return state\n        if",
+                                      "if worker is None:\n            return state\n        if"),
+    "speaks of a worker that is being ended": (
+        "if worker.generation < generation.epoch:\n            return state  # it is",
+        "if False:\n            return state  # it is"),
+    "ends old workers before one has kept their state": (
+        "if not keeping.may_begin(state.view, slot, state.workers, state.kept):", "if False:"),
+    "does not say that a worker died before it had kept its state": (
+        "if keeper is not None and (not keeper.alive or keeper.unfit):", "if False:"),
+    "trains before all know that it is recovered in place": (
+        "if is_elastic(view.job) and not view.tracked:\n        return state", "if False:\n        return state"),
 }
 
 

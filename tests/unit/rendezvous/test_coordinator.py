@@ -537,3 +537,5 @@ def test_only_the_coordinator_sees_what_all_slots_write() -> None:
     for watcher in watchers:
         watcher.stop()
     assert not any(view.progress for view in views["n2.1"])
+    # It must not decide on what it had seen before: to it, all slots would be silent.
+    assert all(view.progress for view in views["n1.1"] if view.coordinator and view.coordinator.node_id == "n1")

@@ -1,0 +1,55 @@
+"""From what the nodes of a job hold to how it goes on with another number of ranks. Pure.
+
+Old ranks mean nothing to the new ones: all hold replicas of one state, so it only matters which *node* has the newest.
+There one worker keeps it in a file, or a file of an earlier attempt has it already; the new workers of that node load
+it, those of other nodes get it from them. This module must never look at tensors, clocks or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swift_recovery.plan import Plan
+
+FILE = -1
+"""In the place of a local rank: the file of the node has the state."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A complete state of *iteration* on a node: in the worker of *local_rank*, or in its `FILE`."""
+
+    local_rank: int
+    iteration: int
+    sections: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Held:
+        return cls(int(data["local_rank"]), int(data["iteration"]), int(data["sections"]))
+
+
+def make_resize_plan(held: Mapping[int, Iterable[Held]], num_slots: int, num_workers: int) -> Plan:
+    """Plan for new workers on *num_slots* nodes. *held*: by new slot, what its node has."""
+    by_slot = {slot: list(ones) for slot, ones in held.items()}
+    newest = max((one.iteration for ones in by_slot.values() for one in ones), default=None)
+    if newest is None:
+        return Plan("restart", "no worker holds a state that could go on with another number of ranks")
+    keepers: dict[int, int] = {}
+    sections = 0
+    for slot, ones in sorted(by_slot.items()):
+        sound = [one for one in ones if one.iteration == newest]
+        if sound:
+            keepers[slot] = min(one.local_rank for one in sound)  # a file first
+            sections = max(sections, *(one.sections for one in sound))
+    ranks = range(num_slots * num_workers)
+    loaded = [rank for rank in ranks if rank // num_workers in keepers]
+    others = [rank for rank in ranks if rank // num_workers not in keepers]
+    sources = {rank: loaded[index % len(loaded)] for index, rank in enumerate(others)}
+    layouts = {rank: loaded[0] for rank in ranks if rank != loaded[0]}
+    why = f"{len(ranks)} new ranks go on with iteration {newest}, which the nodes of slots {sorted(keepers)} keep"
+    return Plan("copy", why, newest, sections, sources, layouts, keepers=keepers, loads=tuple(loaded))

@@ -1,0 +1,300 @@
+"""`--nnodes MIN:MAX` with real agents.
+
+A script that knows nothing of it trains in groups that grow and shrink: the same steps are gone through by swift-run
+and by a stock torchrun with c10d, and must give the same groups. One that is recovered in place loses no iteration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.etcd_cluster import wait_for
+from tests.support.job import ROOT, SOURCE_ROOTS
+
+LAST_CALL_S = 2
+
+SCRIPT = """
+import json, os, pathlib, time
+import torch
+import torch.distributed as dist
+
+out = pathlib.Path(os.environ["OUT"])
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+rounds = 0
+while True:
+    flag = torch.tensor([1.0, float((out / "stop").exists())])
+    dist.all_reduce(flag)
+    assert flag[0] == world
+    rounds += 1
+    if rounds == 3:  # the group works
+        seen = {"node": os.environ["NODE"], "rank": rank, "world": world, "pid": os.getpid(),
+                "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"]}
+        path = out / f"{os.getpid()}.part"
+        path.write_text(json.dumps(seen))
+        path.rename(path.with_suffix(".json"))  # nobody reads half of it
+    if rounds >= 3 and flag[1] > 0:
+        break
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+TRACKED = (ROOT / "tests" / "support" / "elastic_train.py").read_text()
+
+
+@dataclass
+class Nodes:
+    """Agents of one job of a range, each a node of its own on loopback, with one worker."""
+
+    directory: Path
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, node: str) -> None:
+        drop = ("PET_", "TORCH", "RANK", "WORLD_SIZE", "MASTER_", "SWIFT_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+        environment = {
+            **kept, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OUT": str(self.directory), "NODE": node,
+            "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **self.environment,
+        }  # fmt: skip
+        with open(self.directory / f"{node}.log", "wb") as log:
+            self.agents[node] = subprocess.Popen(
+                [sys.executable, *self.command], env=environment, stdout=log, stderr=log, cwd=self.directory
+            )
+
+    def kill(self, node: str) -> None:
+        """As a machine that is gone: the agent first, then all that it has started."""
+        agent = self.agents.pop(node)
+        try:
+            family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            if process.is_running():
+                process.kill()
+        agent.wait()
+
+    def group(self) -> dict[str, int]:
+        """Node -> rank of the latest group whose members all work, {} when there is none."""
+        seen: list[dict[str, Any]] = [json.loads(path.read_text()) for path in self.directory.glob("*.json")]
+        alive = [one for one in seen if _is_alive(one["pid"])]
+        nodes = {one["node"]: one["rank"] for one in alive}
+        return nodes if alive and {one["world"] for one in alive} == {len(alive)} else {}
+
+    def wait_for_group(self, *nodes: str) -> None:
+        def formed() -> bool:
+            assert all(agent.poll() is None for agent in self.agents.values()), self.text()
+            group = self.group()
+            return group.keys() == set(nodes) and sorted(group.values()) == [*range(len(nodes))]
+
+        try:
+            wait_for(formed, 90, f"a group of {nodes}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
+
+    def worlds(self) -> set[int]:
+        return {json.loads(path.read_text())["world"] for path in self.directory.glob("*.json")}
+
+    def finish(self) -> None:
+        (self.directory / "stop").touch()
+        for agent in self.agents.values():
+            assert agent.wait(60) == 0, self.text()
+
+    def text(self) -> str:
+        logs = sorted(self.directory.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}" for log in logs)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, etcd: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+
+    def make(launcher: str, script: str = SCRIPT, **environment: str) -> Nodes:
+        (tmp_path / "train.py").write_text(script)
+        conf = f"join_timeout=120,last_call_timeout={LAST_CALL_S}"
+        if launcher == "swift-run":
+            where = ["-m", "swift_agent.run", "--rdzv-endpoint", etcd]
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+            where = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+            conf += ",keep_alive_interval=1,keep_alive_max_attempt=3"
+            # Else its agents look for the store of another round where a newcomer becomes the first: no group forms.
+            environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
+        command = [
+            *where, "--rdzv-id", request.node.name, "--rdzv-conf", conf, "--nnodes", "2:3", "--nproc-per-node", "1",
+            "--local-addr", "127.0.0.1", "--max-restarts", "5", "--monitor-interval", "0.2", str(tmp_path / "train.py"),
+        ]  # fmt: skip
+        made.append(Nodes(tmp_path, command, environment))
+        return made[-1]
+
+    yield make
+    for job in made:
+        for node in list(job.agents):
+            job.kill(node)
+
+
+@pytest.mark.parametrize("launcher", ["swift-run", "torchrun"])
+def test_the_group_grows_and_shrinks_but_never_under_the_least(nodes: Callable[..., Nodes], launcher: str) -> None:
+    """Node a stays: with c10d it has the store. What is asserted of one launcher is asserted of the other."""
+    job = nodes(launcher)
+    job.start("a")
+    time.sleep(LAST_CALL_S + 1)
+    assert not job.group(), "one node is too few"
+    job.start("b")
+    job.wait_for_group("a", "b")
+    job.start("c")
+    job.wait_for_group("a", "b", "c")
+    job.kill("c")
+    job.wait_for_group("a", "b")
+    job.kill("b")
+    wait_for(lambda: not job.group(), 60, "nobody trains alone")
+    time.sleep(LAST_CALL_S + 1)
+    assert not job.group() and job.agents["a"].poll() is None, job.text()
+    job.start("d")
+    job.wait_for_group("a", "d")
+    job.finish()
+    assert job.worlds() == {2, 3}, job.text()
+
+
+def test_it_begins_at_once_when_all_are_here_and_outlives_the_coordinator(nodes: Callable[..., Nodes]) -> None:
+    """Node a has rank 0, both stores and is the coordinator; the spare beyond MAX takes its place without a wait."""
+    job = nodes("swift-run")
+    for node in "abcd":
+        job.start(node)
+        wait_for(lambda node=node: "joined job" in (job.directory / f"{node}.log").read_text(), 60, node)  # type: ignore[misc]
+    job.wait_for_group("a", "b", "c")
+    job.kill("a")
+    job.wait_for_group("b", "c", "d")
+    job.finish()
+    assert job.worlds() == {3}, job.text()
+
+
+class Story:
+    """What the ranks of `elastic_train` have left: lines of all iterations, by number."""
+
+    def __init__(self, directory: Path) -> None:
+        self.lines: dict[int, list[dict[str, Any]]] = {}
+        for path in directory.glob("log.*"):
+            for text in path.read_text().splitlines(keepends=True):
+                if text.endswith("\n"):  # who is killed may leave half a line
+                    line = json.loads(text)
+                    self.lines.setdefault(line["iteration"], []).append(line)
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The last iteration, and the size of the world that ran it."""
+        number = max(self.lines, default=-1)
+        return number, self.lines[number][0]["world"] if number >= 0 else 0
+
+    @property
+    def worlds(self) -> list[int]:
+        """Sizes in the order in which they were."""
+        found: list[int] = []
+        for number in sorted(self.lines):
+            world = self.lines[number][0]["world"]
+            if found[-1:] != [world]:
+                found.append(world)
+        return found
+
+    def check(self, told: str, lost: set[str]) -> None:
+        """Every iteration was run once by every rank of one world, on the state that the one before had left. *lost*:
+        nodes whose last line may be missing."""
+        after = None
+        for number in range(max(self.lines) + 1):
+            lines = self.lines.get(number, [])
+            worlds = {line["world"] for line in lines}
+            assert len(worlds) == 1, f"iteration {number}: {lines}\n{told}"
+            (world,) = worlds
+            ranks = sorted(line["rank"] for line in lines)
+            assert len(set(ranks)) == len(ranks), f"iteration {number} was run twice: {lines}\n{told}"
+            assert len(ranks) == world or lost, f"iteration {number} has ranks {ranks} of {world}\n{told}"
+            befores, afters = {line["before"] for line in lines}, {line["after"] for line in lines}
+            assert len(afters) == 1 and len(befores) == 1, f"iteration {number}: {lines}\n{told}"
+            assert after is None or befores == {after}, f"iteration {number} did not begin where the last ended\n{told}"
+            (after,) = afters
+
+    def check_samples(self, told: str, num_samples: int, batch: int, num_changes: int) -> None:
+        """No sample is seen twice in an epoch, and a change of size leaves out less than a batch of all ranks."""
+        epochs: dict[int, list[int]] = {}
+        for lines in self.lines.values():
+            for line in lines:
+                epochs.setdefault(line["epoch"], []).extend(line["samples"])
+        left_out = 0
+        for epoch, samples in epochs.items():
+            assert len(set(samples)) == len(samples), f"epoch {epoch} has samples twice\n{told}"
+            left_out += num_samples - len(samples)
+        assert 0 <= left_out < num_changes * 3 * batch, f"{left_out} samples were left out\n{told}"
+
+
+def test_a_job_that_is_recovered_in_place_grows_between_two_iterations(nodes: Callable[..., Nodes]) -> None:
+    job = nodes("swift-run", TRACKED, PACE_S="0.4")
+    directory = job.directory
+
+    def newest() -> tuple[int, int]:
+        assert all(agent.poll() is None for agent in job.agents.values()), job.text()
+        return Story(directory).newest
+
+    job.start("a")
+    job.start("b")
+    wait_for(lambda: newest()[0] >= 3, 90, "training")
+    job.start("c")
+    wait_for(lambda: newest()[1] == 3, 90, "growth")
+    (directory / "free").touch()
+    job.finish()
+    story = Story(directory)
+    assert story.worlds == [2, 3], job.text()
+    story.check(job.text(), set())
+    story.check_samples(job.text(), 360, 4, 1)
+    assert {(directory / f"end.{rank}").read_text() for rank in range(3)} == {story.lines[max(story.lines)][0]["after"]}
+    assert "equal checksums" in job.text() and "from a common boundary" in job.text()
+
+
+def test_it_goes_on_whoever_is_lost_while_its_size_changes(nodes: Callable[..., Nodes]) -> None:
+    """The newcomer dies when the old workers have ended: only files have the state. Then another comes, and rank 0's
+    node, with the stores and the coordinator, is lost without anybody to take its place."""
+    job = nodes("swift-run", TRACKED, PACE_S="0.4", STRUCK="c")
+    directory = job.directory
+    story = lambda: Story(directory)  # noqa: E731
+    job.start("a")
+    wait_for(lambda: "joined job" in (directory / "a.log").read_text(), 60, "a")
+    job.start("b")
+    wait_for(lambda: story().newest[0] >= 3, 90, "training")
+    job.start("c")
+    wait_for(lambda: (directory / "struck").exists(), 90, "the end of c")
+    job.kill("c")
+    reached = story().newest[0]
+    wait_for(lambda: story().newest[0] > reached + 1, 90, f"training goes on\n{job.text()}")
+    job.start("d")
+    wait_for(lambda: story().newest[1] == 3, 90, f"growth\n{job.text()}")
+    reached = story().newest[0]
+    wait_for(lambda: story().newest[0] > reached + 2, 90, f"training goes on\n{job.text()}")
+    job.kill("a")  # now its loss cuts an iteration, and the last call is waited for
+    wait_for(lambda: story().newest[1] == 2, 90, f"shrinking\n{job.text()}")
+    (directory / "free").touch()
+    job.finish()
+    assert story().worlds == [2, 3, 2], job.text()
+    story().check(job.text(), {"a"})
+    assert {(directory / f"end.{rank}").read_text() for rank in range(2)} == {
+        story().lines[max(story().lines)][0]["after"]
+    }
+    assert "equal checksums" in job.text(), job.text()

@@ -1,0 +1,95 @@
+"""The training script of the tests of jobs that change their size while they are recovered in place.
+
+Every rank leaves a line per iteration in `log.{rank}.{pid}`: which iteration, the size of the world, the samples, and
+hashes of parameters and optimizer state before and after it. An iteration takes $PACE_S until the file `free` is there.
+On the node $STRUCK the first worker that starts in a world of three dies with its agent, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import swift_agent as swift
+
+OUT = Path(os.environ["OUT"])
+NUM_SAMPLES, BATCH, NUM_EPOCHS = 360, 4, 2
+
+
+class Points(Dataset):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator), index % 4, index
+
+
+def strike() -> None:
+    if os.environ["NODE"] == os.environ.get("STRUCK") and os.environ["WORLD_SIZE"] == "3":
+        (OUT / "struck").touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(*objects: nn.Module | torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for one in objects:
+        state = one.state_dict()
+        values = state.items() if isinstance(one, nn.Module) else enumerate(state["state"].values())
+        for name, value in values:
+            flat = value.values() if isinstance(value, dict) else [value]
+            for tensor in flat:
+                found.update(str(name).encode() + torch.as_tensor(tensor).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main() -> None:
+    strike()
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    job = swift.init()
+    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    data = Points()
+    sampler = DistributedSampler(data, num_replicas=job.world_size, rank=job.rank, seed=3)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    job.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    log = open(OUT / f"log.{job.rank}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115 - kept for the process' life
+
+    @job.iteration
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    for epoch in job.epochs(NUM_EPOCHS):
+        for x, y, index in job.batches(loader):
+            number, before = job.iteration_number, digest(net, optimizer)
+            train(x, y)
+            line = {"iteration": number, "epoch": epoch, "world": job.world_size, "rank": job.rank,
+                    "node": os.environ["NODE"], "samples": index.tolist(), "before": before,
+                    "after": digest(net, optimizer), "lr": scheduler.get_last_lr()[0]}  # fmt: skip
+            if line["after"] != before:  # else the update is on a replica, and still to come
+                print(json.dumps(line), file=log)
+            end_s = time.monotonic() + float(os.environ["PACE_S"])
+            while not (OUT / "free").exists() and time.monotonic() < end_s:
+                time.sleep(0.01)
+    (OUT / f"end.{job.rank}").write_text(digest(net, optimizer))
+
+
+if __name__ == "__main__":
+    main()
