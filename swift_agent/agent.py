@@ -71,10 +71,11 @@ class Agent:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._directories = Directories(config)
+        self._directory = self._directories.socket
         self._workers = Workers(config, self._host)
         self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._channels = WorkerChannels(
-            self._directories.socket, self._selector, self._workers, self._patience,
+            self._directory, self._selector, self._workers, self._patience,
             lambda event: self._event(event), self._on_modules,
         )  # fmt: skip
         self._stores = GenerationStores(self._host, config.key)
@@ -332,10 +333,10 @@ class Agent:
             case msg.SendLeave(local_ranks, generation):
                 self._send(local_ranks, {**self._go_message(generation), "leaves": True})
             case msg.SendKeep(local_ranks, generation):
-                kept_state.remove(self._directories.socket, but=self._state.kept.iteration if self._state.kept else -1)
+                kept_state.remove(self._directory, but=self._state.kept.iteration if self._state.kept else -1)
                 self._send(local_ranks, {**self._go_message(generation), "keeps": True})
             case msg.DropKept():
-                kept_state.remove(self._directories.socket)
+                kept_state.remove(self._directory)
             case msg.SendPause(local_ranks, generation):
                 self._send(local_ranks, {"op": "pause", "generation": generation})
             case msg.SendBoundary(local_ranks, generation, iteration):
@@ -461,7 +462,7 @@ class Agent:
             "generation": number,
             "plan": view.plan.content,
             "world_size": view.generation.world_size,
-            "kept": self._directories.socket,
+            "kept": self._directory,
             "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": token},
         }
 
