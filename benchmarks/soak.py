@@ -54,9 +54,9 @@ def main() -> int:
                 tell(f"links are left out: {soak.result.links}")
             result = soak.run(args.failures, args.first)
     if args.json:
-        standstills = result.standstills()
-        medians = {kind: {"median": statistics.median(v), "worst": max(v)} for kind, v in standstills.items()}
-        found = {"name": "soak", "machine": before, "load_1min_after": machine()["load_1min"], "standstill_s": medians,
+        medians = {kind: {"num": len(v), "median": statistics.median(v), "worst": max(v)}
+                   for kind, v in result.standstills(recovered=True).items()}  # fmt: skip
+        found = {"name": "soak", "machine": before, "load_1min_after": machine()["load_1min"], "recoveries_s": medians,
                  "kinds": result.kinds(), **dataclasses.asdict(result)}  # fmt: skip
         print(json.dumps(found))
     else:

@@ -83,12 +83,14 @@ class Undo:
 
 @dataclass
 class Seen:
-    """One failure: what struck whom, and for how long no iteration ended on some rank."""
+    """One failure: what struck whom, and for how long no iteration ended on some rank. *recovered*: the generation has
+    changed by it; else it hit a spare or etcd, or was over before anybody was given up."""
 
     number: int
     kinds: tuple[str, ...]
     what: str
     standstill_s: float = 0.0
+    recovered: bool = False
     took_s: float = 0.0
 
 
@@ -110,10 +112,10 @@ class Result:
     def kinds(self) -> Counter[str]:
         return Counter(kind for seen in self.seen for kind in seen.kinds)
 
-    def standstills(self) -> dict[str, list[float]]:
+    def standstills(self, recovered: bool) -> dict[str, list[float]]:
         """By kind; what struck during another's recovery is one of "two at once"."""
         found: dict[str, list[float]] = {}
-        for seen in self.seen:
+        for seen in [seen for seen in self.seen if seen.recovered == recovered]:
             found.setdefault(seen.kinds[0] if len(seen.kinds) == 1 else "two at once", []).append(seen.standstill_s)
         return found
 
@@ -289,7 +291,7 @@ class Soak:
 
     def _fail(self, failure: Failure) -> None:
         began_s, struck_s, mark = time.monotonic(), time.time(), self.history.mark()
-        target = aim(failure.first, self._layout())
+        generation, target = self._roster()["number"], aim(failure.first, self._layout())
         if target is None:
             self.result.left_out.append(f"{failure.number}: {failure.first}")
             return
@@ -325,6 +327,7 @@ class Soak:
             self._until(self._is_whole, "all nodes to be there")
         times = {rank: [float(line[1]) for line in self._times[rank].read()] for rank in self._ranks}
         seen.standstill_s = max(standstill_s(values, struck_s, time.time()) for values in times.values())
+        seen.recovered = self._roster()["number"] > generation
         seen.took_s = time.monotonic() - began_s
         self._check_pids(seen, may_lose)
         self._sample()
@@ -343,8 +346,14 @@ class Soak:
         )
 
     def _describe(self, strike: Strike, target: Aim) -> str:
-        whom = [*target.nodes, *(f"rank {rank}" for rank in target.ranks)]
-        return f"{strike} ({', '.join(whom)})" if whom else str(strike)
+        """Who it is that is struck: not always whom the strike names, see `aim`."""
+        layout = target.after
+        whom = [f"rank {rank}" for rank in target.ranks]
+        for node in target.nodes:
+            roles = [f"slot {slot}" for slot, owner in enumerate(layout.slots) if owner == node] or ["spare"]
+            roles += ["coordinator"] * (node == layout.coordinator) + ["store"] * (node == layout.store)
+            whom.append(f"{node}: {', '.join(roles)}")
+        return f"{strike.kind}{' ' * bool(strike.way)}{strike.way}{' of ' * bool(whom)}{'; '.join(whom)}"
 
     def _check_pids(self, seen: Seen, may_lose: set[int]) -> None:
         now_s = time.monotonic()
@@ -598,9 +607,10 @@ def summary(result: Result) -> str:
         lines.append(f"links were left out: {result.links}")
     if result.left_out:
         lines.append(f"{len(result.left_out)} would have taken the last copy of the state, and were left out")
-    lines.append("stood still, seconds (median, worst):")
-    for kind, values in sorted(result.standstills().items()):
-        lines.append(f"  {kind:12} {statistics.median(values):6.2f} {max(values):6.2f}  ({len(values)})")
+    for recovered, what in ((True, "with"), (False, "without")):
+        lines.append(f"stood still {what} a recovery, seconds (median, worst):")
+        for kind, values in sorted(result.standstills(recovered).items()):
+            lines.append(f"  {kind:12} {statistics.median(values):6.2f} {max(values):6.2f}  ({len(values)})")
     lines.append(f"{result.num_iterations} iterations, {result.num_generations} generations; "
                  f"weights {'equal' if result.equal else 'NOT shown to be equal'}")  # fmt: skip
     lines.append(f"the agent that lived through most: {result.longest}")
