@@ -12,10 +12,12 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.etcd_cluster import EtcdCluster
 from tests.support.leftovers import mark_children, our_processes
 from tests.support.network import Network, why_not
 
@@ -70,6 +72,20 @@ def make_network() -> Iterator[Callable[[int], Network]]:
     yield make
     for network in made:
         network.close()
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """An etcd server of its own for the test."""
+    with EtcdCluster(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """Three etcd servers of its own for the test."""
+    with EtcdCluster(tmp_path, 3) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -68,18 +68,6 @@ def start_job(tmp_path: Path, make_agents: Callable[..., Agents]) -> Callable[..
     return start
 
 
-@pytest.fixture
-def one(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path, 3) as cluster:
-        yield cluster
-
-
 def connect(cluster: EtcdCluster, **options: Any) -> EtcdStore:
     return EtcdStore(EtcdConfig(cluster.endpoints, **options))
 

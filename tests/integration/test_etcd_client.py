@@ -80,18 +80,6 @@ def tell(member: int) -> str:
     return f"member {member} was not the one in use"
 
 
-@pytest.fixture
-def one(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path, 3) as cluster:
-        yield cluster
-
-
 # -- a server that goes away --------------------------------------------------------------------------------------
 
 
