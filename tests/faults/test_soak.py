@@ -15,9 +15,9 @@ from tests.support.soak import soaking, summary
 from tests.support.soak_plan import NEEDS_LINKS, WEIGHTS
 
 ALL = bool(os.environ.get("SWIFT_TEST_ALL"))
-NUM_FAILURES = 200 if ALL else 10
-# The first ten failures of this seed are of all kinds, and two of them strike during the recovery of another.
-SEED = random.SystemRandom().randrange(1_000_000) if ALL else 36698
+NUM_FAILURES = 200 if ALL else 11
+# The first nine failures of this seed are of all kinds, and during two of them something else fails.
+SEED = random.SystemRandom().randrange(1_000_000) if ALL else 4349
 
 
 @pytest.mark.timeout(7200 if ALL else 300)

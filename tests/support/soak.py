@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -79,6 +79,8 @@ class Undo:
     what: str
     due: Callable[[], bool]
     do: Callable[[], None]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -258,12 +260,13 @@ class Soak:
         if roster["mode"] == "restart":
             raise Stuck(f"all workers start again: {roster['why']}")
 
-    def _until(self, condition: Callable[[], Any], what: str, bound_s: float | None = None) -> None:
+    def _until(self, condition: Callable[[], T], what: str, bound_s: float | None = None) -> T:
+        """The first true value of *condition*."""
         deadline_s = time.monotonic() + (bound_s or self._bound_s)
         while True:
             self._pump()
-            if condition():
-                return
+            if value := condition():
+                return value
             if time.monotonic() > deadline_s:
                 left = [undo.what for undo in self._undos]
                 raise Stuck(f"not within {bound_s or self._bound_s:g} s: {what} (still to be undone: {left})")
@@ -290,11 +293,11 @@ class Soak:
         return result
 
     def _fail(self, failure: Failure) -> None:
+        # Whoever may still be lost by what came before is not counted on: one that the job can spare is waited for.
+        target = self._until(lambda: aim(failure.first, self._layout()), f"somebody to spare for {failure.first}")
+        assert target is not None
         began_s, struck_s, mark = time.monotonic(), time.time(), self.history.mark()
-        generation, target = self._roster()["number"], aim(failure.first, self._layout())
-        if target is None:
-            self.result.left_out.append(f"{failure.number}: {failure.first}")
-            return
+        generation = self._roster()["number"]
         seen = Seen(failure.number, (failure.first.kind,), self._describe(failure.first, target))
         self.result.seen.append(seen)
         may_lose = set(self._strike(failure.first, target))
