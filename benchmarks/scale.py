@@ -169,7 +169,7 @@ def _ratio(peer_s: list[float], ours_s: list[float]) -> float | None:
     return statistics.median(peer_s) / statistics.median(ours_s) if peer_s and ours_s else None
 
 
-def _table(cases: list[dict[str, Any]], limit_s: float) -> list[str]:
+def _table(cases: list[dict[str, Any]], limit_s: float, with_peer: bool) -> list[str]:
     lines = [
         "| nodes | event | seen by all | all may go on | torch | ratios | requests per node | watch events per node |",
         "|---|---|---|---|---|---|---|---|",
@@ -178,8 +178,12 @@ def _table(cases: list[dict[str, Any]], limit_s: float) -> list[str]:
         for event, name in zip(EVENTS, ("first generation", "lost node"), strict=True):
             of = one[event]
             cells = [_seconds(of[key], limit_s) for key in ("ours_s", "ready_s", "peer_s")]
+            if not with_peer:
+                cells[-1] = "not run"
             ratio = "" if of["ratio_ready"] is None else f"{of['ratio']:.1f}, {of['ratio_ready']:.1f}"
-            requests = f"{of['per_node'].get('requests')} against {of['peer_requests_per_node']}"
+            requests = str(of["per_node"].get("requests"))
+            if of["peer_requests_per_node"] is not None:
+                requests += f" against {of['peer_requests_per_node']}"
             events = of["per_node"].get("events")
             lines.append(f"| {one['num_nodes']} | {name} | {' | '.join(cells)} | {ratio} | {requests} | {events} |")
     return lines
@@ -209,7 +213,7 @@ def main() -> None:
         "name": "scale", "ours_s": at["ours_s"], "peer_s": at["peer_s"], "ratio": at["ratio"], "cases": cases,
         "num_processes": options.processes, "num_workers": options.workers, "machine": machine(),
     }  # fmt: skip
-    print(json.dumps(result) if options.json else "\n".join(_table(cases, options.limit)))
+    print(json.dumps(result) if options.json else "\n".join(_table(cases, options.limit, not options.no_peer)))
 
 
 if __name__ == "__main__":
