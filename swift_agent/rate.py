@@ -2,6 +2,7 @@
 
 The agent asks its worker of rank 0 where it is, every `ASK_S`; the worker's listening thread answers, so the training
 itself does nothing for it. Every `TELL_S` the agent has the result written. Times are seconds of one monotonic clock.
+Must never read that clock, nor send anything: times come in, commands go out.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Taken at every iteration, so it must never wait for a device and must cost micro
 """
 
 from collections.abc import Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -75,7 +74,6 @@ class Snapshot:
         self._parameters = state.parameters()
         self._devices = {parameter.device for parameter in self._parameters}
         self._groups: dict[str, list[dict[str, Any]]] = {}
-        self._seen: dict[str, list[list[Any] | None]] = {}
         self._others: dict[str, Any] = {}
         self._no_gradient: list[bool] = []
         self._generators: dict[str, Any] | None = None
@@ -119,28 +117,15 @@ class Snapshot:
             copy_all(targets, sources)
 
     def _take_groups_and_gradients(self) -> None:
-        for name, optimizer in self._state.optimizers.items():
-            self._take_groups(name, optimizer.param_groups)
+        optimizers = self._state.optimizers
+        self._groups = {name: [_values(group) for group in each.param_groups] for name, each in optimizers.items()}
         self._no_gradient = [parameter.grad is None for parameter in self._parameters]
         if self._watch is not None:
-            if all(known is not None for groups in self._seen.values() for known in groups):
+            values = (value for groups in self._groups.values() for group in groups for value in group.values())
+            if all(map(_is_immutable, values)):
                 self._watch.keep()
             else:
                 self._watch.forget()  # a tensor, for one, may change in place
-
-    def _take_groups(self, name: str, groups: list[dict[str, Any]]) -> None:
-        seen = self._seen.get(name)
-        if seen is None or len(seen) != len(groups):
-            seen = self._seen[name] = [None] * len(groups)
-            self._groups[name] = [{}] * len(groups)
-        for index, group in enumerate(groups):
-            known = seen[index]
-            # Mostly nothing has changed. The same immutable objects in the same order tell so without a copy, which
-            # costs much more after an iteration has emptied the caches.
-            if known is None or len(known) != len(group) or not all(map(is_, group.values(), known)):
-                self._groups[name][index], seen[index] = _values(group), None
-                if all(map(_is_immutable, self._groups[name][index].values())):
-                    seen[index] = list(group.values())
 
     def restore(self, *, buffers: bool = True) -> None:
         """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these.
@@ -221,7 +206,6 @@ class Snapshot:
             for key in [key for key in saved if key not in tree["buffers"][path]]:
                 del saved[key]
         self._groups = stateful.copy_tree(tree["groups"])
-        self._seen = {}
         if self._watch is not None:
             self._watch.forget()
         self._others = stateful.copy_tree(tree["others"])
