@@ -254,7 +254,7 @@ class Sample:
 
 NUM_SAMPLES = 10  # of each half
 NUM_WARMING = 4  # at first it opens what it needs: standbys, connections to all members of etcd
-GROWTH = {"num_threads": 4.0, "num_files": 10.0, "rss_mb": 40.0}
+GROWTH = {"num_threads": 2.0, "num_files": 4.0, "rss_mb": 40.0}
 """What the later half of a life may need more at most: connections to etcd and peers come and go with the trouble."""
 
 
