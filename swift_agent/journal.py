@@ -8,6 +8,7 @@ that cannot be written (disk full, slower than the job) ends with one warning; t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -82,8 +83,16 @@ class Journal:
         self._put(lambda: self._event(event, now_s, commands))
 
     def decision(self, view: View, now_s: float, waiting_since_s: float | None, decision: Decision) -> None:
-        """A `Witness` of the coordinator."""
-        self._put(lambda: self._decision(view, now_s, waiting_since_s, decision))
+        """See `coordinator.Witness`, which this is."""
+        self._put(lambda: self._decided(view, {"now_s": now_s, "waiting_since_s": waiting_since_s}, decision))
+
+    def missing(
+        self, view: View, now_s: float, absent_since_s: Mapping[str, float], unbroken_s: float, decision: Decision
+    ) -> None:
+        # JSON has no infinity, which stands for a store that was never away.
+        unbroken = unbroken_s if math.isfinite(unbroken_s) else None
+        asked = {"now_s": now_s, "absent_since_s": dict(absent_since_s), "unbroken_s": unbroken}
+        self._put(lambda: self._decided(view, asked, decision))
 
     def planner(self, planner: Planner) -> Planner:
         """*planner*, with every plan written down. To be called on the last decision or its view."""
@@ -138,12 +147,9 @@ class Journal:
         lines, number = self._number(event.view) if isinstance(event, msg.ViewChanged) else ([], None)
         return [*lines, event_line(event, now_s, commands, number)]
 
-    def _decision(
-        self, view: View, now_s: float, waiting_since_s: float | None, decision: Decision
-    ) -> list[dict[str, Any]]:
+    def _decided(self, view: View, asked: Mapping[str, Any], decision: Decision) -> list[dict[str, Any]]:
         lines, number = self._number(view)
-        asked = {"view": number, "now_s": now_s, "waiting_since_s": waiting_since_s}
-        return [*lines, {"decision": decision_plain(decision), **asked}]
+        return [*lines, {"decision": decision_plain(decision), "view": number, **asked}]
 
     def _number(self, view: View) -> tuple[list[dict[str, Any]], int]:
         """The number of *view*, and the line that introduces it unless it was introduced lately. The loop and the

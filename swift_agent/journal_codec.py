@@ -5,6 +5,7 @@
     {"view": 3, "changes": {...}}                          a view, as what it changes of view 2 (view 0 is empty)
     {"event": {"type": ..., ...}, "now_s", "commands"}     one call of `lifecycle.on_event` and what it ordered
     {"decision": {...}, "view": 3, "now_s", "waiting_since_s"}         one call of `membership.decide` on view 3
+    {"decision": {...}, "view": 3, "now_s", "absent_since_s", "unbroken_s"}  one of `.missing`; null is infinity
     {"plan": {...}, "of": "view" | "decision"}             one call of the planner: on the view of the last decision,
                                                            or on the generation that the last decision publishes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -71,11 +71,6 @@ class Position:
     epoch_passes: int = 0
     epoch_sections: int = 0
 
-    def copy(self) -> Position:
-        # dataclasses.replace() takes ten times as long, and this is done in every iteration.
-        return Position(
-            self.iteration, self.epoch, self.passes, self.batch, self.sections, self.epoch_passes, self.epoch_sections
-        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class Place:
         self.tracked: Tracked | None = None
         self.units = Units()
         self.target_units = Units()
-        self._point_at = Position()
+        self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
         self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
@@ -141,7 +136,11 @@ class Place:
         """User code is between two steps. Not while an iteration is owed: who owes holds the state before it, so a
         newcomer that gets this must begin before it as well."""
         self.point.take(rng=self.seeds.keeps_generators)
-        self._point_at = self.here.copy()
+        here = self.here
+        # Not a `Position`: to make one takes longer, and this is done in every iteration.
+        self._point_at = (
+            here.iteration, here.epoch, here.passes, here.batch, here.sections, here.epoch_passes, here.epoch_sections
+        )  # fmt: skip
         self._point_units = self.units
         self._moved = False
 
@@ -182,7 +181,7 @@ class Place:
         start = self._catch_up
         if start is None and self._moved:
             start = self.start.tree()
-        position, units = asdict(self._point_at), asdict(self._point_units)
+        position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
         return {"position": position, "units": units, "point": self.point.tree(), "start": start}
 
     def take_over(self, offer: Mapping[str, Any], iteration: int) -> None:
@@ -201,7 +200,7 @@ class Place:
                 self.ghost_iterations, self._catch_up = iteration, start
             elif start is not None:
                 self.start.install(start, rng=rng)
-            self._point_at, self._point_units = target, Units(**offer["units"])
+            self._point_at, self._point_units = astuple(target), Units(**offer["units"])
             self.status = "holding"
 
     def roll_forward(self, iteration: int, receive: Callable[[], Any]) -> None:

@@ -103,7 +103,7 @@ class Presence:
                 plan_generation if self.journal is None else self.journal.planner(plan_generation),
                 rules,
                 lambda line: log.info("%s", line),
-                None if self.journal is None else self.journal.decision,
+                self.journal,
                 lambda: self._keep_alive.unbroken_s(),
             )
             self._watcher = JobWatcher(store, keys, self._on_view, self.me.incarnation)

@@ -80,8 +80,14 @@ def transaction_of(command: msg.Command, keys: Keys, view: View, me: NodeRecord)
             what, key, value = "taken", keys.taken(generation, slot), encode(TakenRecord(slot, me.incarnation))
         case msg.ForgetSpare(node_id, incarnation):
             # Not fenced by generation, but by the node itself: it may have come back.
-            as_seen = Compare.create_revision(keys.node(node_id), "==", view.joined.get(node_id, 0))
-            return Transaction("forget", [as_seen], [Delete(keys.node(node_id))], incarnation)
+            guards = [Compare.create_revision(keys.node(node_id), "==", view.joined.get(node_id, 0))]
+            ops: list[Op] = [Delete(keys.node(node_id))]
+            forming, coordinator = view.generation is None, view.coordinator
+            if forming and coordinator is not None and coordinator.incarnation == incarnation:
+                # Who waits for the first generation does not follow who is there, but who decides.
+                guards.append(Compare.mod_revision(keys.coordinator, "==", view.coordinator_revision))
+                ops.append(Delete(keys.coordinator))
+            return Transaction("forget", guards, ops, incarnation)
         case _:
             return None
     return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)

@@ -1,6 +1,6 @@
 """Feeds a journal to today's cores and compares what they say with what was said then. Pure.
 
-    header, state --> fold: event --> lifecycle.on_event, decision --> membership.decide, plan --> the planner
+    header, state --> fold: event --> lifecycle.on_event, decision --> membership.decide or .missing, plan --> planner
                       until the first difference, or to the end
 
 What is compared is the JSON form, in which tuples and lists are the same. Must never read a file or print.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from swift_agent.journal_codec import (
 )
 from swift_agent.planning import plan_generation
 from swift_rendezvous.keys import GenerationRecord, RecordError, from_plain, to_plain
-from swift_rendezvous.membership import PublishGeneration, Rules, decide
+from swift_rendezvous.membership import Decision, PublishGeneration, Rules, decide, missing
 from swift_rendezvous.view import View
 
 
@@ -152,8 +153,15 @@ class _Fold:
         self._compare(number, f"event {line['event']['type']}", asked, then, today)
 
     def _decision(self, number: int, line: dict[str, Any]) -> None:
-        view = self._views[line["view"]]
-        decision = decide(view, self._rules, now_s=line["now_s"], waiting_since_s=line["waiting_since_s"])
+        view, now_s = self._views[line["view"]], line["now_s"]
+        if "absent_since_s" in line:
+            unbroken_s = math.inf if line["unbroken_s"] is None else line["unbroken_s"]
+            found = missing(
+                view, self._rules, now_s=now_s, absent_since_s=line["absent_since_s"], unbroken_s=unbroken_s
+            )
+            decision = found or Decision()
+        else:
+            decision = decide(view, self._rules, now_s=now_s, waiting_since_s=line["waiting_since_s"])
         commands = [untagged(DECISION_COMMANDS, command) for command in line["decision"]["commands"]]
         published = [command.generation for command in commands if isinstance(command, PublishGeneration)]
         self._decided = (view, published[-1] if published else None)

@@ -197,15 +197,18 @@ class Protected:
         """Count the iteration, unless it was stopped before its update: then its results are those of a cut
         collective.
         """
-        place, updates = self._place, self._require_tracked().updates
-        with place.lock:
-            if self.supervisor.interrupted and not updates.updated:
+        place, supervisor, updates = self._place, self.supervisor, self._require_tracked().updates
+        supervisor.enter()
+        try:
+            if supervisor.interrupted and not updates.updated:
                 raise PeerFailure("stopped before the update")
             if not updates.num_steps:
                 self._require_tracked().check_gradients_used()
             updates.finish()
             place.inside = ""
             place.here.iteration += 1
+        finally:
+            supervisor.leave()
 
     def _cut_iteration(self) -> bool:
         """The iteration was interrupted. False: it has to be run again, on recovered groups. True: its update exists

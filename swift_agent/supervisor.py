@@ -64,8 +64,8 @@ class Go:
 
 
 class Supervisor:
-    """Shared by the reading thread and the main thread; every attribute is written under *fence*, of which *changed*
-    is the condition.
+    """Shared by the reading thread and the main thread; every attribute but those of `enter` is written under *fence*,
+    of which *changed* is the condition.
 
     *interrupted*: the generation that the main thread works in was stopped. Never before it has entered its first.
     *pausing*: its workers are to stop at a common boundary.
@@ -87,8 +87,8 @@ class Supervisor:
         self._stopped = 0
         self._aborted = 0
         self._entered = 0
-        self._stepping = False
-        self._report_waits = False
+        self._inside = 0
+        self._waits_for_leave = False
         self._released = False
         self._patience_s = 0.0
         self._report: Callable[[], dict[str, Any]] = dict
@@ -119,16 +119,25 @@ class Supervisor:
             raise PeerFailure(f"generation {self._entered} was stopped because a peer failed")
 
     def enter_step(self) -> None:
-        """Pass the fence in front of an optimizer step. While a step runs no report is made."""
-        with self.fence:
-            if self.interrupted:
-                self.check()
-            self._stepping = True
+        """Pass the fence in front of an optimizer step. Until `leave` no report is made."""
+        self.enter()
+        if self.interrupted:
+            self.leave()
+            self.check()
 
-    def leave_step(self) -> None:
-        with self.fence:
-            self._stepping = False
-            if self._report_waits:
+    def enter(self) -> None:
+        """Until as many calls of `leave`, which must be soon, no report is made: what it tells of is being changed.
+
+        Instead of the lock, which would be cold in every iteration: this thread writes `_inside` and then reads
+        `interrupted`, the reading thread writes `interrupted` and then reads `_inside`. So whichever is first, nothing
+        that began without a look at `interrupted` changes after the report.
+        """
+        self._inside += 1
+
+    def leave(self) -> None:
+        self._inside -= 1
+        if self._waits_for_leave:  # written before `_inside` is read, as above
+            with self.changed:
                 self.changed.notify_all()
 
     def wait_go(self) -> Go:
@@ -259,9 +268,16 @@ class Supervisor:
             self._pause_in, self._boundary, self._parked = generation, None, False
             # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
             self.pausing = generation == self._entered
+            self._wait_for_leave()
             self._promised = self._position()
             self.changed.notify_all()
         self.send({"op": "promised", "generation": generation, "iteration": self._promised})
+
+    def _wait_for_leave(self) -> None:
+        """Under the lock: until the main thread changes nothing that a report tells of."""
+        self._waits_for_leave = True
+        self.changed.wait_for(lambda: not self._inside)
+        self._waits_for_leave = False
 
     def _on_stop(self, generation: int, why: str) -> None:
         with self.changed:
@@ -273,9 +289,7 @@ class Supervisor:
             self._aborted = max(self._aborted, generation)
             self.changed.notify_all()
             # A step that has passed the fence has all its gradients: it is let finish, and counts.
-            self._report_waits = True
-            self.changed.wait_for(lambda: not self._stepping)
-            self._report_waits = False
+            self._wait_for_leave()
             report = self._report()
         self.send({"op": "report", "generation": generation, "report": report})
 

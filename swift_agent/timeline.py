@@ -32,7 +32,11 @@ class Timeline:
             self.failed_s = now_s
         if not generation.asks and not view.failures:
             self.failed_s, self.marks = None, {}  # that failure ended in a restart of all workers: another story
-        if not generation.asks or generation.number <= self._reported:
+        if not generation.asks:
+            return None
+        if generation.number <= max(self._reported, view.recovered):
+            if not view.failures:
+                self.failed_s, self.marks = None, {}  # told, if not by this agent then by the coordinator before it
             return None
         if self.failed_s is None:
             self.failed_s = now_s

@@ -48,8 +48,9 @@ class UpdateTracker:
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
         for name, optimizer in self._optimizers.items():
-            optimizer.register_step_pre_hook(_hook(self._before, name))
-            optimizer.register_step_post_hook(_hook(self._after, name))
+            before, after = self._hooks(name)
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
 
     @property
     def num_steps(self) -> int:
@@ -92,6 +93,31 @@ class UpdateTracker:
 
     # ---- hooks ----
 
+    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What is called in every iteration, with cold caches: for the usual case in as few steps as can be."""
+        supervisor = self._supervisor
+        if not self._is_simple or supervisor is None:
+            return lambda *_: self._before(name), lambda *_: self._after(name)
+
+        def before(*_: Any) -> None:
+            if self._ghost or not self._in_iteration or self._stepped:
+                self._before(name)
+                return
+            if not self._in_step:  # else the step failed before, and the script tries again
+                supervisor.enter_step()
+            self._in_step, self._running = True, name
+
+        def after(*_: Any) -> None:
+            if self._ghost:
+                self._after(name)
+                return
+            self._running = ""
+            self._stepped.append(name)
+            self.updated, self._in_step = True, False
+            supervisor.leave()
+
+        return before, after
+
     def _before(self, name: str) -> None:
         if self._ghost:
             self._hide(name)
@@ -109,10 +135,6 @@ class UpdateTracker:
                 "call the @job.iteration function once per step."
             )
         if self._supervisor is None:
-            return
-        if self._is_simple:
-            self._supervisor.enter_step()
-            self._in_step, self._running = True, name
             return
         moved = self._notice_backward(name)
         if moved or not self._in_step:
@@ -142,7 +164,7 @@ class UpdateTracker:
     def _leave_step(self) -> None:
         if self._in_step and self._supervisor is not None:
             self._in_step = False
-            self._supervisor.leave_step()
+            self._supervisor.leave()
 
     def _must_keep(self, name: str) -> bool:
         if len(self._optimizers) == 1 or len(self._stepped) + 1 == len(self._optimizers):
@@ -200,10 +222,6 @@ class UpdateTracker:
 def _cuda_device(optimizer: Optimizer) -> torch.device | None:
     devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
     return next((device for device in devices if device.type == "cuda"), None)
-
-
-def _hook(act: Callable[[str], None], name: str) -> Callable[..., None]:
-    return lambda *_: act(name)
 
 
 class _Kept:

@@ -79,6 +79,8 @@ class Snapshot:
         self._generators: dict[str, Any] | None = None
         self._taken = False
         self._watch = watch(self._parameters, list(state.optimizers.values())) if watch else None
+        # Where all that is kept is watched: whether the last take is still good.
+        self._is_same = self._watch.is_same if self._watch and not self._buffers and not state.others else None
 
     def take(self, rng: bool = False) -> None:
         """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
@@ -87,6 +89,8 @@ class Snapshot:
         (a few times that where an iteration has just emptied the caches); a buffer adds about 1 us and the time to copy
         it.
         """
+        if not rng and self._taken and self._is_same is not None and self._is_same():
+            return
         self._taken = False
         if self._buffers:
             self._take_buffers()

@@ -90,10 +90,10 @@ def encode_key(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
 
 
-def prefix_range(prefix: str) -> dict[str, bytes]:
-    """The fields `key` and `range_end` of all keys that start with *prefix*."""
+def prefix_range(prefix: str, before: str | None = None) -> dict[str, bytes]:
+    """The fields `key` and `range_end` of all keys that start with *prefix* and are smaller than *before*."""
     start = encode_key(prefix)
-    return {"key": start or b"\0", "range_end": prefix_end(start)}
+    return {"key": start or b"\0", "range_end": prefix_end(start) if before is None else encode_key(before)}
 
 
 def decode_key_value(message: Any) -> KeyValue:
@@ -114,9 +114,7 @@ def decode_event(message: Any) -> Event:
 def watch_request(prefix: str, single_key: bool, start_revision: int, before: str | None = None) -> Any:
     """Start a watch. The server reports its progress every ten minutes, which keeps the resume point of a quiet watch
     ahead of compaction."""
-    keys = {"key": encode_key(prefix)} if single_key else prefix_range(prefix)
-    if before is not None:
-        keys["range_end"] = encode_key(before)
+    keys = {"key": encode_key(prefix)} if single_key else prefix_range(prefix, before)
     create = _WatchCreateRequest(**keys, start_revision=start_revision, progress_notify=True)
     return WATCH.request(create_request=create)
 

@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from swift_rendezvous.keys import (
     CoordinatorRecord,
@@ -50,7 +51,19 @@ log = logging.getLogger(__name__)
 Reports = Mapping[int, ProgressRecord]
 # From the generation, what its owners' workers hold by slot, and what those of drained former owners hold.
 Planner = Callable[[GenerationRecord, Reports, Reports], PlanRecord]
-Witness = Callable[[View, float, float | None, Decision], None]
+
+
+class Witness(Protocol):
+    """Hears every decision of the acting coordinator with what was asked, before anything of it is written."""
+
+    def decision(self, view: View, now_s: float, waiting_since_s: float | None, decision: Decision) -> None:
+        """Of `membership.decide`."""
+
+    def missing(
+        self, view: View, now_s: float, absent_since_s: Mapping[str, float], unbroken_s: float, decision: Decision
+    ) -> None:
+        """Of `membership.missing`, where nodes are absent."""
+
 
 # So many generations stay in the history.
 NUM_EVENTS_KEPT = 1000
@@ -59,8 +72,7 @@ NUM_EVENTS_KEPT = 1000
 class Coordinator:
     """Runs in its own thread, so that a slow store never delays the agent's own loop.
 
-    `update` hands it a new view; *announce* is called with one line per decision of the acting coordinator, *witness*
-    with every call of `decide` (view, now_s, waiting_since_s, decision), before anything of the decision is written.
+    `update` hands it a new view; *announce* is called with one line per decision of the acting coordinator.
     """
 
     def __init__(
@@ -149,10 +161,11 @@ class Coordinator:
         now_s = time.monotonic()
         gone = {owner.incarnation for owner in absent(view).values()}
         self._absent_since_s = {name: self._absent_since_s.get(name, now_s) for name in gone}
-        decision = missing(
-            view, self._rules, now_s=now_s, absent_since_s=self._absent_since_s, unbroken_s=self._unbroken_s()
-        )
+        since_s, unbroken_s = dict(self._absent_since_s), self._unbroken_s()
+        decision = missing(view, self._rules, now_s=now_s, absent_since_s=since_s, unbroken_s=unbroken_s)
         if decision is not None:
+            if self._witness is not None:
+                self._witness.missing(view, now_s, since_s, unbroken_s, decision)
             # Nothing else is decided meanwhile: a slot that is given away cannot be taken back.
             if decision.waiting != self._said and not decision.commands:
                 self._announce(decision.waiting)
@@ -167,7 +180,7 @@ class Coordinator:
             self._stage, self._waiting_since_s = stage, None  # each wait has its own time
         decision = decide(view, self._rules, now_s=now_s, waiting_since_s=self._waiting_since_s)
         if self._witness is not None:
-            self._witness(view, now_s, self._waiting_since_s, decision)
+            self._witness.decision(view, now_s, self._waiting_since_s, decision)
         if decision.deadline_s is None:
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
@@ -189,6 +202,8 @@ class Coordinator:
         """The stored coordinator is on a node that the records prove lost: no need to wait for its lease."""
         holder = view.coordinator
         assert holder is not None
+        if view.generation is None:
+            return False  # this node does not follow who is there; who finds the holder dead removes its record
         node = view.nodes.get(holder.node_id)
         if node is None or node.incarnation != holder.incarnation:
             return True

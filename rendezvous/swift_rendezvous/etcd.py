@@ -71,8 +71,11 @@ class EtcdStore:
         response = self._transport.call(RANGE, RANGE.request(key=encode_key(key)), timeout_s).response
         return decode_key_value(response.kvs[0]) if response.kvs else None
 
-    def get_prefix(self, prefix: str, *, timeout_s: float | None = None) -> tuple[list[KeyValue], int]:
-        response = self._transport.call(RANGE, RANGE.request(**prefix_range(prefix)), timeout_s).response
+    def get_prefix(
+        self, prefix: str, *, before: str | None = None, limit: int = 0, timeout_s: float | None = None
+    ) -> tuple[list[KeyValue], int]:
+        request = RANGE.request(**prefix_range(prefix, before), limit=limit)
+        response = self._transport.call(RANGE, request, timeout_s).response
         return [decode_key_value(message) for message in response.kvs], response.header.revision
 
     # -- writes --------------------------------------------------------------------------------------------------

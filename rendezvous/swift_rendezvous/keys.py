@@ -304,6 +304,12 @@ class Keys:
         return self.prefix + "~"
 
     @property
+    def for_members(self) -> str:
+        """Before its first generation a node follows only what sorts before this: who decides, the generation, the end.
+        Behind it are the nodes: all of them hearing of all the others was work for the square of their number."""
+        return self.prefix + "job"
+
+    @property
     def job(self) -> str:
         return self.prefix + "job"
 
@@ -325,7 +331,7 @@ class Keys:
 
     @property
     def result(self) -> str:
-        return self.prefix + "result"
+        return self.prefix + "end"
 
     @property
     def nodes(self) -> str:

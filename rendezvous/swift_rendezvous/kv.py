@@ -259,8 +259,11 @@ class KeyValueStore(Protocol):
     def get(self, key: str) -> KeyValue | None:
         """The key as of now (linearizable), or None."""
 
-    def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
-        """All keys that start with *prefix*, in order, and the store's revision: watch from that revision + 1."""
+    def get_prefix(self, prefix: str, *, before: str | None = None, limit: int = 0) -> tuple[list[KeyValue], int]:
+        """All keys that start with *prefix*, in order, and the store's revision: watch from that revision + 1.
+
+        *before*: as in `watch_prefix`; *limit*: so many keys at most, 0: all.
+        """
 
     def put(self, key: str, value: bytes, lease_id: int = 0) -> int:
         """Write the key, return the new revision. Raises LeaseLost when there is no such lease."""

@@ -95,10 +95,12 @@ class MemoryStore:
         response = self.transaction([], [Get(key)]).responses[0]
         return response if isinstance(response, KeyValue) else None
 
-    def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+    def get_prefix(self, prefix: str, *, before: str | None = None, limit: int = 0) -> tuple[list[KeyValue], int]:
         result = self.transaction([], [GetPrefix(prefix)])
         found = result.responses[0]
-        return list(found) if isinstance(found, tuple) else [], result.revision
+        assert isinstance(found, tuple)
+        wanted = [kv for kv in found if before is None or kv.key < before]
+        return wanted[:limit] if limit else wanted, result.revision
 
     def put(self, key: str, value: bytes, lease_id: int = 0) -> int:
         return self.transaction([], [Put(key, value, lease_id)]).revision

@@ -145,7 +145,7 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
         found = store.get(keys.job)
         if found is None:
             continue
-        nodes, _ = store.get_prefix(keys.nodes)
+        nodes, _ = store.get_prefix(keys.nodes, limit=1)
         ended = store.get(keys.result) is not None
         begun = store.get(keys.generation) is not None
         if not nodes and found.value == value and not begun and not ended:
@@ -214,7 +214,7 @@ def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) ->
     try:
         lease.revoke()
         job = store.get(keys.job)
-        nodes, _ = store.get_prefix(keys.nodes)
+        nodes, _ = store.get_prefix(keys.nodes, limit=1)
         # A job without nodes that has begun and not ended: their leases were lost while etcd was away.
         over = store.get(keys.generation) is None or store.get(keys.result) is not None
         if job is not None and not nodes and over:

@@ -83,6 +83,8 @@ class View:
     """slot -> what the workers of its drained former owner hold."""
     taken: Mapping[int, TakenRecord] = field(default_factory=dict)
     rate: RateRecord | None = None
+    recovered: int = 0
+    """The last generation whose recovery is in the history: it has been told."""
 
     @property
     def number(self) -> int:
@@ -152,10 +154,15 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             return replace(view, tracked=value is not None)
         case "preload":
             return replace(view, preload=() if not value else tuple(value.decode().split(",")))
-        case "result":
+        case "end":
             return replace(view, result=None if value is None else decode(ResultRecord, value))
         case "rate":
             return replace(view, rate=None if value is None else decode(RateRecord, value))
+        case "events" if len(parts) == 2 and value is not None:
+            number, _, what = parts[1].partition(".")
+            if what == "recovered" and number.isdigit():
+                view = replace(view, recovered=max(view.recovered, int(number)))
+            return view
         case "ops" if len(parts) == 3 and parts[1] == "drain":
             drains = {node_id: drain for node_id, drain in view.drains.items() if node_id != parts[2]}
             if value is not None:

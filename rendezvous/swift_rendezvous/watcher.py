@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
 
 from swift_rendezvous.keys import Keys, RecordError
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch, WatchResponse
@@ -20,20 +21,41 @@ from swift_rendezvous.view import Change, View, apply, view_of_entries
 log = logging.getLogger(__name__)
 
 
+class Scope(IntEnum):
+    """How much of a job is followed."""
+
+    FORMING = 0
+    """What sorts before `Keys.for_members`. Of the nodes it is known who was there at the listing."""
+    MEMBER = 1
+    """What sorts before `Keys.for_coordinator`."""
+    WHOLE = 2
+
+
+def scope_of(view: View, me: str | None) -> Scope:
+    """What a node of incarnation *me* has to follow, as far as *view* tells; None: a spectator, who wants all. Pure."""
+    if me is None or (view.coordinator is not None and view.coordinator.incarnation == me):
+        return Scope.WHOLE
+    return Scope.FORMING if view.generation is None and view.result is None else Scope.MEMBER
+
+
+def followed_before(keys: Keys, scope: Scope) -> str | None:
+    """The key at which *scope* ends; None: it is all of the job. Pure."""
+    return {Scope.FORMING: keys.for_members, Scope.MEMBER: keys.for_coordinator, Scope.WHOLE: None}[scope]
+
+
 class JobWatcher:
     """Follows the keys of one job in a daemon thread. `listener` runs in that thread with every new view: keep it
     short.
 
-    With *me*, an incarnation, what only the coordinator reads (`Keys.for_coordinator`) is left out until that is *me*:
-    every slot writes it in every generation, and all nodes reading it would be work for the square of their number.
-    When *me* becomes the coordinator the job is listed again, whole, and followed so from then on.
+    A node follows only what it needs (`scope_of`): what all write and all read is work for the square of their number.
+    When it needs more, at the first generation or because it is the coordinator now, the job is listed again, and
+    followed so from then on.
     """
 
     def __init__(
         self, store: KeyValueStore, keys: Keys, listener: Callable[[View], None], me: str | None = None
     ) -> None:
         self._me = me
-        self._follows_all = me is None
         self._store = store
         self._keys = keys
         self._listener = listener
@@ -44,10 +66,9 @@ class JobWatcher:
 
     def start(self) -> View:
         """List the job, start to follow it and return the first view. Raises what the store raises."""
-        view, revision = self._list()
-        self._first = (view, revision)
+        self._first = self._list(Scope.FORMING)
         self._thread.start()
-        return view
+        return self._first[0]
 
     def stop(self) -> None:
         self._stopped.set()
@@ -57,42 +78,45 @@ class JobWatcher:
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
-    def _list(self) -> tuple[View, int]:
-        entries, revision = self._store.get_prefix(self._keys.prefix)
-        view = view_of_entries(self._keys, entries)
-        # Deletions leave no key: the listing may be newer than its newest record.
-        return replace(view, revision=max(view.revision, revision)), revision
-
-    def _wants_all(self, view: View) -> bool:
-        return self._follows_all or (view.coordinator is not None and view.coordinator.incarnation == self._me)
+    def _list(self, at_least: Scope) -> tuple[View, int, Scope]:
+        """The view of a listing, its revision, and how much has to be followed from there on."""
+        scope = Scope.WHOLE if self._me is None else max(at_least, Scope.MEMBER)
+        while True:
+            entries, revision = self._store.get_prefix(self._keys.prefix, before=followed_before(self._keys, scope))
+            view = view_of_entries(self._keys, entries)
+            wanted = max(at_least, scope_of(view, self._me))
+            if wanted <= scope:
+                # Deletions leave no key: the listing may be newer than its newest record.
+                return replace(view, revision=max(view.revision, revision)), revision, wanted
+            scope = wanted
 
     def _run(self) -> None:
-        view, revision = self._first
-        self._follows_all = self._wants_all(view)
-        whole = True  # the view is that of a listing, or was followed as it is to be followed now
+        view, revision, scope = self._first
+        listed = True
         while not self._stopped.is_set():
             try:
-                if not whole:
-                    view, revision = self._list()
-                    self._follows_all, whole = self._wants_all(view), True
+                if not listed:
+                    view, revision, scope = self._list(scope)
+                    listed = True
                     self._listener(view)
                 with self._lock:
                     if self._stopped.is_set():
                         return
-                    before = None if self._follows_all else self._keys.for_coordinator
+                    before = followed_before(self._keys, scope)
                     self._watch = self._store.watch_prefix(self._keys.prefix, revision + 1, before=before)
                 for response in self._watch:
                     view = self._fold(view, response)
                     revision = response.revision
-                    if self._wants_all(view) and not self._follows_all:
-                        # Not told: the coordinator would decide on half of what there is.
+                    wanted = scope_of(view, self._me)
+                    if wanted > scope:
+                        # Not told: a node would act on half of what there is.
                         self._watch.cancel()
-                        whole = False
+                        scope, listed = wanted, False
                         break
                     self._listener(view)
             except Compacted:
                 log.info("the history of the store was compacted: listing the job again")
-                whole = False
+                listed = False
             except (RendezvousError, RecordError) as error:
                 log.warning("the watch on the job ended: %s", error)
                 self._stopped.wait(0.5)

@@ -48,6 +48,8 @@ class Watch {
   // False as long as nothing was kept. Compares objects, not values: a False may be wrong, a True is not.
   bool is_same() const {
     if (!kept_) return false;
+    // What is looked at lies all over the memory: let it come from there all at once.
+    for (const auto& parameter : parameters_) __builtin_prefetch(parameter.unsafeGetTensorImpl());
     std::size_t next = 0;
     for (const auto& optimizer : optimizers_) {
       for (const py::handle group : groups_of(optimizer)) {
@@ -61,6 +63,7 @@ class Watch {
       }
     }
     if (next != items_.size()) return false;
+    for (const auto& parameter : parameters_) __builtin_prefetch(parameter.unsafeGetTensorImpl()->autograd_meta());
     for (std::size_t index = 0; index < parameters_.size(); ++index) {
       if (has_gradient_[index] != has_gradient(index)) return false;
     }
@@ -71,8 +74,9 @@ class Watch {
   py::list groups_of(const py::object& optimizer) const { return optimizer.attr(name_); }
 
   bool has_gradient(std::size_t index) const {
-    // Not Tensor::grad(), which may warn.
-    return std::as_const(*parameters_[index].unsafeGetTensorImpl()).grad().defined();
+    // Not Tensor::grad(), which may warn. A parameter that was frozen from the start has nothing of autograd.
+    const auto* of_autograd = std::as_const(*parameters_[index].unsafeGetTensorImpl()).autograd_meta();
+    return of_autograd != nullptr && of_autograd->grad().defined();
   }
 
   const py::str name_;

@@ -61,8 +61,8 @@ KILLS = [
     (Strike("a", "plan", 2, "after", "kill"), {0, 1, 3}),
     (Strike("a", "release", 2, "before", "kill"), {0, 1, 3}),
     (Strike("a", "release", 2, "after", "kill"), {3}),
-    (Strike("a", "result", 0, "before", "kill"), {3}),
-    (Strike("a", "result", 0, "after", "kill"), {3}),
+    (Strike("a", "end", 0, "before", "kill"), {3}),
+    (Strike("a", "end", 0, "after", "kill"), {3}),
     # What its agent writes as one of those that recover.
     (Strike("a", "failure", 1, "after", "kill"), {0, 1}),
     (Strike("a", "progress", 2, "after", "kill"), {0, 1, 3}),
@@ -216,7 +216,7 @@ def finish(job: Run, expected: str, lost: set[int], num_faults: int = 1, told: b
     for roster in rosters:
         assert len({owner["incarnation"] for owner in roster["slots"]}) == 2, roster
         assert names.count(f"plan/{roster['number']}") <= 1, names
-    assert names.count("result") == 1, names
+    assert names.count("end") == 1, names
     return outcome
 
 
@@ -278,19 +278,19 @@ def test_frozen_before_and_after_the_release(start: Callable[..., Run], undistur
     since = job.wake("a")
     assert job.outcome_of(0) == "refused"
     job.let("pass.b")
-    job.wait(lambda: job.history.puts("result"), "the end")
+    job.wait(lambda: job.history.puts("end"), "the end")
     job.wake("c")
     outcome = finish(job, expected, {0, 1, 3})
     # The others write down that c, which stays frozen, is lost.
-    others = {"coordinator", "failure/3/0", "exited/3/1", "result", "rate"}
+    others = {"coordinator", "failure/3/0", "exited/3/1", "end", "rate"}
     assert job.history.written(since) <= {"nodes/a", "job"} | others
     assert "release/2" not in job.history.names() and job.history.names().count("release/3") == 1
-    assert "training had ended" in job.history.puts("result")[0]["why"]
+    assert "training had ended" in job.history.puts("end")[0]["why"]
     ended_well(outcome, "abc")
 
 
 def test_frozen_before_and_after_the_result(start: Callable[..., Run], undisturbed: Callable[..., str]) -> None:
-    strikes = [Strike("a", "result", 0, "before"), Strike("c", "result", 0, "after")]
+    strikes = [Strike("a", "end", 0, "before"), Strike("c", "end", 0, "after")]
     expected = undisturbed()
     job = start(strikes, {"faults": [WORKER]}, slow="b")
     job.wait(lambda: job.frozen(0) and job.frozen(1), "a and c are frozen")

@@ -16,6 +16,7 @@ from typing import Any
 
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
+from swift_agent import records
 from swift_agent.planning import plan_generation
 from swift_recovery.plan import Plan
 from swift_recovery.progress import ranges_of
@@ -36,11 +37,12 @@ from swift_rendezvous.keys import (
     decode,
     encode,
 )
-from swift_rendezvous.kv import Compare, Delete, Op, Put
+from swift_rendezvous.kv import Compare, Op, Put
 from swift_rendezvous.membership import Rules, told_losses
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.registration import enter_job
 from swift_rendezvous.view import Change, View, apply, apply_all
+from swift_rendezvous.watcher import Scope, followed_before, scope_of
 
 MAX_STEPS = 6000
 STOP_DEADLINE_S = 5.0
@@ -118,7 +120,7 @@ class SimNode:
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
         self.peers_lost: list[lc.PeerLost] = []
         self.given: set[tuple[Any, ...]] = set()
-        self.follows_all = False
+        self.scope = Scope.FORMING
         self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))
@@ -138,20 +140,27 @@ class SimNode:
     def list_job(self) -> None:
         sim = self.sim
         sim.sync()
+        before = followed_before(sim.keys, max(self.scope, Scope.MEMBER))
         listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
-                   for kv in sim.store.get_prefix(sim.keys.prefix)[0]]
+                   for kv in sim.store.get_prefix(sim.keys.prefix, before=before)[0]]
         self.view = apply_all(View(), sim.keys, listing)
         self.cursor = len(sim.history)
+        wanted = scope_of(self.view, self.record.incarnation)
+        if wanted > max(self.scope, Scope.MEMBER):
+            self.scope = wanted
+            self.list_job()
+        self.scope = max(self.scope, wanted)
 
     def deliver_view(self) -> None:
-        """As `JobWatcher`: who is not the coordinator does not see what only that one reads."""
+        """As `JobWatcher`: everybody sees what it needs, and lists the job when that becomes more."""
+        before = followed_before(self.sim.keys, self.scope)
         for change in self.sim.history[self.cursor]:
-            if self.follows_all or change.key < self.sim.keys.for_coordinator:
+            if before is None or change.key < before:
                 self.view = apply(self.view, self.sim.keys, change)
         self.cursor += 1
-        coordinator = self.view.coordinator
-        if not self.follows_all and coordinator and coordinator.incarnation == self.record.incarnation:
-            self.follows_all = True
+        wanted = scope_of(self.view, self.record.incarnation)
+        if wanted > self.scope:
+            self.scope = wanted
             self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))
@@ -259,10 +268,10 @@ class SimNode:
                 assert all(self.proc(r) is None for r in range(sim.num_workers)), "exited while processes live"
                 exited = ExitedRecord(slot, self.record.incarnation)
                 self.write("exited", [Put(keys.exited(number, slot), encode(exited))])
-            case lc.ForgetSpare(node_id, _):
-                joined = self.state.view.joined.get(node_id, 0)
-                self.write("forget", [Delete(keys.node(node_id))],
-                           [Compare.create_revision(keys.node(node_id), "==", joined)])
+            case lc.ForgetSpare():
+                forget = records.transaction_of(command, keys, self.state.view, self.record)
+                assert forget is not None
+                self.write("forget", list(forget.ops), list(forget.guards))
             case lc.Rejoin(_):
                 self.rejoin()
             case lc.EndJob():

@@ -253,7 +253,7 @@ class Soak:
         for node, process in self.agents.running.items():
             if node not in self._killed and process.poll() is not None:
                 raise Stuck(f"the agent of {node} has ended with code {process.returncode}")
-        ended = self.history.now("result")
+        ended = self.history.now("end")
         if ended is not None:
             raise Stuck(f"the job has ended: {ended}")
         roster = self._roster()

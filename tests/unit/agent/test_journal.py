@@ -5,6 +5,7 @@ shown.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import stat
@@ -23,7 +24,15 @@ from swift_agent import lifecycle_messages as msg
 from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
 from swift_rendezvous import membership
-from swift_rendezvous.keys import FailureRecord, GenerationRecord, ProgressRecord, RecordError, StoreRecord, WorkerExit
+from swift_rendezvous.keys import (
+    CoordinatorRecord,
+    FailureRecord,
+    GenerationRecord,
+    ProgressRecord,
+    RecordError,
+    StoreRecord,
+    WorkerExit,
+)
 from swift_rendezvous.membership import Decision, Rules, decide
 from swift_rendezvous.view import View
 from tests.support import records
@@ -245,6 +254,28 @@ def test_a_changed_planner_is_found_and_shown(path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(replaying, "plan_generation", forgetful)
     found = json.loads(swiftctl_replay(path, "--json").stdout)
     assert found["verdict"] == "differs" and found["difference"]["what"] == "plan of generation 2"
+
+
+def test_what_is_decided_about_missing_nodes_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path / "journals")
+    coordinator = CoordinatorRecord("n0", "n0.1")
+    seen = records.view(nodes={"n0": records.node("n0")}, coordinator=coordinator)  # n1 has a slot and no record
+    asked = ((100.0, math.inf), (100.2, 3.0), (140.0, 43.0))
+    waiting, still, late = (
+        membership.missing(seen, RULES, now_s=now_s, absent_since_s={"n1.1": 100.0}, unbroken_s=unbroken_s)
+        for now_s, unbroken_s in asked
+    )
+    for decision, (now_s, unbroken_s) in zip((waiting, still, late), asked, strict=True):
+        assert decision is not None
+        job.journal.missing(seen, now_s, {"n1.1": 100.0}, unbroken_s, decision)
+    job.journal.close()
+    assert any(late.commands for late in (waiting, still, late) if late)
+    lines = job.path.read_text()
+    assert "Infinity" not in lines and lines.count('"absent_since_s"') == 3
+    assert "0 events, 3 decisions, 0 plans: same" in swiftctl_replay(job.path).output
+    monkeypatch.setattr(replaying, "missing", lambda *args, **times: None)
+    result = swiftctl_replay(job.path)
+    assert result.exit_code == 3 and "the lease of n1 is gone" in result.output
 
 
 def test_the_constants_of_the_journal_count(path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from swift_agent import lifecycle_messages as msg
 from swift_agent import records
 from swift_rendezvous.keys import (
+    CoordinatorRecord,
     EventRecord,
     FinishedRecord,
     Keys,
@@ -23,7 +24,7 @@ from swift_rendezvous.keys import (
 )
 from swift_rendezvous.kv import Put
 from swift_rendezvous.memory import MemoryStore
-from swift_rendezvous.view import View
+from swift_rendezvous.view import View, view_of_entries
 from tests.support.records import failure, generation, node, view
 
 KEYS = Keys("job")
@@ -79,6 +80,19 @@ def test_a_spare_that_came_back_is_not_forgotten() -> None:
     store.delete(KEYS.node("n2"))
     store.put(KEYS.node("n2"), encode(node("n2", 2)))
     assert not written(store, forget) and store.get(KEYS.node("n2")) is not None
+
+
+def test_a_coordinator_that_is_lost_before_the_first_generation_is_none_any_more() -> None:
+    store, _ = stored()
+    store.delete(KEYS.generation)
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n2", "n2.1")))
+    seen = view_of_entries(KEYS, store.get_prefix(KEYS.prefix)[0])
+    forget = records.transaction_of(msg.ForgetSpare("n2", "n2.1"), KEYS, seen, ME)
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    assert not written(store, forget) and store.get(KEYS.node("n2")) is not None  # its successor stays
+    seen = replace(seen, coordinator_revision=store.get(KEYS.coordinator).mod_revision)  # type: ignore[union-attr]
+    assert written(store, records.transaction_of(msg.ForgetSpare("n2", "n2.1"), KEYS, seen, ME))
+    assert store.get(KEYS.node("n2")) is None and store.get(KEYS.coordinator) is None
 
 
 def test_only_the_loss_of_a_node_may_be_untrue_later() -> None:

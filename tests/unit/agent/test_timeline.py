@@ -37,6 +37,17 @@ def test_the_phases_of_one_recovery() -> None:
     assert story.observe(entering(plan=PLAN, resumed=resumed()), 14.0) is None
 
 
+def test_what_a_coordinator_before_has_told_is_not_told_again() -> None:
+    """This one followed the recovery from afar, without the records that only a coordinator reads."""
+    story = Timeline()
+    story.observe(view(failures=FAILED), 10.0)
+    story.observe(entering(plan=PLAN), 11.0)
+    assert story.observe(entering(plan=PLAN, recovered=2, resumed=resumed()), 90.0) is None
+    assert story.observe(entering(plan=PLAN, recovered=2, failures=FAILED, resumed=resumed()), 95.0) is None
+    phases = story.observe(entering(3, plan=PLAN, recovered=2, resumed=resumed()), 96.0)
+    assert phases is not None and phases["total"] == 1.0
+
+
 def test_two_recoveries_are_two_stories() -> None:
     story = Timeline()
     story.observe(view(failures=FAILED), 10.0)

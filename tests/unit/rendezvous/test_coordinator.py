@@ -512,6 +512,47 @@ def test_a_watcher_that_is_left_behind_lists_again() -> None:
     watcher.stop()
 
 
+def test_while_a_job_forms_only_the_coordinator_hears_of_every_node() -> None:
+    """The others list the nodes once they have a generation; what they are told then is whole."""
+    store, views = MemoryStore(), dict[str, list[View]]()
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    watchers = {}
+    for name in ("n0", "n1", "n2"):
+        store.put(KEYS.node(name), encode(node(name)))
+        seen = views[name] = []
+        watchers[name] = JobWatcher(store, KEYS, seen.append, f"{name}.1")
+        seen.append(watchers[name].start())
+    wait_for(lambda: set(views["n0"][-1].nodes) == {"n0", "n1", "n2"}, 5.0, "the coordinator's view")
+    assert [set(views[name][-1].nodes) for name in ("n1", "n2")] == [{"n0", "n1"}, {"n0", "n1", "n2"}]
+    assert len(views["n1"]) == len(views["n2"]) == 1
+    store.put(KEYS.generation, encode(generation(1)))
+    store.put(KEYS.node("n3"), encode(node("n3")))  # from here on all follow the nodes
+    wait_for(lambda: all("n3" in seen[-1].nodes for seen in views.values()), 5.0, "a node after the generation")
+    for watcher in watchers.values():
+        watcher.stop()
+    assert all({"n0", "n1", "n2"} <= set(view.nodes) for view in views["n1"] if view.generation is not None)
+
+
+def test_a_job_that_ends_before_it_has_begun_is_seen_to_end() -> None:
+    store, views = MemoryStore(), list[View]()
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    watcher = JobWatcher(store, KEYS, views.append, "n1.1")
+    watcher.start()
+    store.put(KEYS.result, encode(ResultRecord("stopped", "enough")))
+    wait_for(lambda: views and views[-1].result is not None, 5.0, "the end")
+    watcher.stop()
+
+
+def test_a_node_that_is_coordinator_before_it_has_looked_lists_all() -> None:
+    store = MemoryStore()
+    store.put(KEYS.generation, encode(generation(1)))
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    store.put(KEYS.progress(1, 0), encode(ProgressRecord(0, "n0.1", ())))
+    watcher = JobWatcher(store, KEYS, lambda view: None, "n0.1")
+    assert set(watcher.start().progress) == {0}
+    watcher.stop()
+
+
 def test_only_the_coordinator_sees_what_all_slots_write() -> None:
     """Another one takes over in the middle of a recovery: what it has not followed until then it gets by a listing."""
     store, views = MemoryStore(), dict[str, list[View]]()
