@@ -44,8 +44,10 @@ from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
 
 # Nobody dies but who is told to, and no server is taken for dead: where hundreds of nodes share a few cores, answers
-# and refreshes come late.
-LEASE_TTL_S = 120
+# and refreshes come late. Nor is it asked once a second whether it lives: that depends on time only, and on the cores
+# of all nodes together it would be most of the work.
+LEASE_TTL_S = 600
+_etcd_watch.QUIET_S = 30.0
 for _module in (_etcd_transport, _etcd_watch, _etcd_lease):
     _module.TRY_S = 60.0  # type: ignore[attr-defined]
 

@@ -445,7 +445,12 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         if not isinstance(data, dict):
             raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
         hints = _hints(kind)
-        known = {name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items() if name in hints}
+        known = {
+            # Most are plain values of the right type: there may be thousands of such records.
+            name: item if type(item) is hints[name] else _build(hints[name], item, f"{where}.{name}")
+            for name, item in data.items()
+            if name in hints
+        }
         try:
             return kind(**known)
         except TypeError as error:

@@ -193,7 +193,17 @@ def apply(view: View, keys: Keys, change: Change) -> View:
 
 def apply_all(view: View, keys: Keys, changes: Iterable[Change]) -> View:
     """Fold many changes. A listing is not in the order of history, so it is sorted by revision first."""
+    nodes, joined, newest = dict(view.nodes), dict(view.joined), view.revision
+    rest = []
     for change in sorted(changes, key=lambda c: c.mod_revision):
+        if change.key.startswith(keys.nodes) and "/" not in change.key[len(keys.nodes) :]:
+            # All at once: no other record means anything else because of them, and there may be a thousand.
+            _put_node(nodes, joined, change.key[len(keys.nodes) :], change)
+            newest = max(newest, change.mod_revision)
+        else:
+            rest.append(change)
+    view = replace(view, nodes=nodes, joined=joined, revision=newest)
+    for change in rest:
         view = apply(view, keys, change)
     return view
 
@@ -207,13 +217,17 @@ def view_of_entries(keys: Keys, entries: Iterable[KeyValue]) -> View:
 
 def _node(view: View, node_id: str, change: Change) -> View:
     nodes, joined = dict(view.nodes), dict(view.joined)
+    _put_node(nodes, joined, node_id, change)
+    return replace(view, nodes=nodes, joined=joined)
+
+
+def _put_node(nodes: dict[str, NodeRecord], joined: dict[str, int], node_id: str, change: Change) -> None:
     if change.value is None:
         nodes.pop(node_id, None)
         joined.pop(node_id, None)
     else:
         nodes[node_id] = decode(NodeRecord, change.value)
         joined[node_id] = change.create_revision
-    return replace(view, nodes=nodes, joined=joined)
 
 
 def _enter(view: View, generation: GenerationRecord | None, revision: int) -> View:
