@@ -3,15 +3,18 @@
 Both jobs are alive at once. They take turns, a block of iterations each, in the order A B B A; the one whose turn it is
 not waits without using the processor. So both are measured within a second of each other, on the same machine in the
 same state, with one worker per core: with more of them the order in which they are scheduled is what is measured.
-The cost is the median, over the pairs of blocks of several launches, of ours over torchrun's.
+The cost is the median, over the pairs of blocks of several launches, of ours over torchrun's; how far it can be off is
+worked out by drawing launches again and again (a bootstrap over launches, whose pairs are not independent).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import random
 import select
 import signal
 import statistics
@@ -29,6 +32,7 @@ from swift_rendezvous.private_etcd import PrivateEtcd
 
 NUM_WARM_UP = 30
 TIMEOUT_S = 60.0
+NUM_DRAWS = 1000
 
 
 class Gated:
@@ -117,6 +121,20 @@ class Samples:
     passed_s: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, "peer": 0.0})
     equal: bool = True
+    ends: list[int] = field(default_factory=list)
+    """How many pairs there were when each launch ended."""
+
+    def interval(self, costs: list[float]) -> list[float] | None:
+        """Between which values the median cost lies, with 95 %; None where there was one launch only."""
+        launches = [costs[begin:end] for begin, end in itertools.pairwise([0, *self.ends])]
+        if len(launches) < 2:
+            return None
+        draw = random.Random(0)
+        medians = sorted(
+            statistics.median(itertools.chain.from_iterable(draw.choices(launches, k=len(launches))))
+            for _ in range(NUM_DRAWS)
+        )
+        return [medians[NUM_DRAWS // 40] - 1, medians[-1 - NUM_DRAWS // 40] - 1]
 
     def result(self) -> dict[str, Any]:
         costs = [own / other for own, other in zip(self.ours_s, self.peer_s, strict=True)]
@@ -126,6 +144,7 @@ class Samples:
             "peer_s": self.peer_s,
             "ratio": statistics.median(other / own for own, other in zip(self.ours_s, self.peer_s, strict=True)),
             "cost": statistics.median(costs) - 1,
+            "cost_interval": self.interval(costs),
             "cost_quartiles": [quarter[0] - 1, quarter[2] - 1],
             "num_pairs": len(costs),
             "outside_function_s": {who: statistics.median(times_s) for who, times_s in self.outside_s.items()},
@@ -146,6 +165,7 @@ def _take_turns(
             whole_s, beside_s = gated.block(block)
             times_s.append(whole_s)
             samples.outside_s[who].append(beside_s)
+    samples.ends.append(len(samples.ours_s))
     samples.passed_s += time.monotonic() - began_s
     samples.cpu_s["ours"] += ours.cpu_s(etcd_pid) - ours_cpu_s
     samples.cpu_s["peer"] += peer.cpu_s() - peer_cpu_s
@@ -154,12 +174,14 @@ def _take_turns(
 def report(result: dict[str, Any]) -> str:
     ours, peer = statistics.median(result["ours_s"]), statistics.median(result["peer_s"])
     low, high = result["cost_quartiles"]
+    interval = result["cost_interval"]
+    between = f"95 %: {interval[0]:+.2%} to {interval[1]:+.2%}, " if interval else ""
     outside, background = result["outside_function_s"], result["background_cores"]
     own_us, plain_us = outside["ours"] * 1e6, outside["peer"] * 1e6
     return (
         f"{result['name']}: swift-run {ours * 1e3:.3f} ms, torchrun {peer * 1e3:.3f} ms per iteration; "
         f"cost {result['cost']:+.2%} (median of {result['num_pairs']} pairs in {result['num_launches']} launches, "
-        f"quartiles {low:+.2%} to {high:+.2%}); "
+        f"{between}quartiles {low:+.2%} to {high:+.2%}); "
         f"weights {'equal' if result['equal'] else 'DIFFER'}\n"
         f"    outside the script's function: {own_us:.0f} us, in a plain loop {plain_us:.0f} us; "
         f"in the background: {background['ours']:.2%} of a core, torchrun {background['peer']:.2%}"
@@ -176,7 +198,7 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=4,
                         help="of both jobs, in that time: where a process lies in memory alone changes its speed by "
                         "some percent; default: 4")
-    parser.add_argument("--block-s", type=float, default=0.5, help="length of a turn, about")
+    parser.add_argument("--block-s", type=float, default=0.1, help="length of a turn, about; default: 0.1")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // NUM_NODES),
                         help="per node, of two nodes; default: one worker per core")
     args = parser.parse_args()

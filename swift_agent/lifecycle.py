@@ -514,10 +514,14 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
 
 
 def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentState:
-    generation = state.view.generation
+    generation, coordinator = state.view.generation, state.view.coordinator
     for node in state.view.nodes.values() if state.lost_peers else ():
-        active = generation is not None and generation.slot_of(node.incarnation) is not None
-        if node.incarnation in state.lost_peers and not active:
+        if generation is None:
+            # Only the coordinator would see that it was forgotten, and come back; of the others the lease tells.
+            may_be = coordinator is not None and coordinator.incarnation == node.incarnation
+        else:
+            may_be = generation.slot_of(node.incarnation) is None
+        if node.incarnation in state.lost_peers and may_be:
             state = _issue(state, commands, ("spare", node.incarnation), ForgetSpare(node.node_id, node.incarnation))
     return state
 

@@ -1,7 +1,8 @@
 """Where one worker stands in the training loop, and what small state it keeps in case an iteration is cut.
 
 The main thread moves it; the supervisor's thread reads it for a report, and `rejoin` moves it to where another rank
-stands. What a report reads changes only under the lock. This module must never communicate.
+stands. What a report reads changes only under the lock, or between the supervisor's `enter` and `leave`. This module
+must never communicate.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Owed:
 
 
 class Place:
-    """One per worker. *lock* is the supervisor's: it guards *status*, *inside*, *owed* and the counts of *here*.
+    """One per worker. *lock* is the supervisor's: it guards *status*, *inside*, *owed* and the counts of *here*, but
+    where `Supervisor.enter` does.
 
     *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
     newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
@@ -129,13 +131,15 @@ class Place:
         watch = library.Watch if library else None
         self.point = Snapshot(tracked.state, watch)
         self.start = Snapshot(tracked.state, watch)
+        self._keeps_generators = self.seeds.keeps_generators
 
     # ---- snapshots ----
 
     def keep_point(self) -> None:
         """User code is between two steps. Not while an iteration is owed: who owes holds the state before it, so a
         newcomer that gets this must begin before it as well."""
-        self.point.take(rng=self.seeds.keeps_generators)
+        if self._keeps_generators or not self.point.is_current():
+            self.point.take(rng=self._keeps_generators)
         here = self.here
         # Not a `Position`: to make one takes longer, and this is done in every iteration.
         self._point_at = (
@@ -151,7 +155,8 @@ class Place:
         if self._catch_up is not None:
             self.start.install(self._catch_up, rng=self.seeds.keeps_generators)
             self._catch_up = None
-        self.start.take(rng=self.seeds.keeps_generators)
+        if self._keeps_generators or not self.start.is_current():
+            self.start.take(rng=self._keeps_generators)
         self._moved = True
 
     # ---- the loop ----

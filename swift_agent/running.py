@@ -34,6 +34,8 @@ from swift_recovery.progress import ranges_of
 
 R = TypeVar("R")
 
+_UNLOCKED = contextlib.nullcontext()
+
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
 
@@ -164,7 +166,9 @@ class Protected:
     # ---- iterations ----
 
     def iterate(self, call: Callable[[], R]) -> R:
-        place, tracked = self._place, self._require_tracked()
+        # All that this calls in every iteration runs with cold caches: the fewer calls and objects the better.
+        place, supervisor, tracked = self._place, self.supervisor, self._tracked
+        assert tracked is not None
         while True:
             number = place.here.iteration
             if number < place.ghost_iterations:
@@ -173,11 +177,11 @@ class Protected:
                 place.keep_start()
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
-                place.enter("iteration")
-                if self.supervisor.pausing:
-                    self.supervisor.hold(number)
-                if self.supervisor.interrupted:
-                    self.supervisor.check()
+                place.inside = "iteration"
+                if supervisor.pausing:
+                    supervisor.hold(number)
+                if supervisor.interrupted:
+                    supervisor.check()
                 result = call()
                 self._complete_iteration()
             except Exception as error:
@@ -197,16 +201,22 @@ class Protected:
         """Count the iteration, unless it was stopped before its update: then its results are those of a cut
         collective.
         """
-        place, supervisor, updates = self._place, self.supervisor, self._require_tracked().updates
+        place, supervisor, tracked = self._place, self.supervisor, self._tracked
+        assert tracked is not None
+        updates = tracked.updates
         supervisor.enter()
         try:
-            if supervisor.interrupted and not updates.updated:
-                raise PeerFailure("stopped before the update")
-            if not updates.num_steps:
-                self._require_tracked().check_gradients_used()
-            updates.finish()
-            place.inside = ""
-            place.here.iteration += 1
+            if not updates.updated:
+                if supervisor.interrupted:
+                    raise PeerFailure("stopped before the update")
+                if not updates.num_steps:
+                    tracked.check_gradients_used()
+            # Who is stopped may be in the middle of its report.
+            with place.lock if supervisor.interrupted else _UNLOCKED:
+                updates.finish()
+                # In this order: who looks between the two finds more iterations begun than there are, never fewer.
+                place.here.iteration += 1
+                place.inside = ""
         finally:
             supervisor.leave()
 

@@ -120,7 +120,7 @@ class Supervisor:
 
     def enter_step(self) -> None:
         """Pass the fence in front of an optimizer step. Until `leave` no report is made."""
-        self.enter()
+        self._inside += 1
         if self.interrupted:
             self.leave()
             self.check()
@@ -129,8 +129,8 @@ class Supervisor:
         """Until as many calls of `leave`, which must be soon, no report is made: what it tells of is being changed.
 
         Instead of the lock, which would be cold in every iteration: this thread writes `_inside` and then reads
-        `interrupted`, the reading thread writes `interrupted` and then reads `_inside`. So whichever is first, nothing
-        that began without a look at `interrupted` changes after the report.
+        `interrupted`, the reading thread writes `interrupted` and then reads `_inside`. So whichever is first, who did
+        not find `interrupted` set is through before the report. Who did has to take the lock, or to change nothing.
         """
         self._inside += 1
 
@@ -268,16 +268,9 @@ class Supervisor:
             self._pause_in, self._boundary, self._parked = generation, None, False
             # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
             self.pausing = generation == self._entered
-            self._wait_for_leave()
             self._promised = self._position()
             self.changed.notify_all()
         self.send({"op": "promised", "generation": generation, "iteration": self._promised})
-
-    def _wait_for_leave(self) -> None:
-        """Under the lock: until the main thread changes nothing that a report tells of."""
-        self._waits_for_leave = True
-        self.changed.wait_for(lambda: not self._inside)
-        self._waits_for_leave = False
 
     def _on_stop(self, generation: int, why: str) -> None:
         with self.changed:
@@ -289,7 +282,9 @@ class Supervisor:
             self._aborted = max(self._aborted, generation)
             self.changed.notify_all()
             # A step that has passed the fence has all its gradients: it is let finish, and counts.
-            self._wait_for_leave()
+            self._waits_for_leave = True
+            self.changed.wait_for(lambda: not self._inside)
+            self._waits_for_leave = False
             report = self._report()
         self.send({"op": "report", "generation": generation, "report": report})
 

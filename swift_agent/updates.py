@@ -59,7 +59,9 @@ class UpdateTracker:
     def begin(self, *, ghost: bool = False) -> None:
         """An iteration begins. *ghost*: its steps must have no effect."""
         self._in_iteration, self._ghost = True, ghost
-        self._stepped = []
+        if self._in_step:  # a step failed, and the script has caught that
+            self._leave_step()
+        self._stepped, self._running = [], ""
         if self._kept:
             self._kept.clear()
         self.updated = False
@@ -103,7 +105,7 @@ class UpdateTracker:
             if self._ghost or not self._in_iteration or self._stepped:
                 self._before(name)
                 return
-            if not self._in_step:  # else the step failed before, and the script tries again
+            if not self._in_step:  # else the class calls the step of another one, which has hooks of its own
                 supervisor.enter_step()
             self._in_step, self._running = True, name
 
@@ -112,9 +114,10 @@ class UpdateTracker:
                 self._after(name)
                 return
             self._running = ""
-            self._stepped.append(name)
-            self.updated, self._in_step = True, False
-            supervisor.leave()
+            if self._in_step:
+                self._stepped.append(name)
+                self.updated, self._in_step = True, False
+                supervisor.leave()
 
         return before, after
 
@@ -155,8 +158,7 @@ class UpdateTracker:
         if len(self._stepped) == len(self._optimizers):
             self.updated = True
         if self._supervisor is not None:
-            if not self._is_simple:
-                self._note_gradients()
+            self._note_gradients()
             # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
             if self.updated or all(step in self._kept for step in self._stepped):
                 self._leave_step()

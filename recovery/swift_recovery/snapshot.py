@@ -5,7 +5,7 @@ when asked, the generators. Never kept: parameters and optimizer state, which an
 Taken at every iteration, so it must never wait for a device and must cost microseconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,8 +79,10 @@ class Snapshot:
         self._generators: dict[str, Any] | None = None
         self._taken = False
         self._watch = watch(self._parameters, list(state.optimizers.values())) if watch else None
-        # Where all that is kept is watched: whether the last take is still good.
-        self._is_same = self._watch.is_same if self._watch and not self._buffers and not state.others else None
+        all_watched = self._watch is not None and not self._buffers and not state.others
+        self.is_current: Callable[[], bool] = self._watch.is_same if all_watched and self._watch else _never
+        """Whether `take`, without generators, would keep what is kept already. Cheaper than to take it; may be false
+        although it is so."""
 
     def take(self, rng: bool = False) -> None:
         """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
@@ -89,8 +91,6 @@ class Snapshot:
         (a few times that where an iteration has just emptied the caches); a buffer adds about 1 us and the time to copy
         it.
         """
-        if not rng and self._taken and self._is_same is not None and self._is_same():
-            return
         self._taken = False
         if self._buffers:
             self._take_buffers()
@@ -195,6 +195,8 @@ class Snapshot:
         """
         self.take()
         self._taken = False
+        if self._watch is not None:
+            self._watch.forget()
         mine = {path: (owner, saved) for path, owner, saved in self._buffers}
         _check_same("buffers", tree["buffers"], mine)
         _check_same("optimizers", tree["groups"], self._groups)
@@ -210,8 +212,6 @@ class Snapshot:
             for key in [key for key in saved if key not in tree["buffers"][path]]:
                 del saved[key]
         self._groups = stateful.copy_tree(tree["groups"])
-        if self._watch is not None:
-            self._watch.forget()
         self._others = stateful.copy_tree(tree["others"])
         self._no_gradient = list(tree["no_gradient"])
         self._generators = tree["generators"] if rng else None
@@ -221,6 +221,10 @@ class Snapshot:
     def _check_taken(self) -> None:
         if not self._taken:
             raise StateError("this snapshot is empty: nothing has been taken since it was made")
+
+
+def _never() -> bool:
+    return False
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:

@@ -202,8 +202,6 @@ class Coordinator:
         """The stored coordinator is on a node that the records prove lost: no need to wait for its lease."""
         holder = view.coordinator
         assert holder is not None
-        if view.generation is None:
-            return False  # this node does not follow who is there; who finds the holder dead removes its record
         node = view.nodes.get(holder.node_id)
         if node is None or node.incarnation != holder.incarnation:
             return True

@@ -1,6 +1,6 @@
 """Planned replacement: a node that was told to leave gives its slot to a spare at an iteration boundary. Pure.
 
-    ops/drain/{node}     pause/{g}             ~position/{g}/*    its boundary
+    drain/{node}         pause/{g}             ~position/{g}/*    its boundary
     ordered, spare there --> workers are asked --> where they are --> all stop before it --> ~parked/{g}/*
     --> generation g+1: the slot moved, `handover` --> taken/{g+1}/{slot} --> the node leaves
 

@@ -369,7 +369,7 @@ class Keys:
         return self.prefix + "rate"
 
     def drain(self, node_id: str) -> str:
-        return f"{self.prefix}ops/drain/{node_id}"
+        return f"{self.prefix}drain/{node_id}"
 
     def pause(self, generation: int) -> str:
         return f"{self.prefix}pause/{generation}"

@@ -203,7 +203,7 @@ def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> No
 
 def _all_but_nodes(keys: Keys) -> list[Op]:
     single = [keys.job, keys.generation, keys.tracked, keys.preload, keys.result, keys.coordinator, keys.rate]
-    many = ["failure/", "store/", "plan/", "release/", "exited/", "events/", "ops/", "pause/", "taken/", "~"]
+    many = ["failure/", "store/", "plan/", "release/", "exited/", "events/", "drain/", "pause/", "taken/", "~"]
     return [*(Delete(key) for key in single), *(DeletePrefix(keys.prefix + name) for name in many)]
 
 

@@ -163,10 +163,10 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             if what == "recovered" and number.isdigit():
                 view = replace(view, recovered=max(view.recovered, int(number)))
             return view
-        case "ops" if len(parts) == 3 and parts[1] == "drain":
-            drains = {node_id: drain for node_id, drain in view.drains.items() if node_id != parts[2]}
+        case "drain" if len(parts) == 2:
+            drains = {node_id: drain for node_id, drain in view.drains.items() if node_id != parts[1]}
             if value is not None:
-                drains[parts[2]] = decode(DrainRecord, value)
+                drains[parts[1]] = decode(DrainRecord, value)
             return replace(view, drains=drains)
     if len(parts) < 2 or not parts[1].isdigit() or int(parts[1]) != view.number:
         return view

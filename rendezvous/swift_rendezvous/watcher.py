@@ -38,6 +38,13 @@ def scope_of(view: View, me: str | None) -> Scope:
     return Scope.FORMING if view.generation is None and view.result is None else Scope.MEMBER
 
 
+def knows_coordinator(view: View) -> bool:
+    """Whether the node of the coordinator is in *view*. While a job forms it may have come after the listing. Pure."""
+    coordinator = view.coordinator
+    node = None if coordinator is None else view.nodes.get(coordinator.node_id)
+    return coordinator is None or (node is not None and node.incarnation == coordinator.incarnation)
+
+
 def followed_before(keys: Keys, scope: Scope) -> str | None:
     """The key at which *scope* ends; None: it is all of the job. Pure."""
     return {Scope.FORMING: keys.for_members, Scope.MEMBER: keys.for_coordinator, Scope.WHOLE: None}[scope]
@@ -49,7 +56,8 @@ class JobWatcher:
 
     A node follows only what it needs (`scope_of`): what all write and all read is work for the square of their number.
     When it needs more, at the first generation or because it is the coordinator now, the job is listed again, and
-    followed so from then on.
+    followed so from then on. While the job forms it is also listed again when a node becomes coordinator that has come
+    later, which the others then watch.
     """
 
     def __init__(
@@ -108,10 +116,10 @@ class JobWatcher:
                     view = self._fold(view, response)
                     revision = response.revision
                     wanted = scope_of(view, self._me)
-                    if wanted > scope:
+                    if wanted > scope or (scope is Scope.FORMING and not knows_coordinator(view)):
                         # Not told: a node would act on half of what there is.
                         self._watch.cancel()
-                        scope, listed = wanted, False
+                        scope, listed = max(scope, wanted), False
                         break
                     self._listener(view)
             except Compacted:

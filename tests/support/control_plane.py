@@ -42,7 +42,7 @@ from swift_rendezvous.membership import Rules, told_losses
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.registration import enter_job
 from swift_rendezvous.view import Change, View, apply, apply_all
-from swift_rendezvous.watcher import Scope, followed_before, scope_of
+from swift_rendezvous.watcher import Scope, followed_before, knows_coordinator, scope_of
 
 MAX_STEPS = 6000
 STOP_DEADLINE_S = 5.0
@@ -159,8 +159,8 @@ class SimNode:
                 self.view = apply(self.view, self.sim.keys, change)
         self.cursor += 1
         wanted = scope_of(self.view, self.record.incarnation)
-        if wanted > self.scope:
-            self.scope = wanted
+        if wanted > self.scope or (self.scope is Scope.FORMING and not knows_coordinator(self.view)):
+            self.scope = max(self.scope, wanted)
             self.list_job()
         self.dirty = True
         self.event(lc.ViewChanged(self.view))

@@ -10,6 +10,7 @@ import pytest
 
 from swift_agent import lifecycle as lc
 from swift_rendezvous.keys import (
+    CoordinatorRecord,
     FinishedRecord,
     PlanRecord,
     ProgressRecord,
@@ -298,9 +299,11 @@ def test_a_lost_spare_is_forgotten() -> None:
     assert agent.tell(lc.PeerLost("n2.1", "gone")) == [lc.ForgetSpare("n2", "n2.1")]
 
 
-def test_before_the_first_generation_any_lost_node_is_forgotten() -> None:
+def test_before_the_first_generation_a_lost_coordinator_is_forgotten() -> None:
+    """Of the others the lease tells: alive after all, they would not see that they were forgotten."""
     agent = Agent()
-    agent.see(view(generation=None, plan=None))
+    agent.see(view(names=("n0", "n1", "n2"), generation=None, plan=None, coordinator=CoordinatorRecord("n1", "n1.1")))
+    assert agent.tell(lc.PeerLost("n2.1", "gone")) == []
     assert agent.tell(lc.PeerLost("n1.1", "gone")) == [lc.ForgetSpare("n1", "n1.1")]
 
 

@@ -1,12 +1,24 @@
-"""Which errors of user code may come from the loss of a peer."""
+"""An iteration is counted whole or not at all, and which errors of user code may come from the loss of a peer."""
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+import socket
+import threading
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swift_agent.channel import Channel
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.running import is_communication_error
+from swift_agent.place import Place, Position, Seeds
+from swift_agent.process_group import ProcessGroups
+from swift_agent.running import Protected, is_communication_error
+from swift_agent.supervisor import Supervisor
+from swift_agent.tracking import Tracked
+from swift_recovery.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -24,3 +36,50 @@ from swift_agent.running import is_communication_error
 )
 def test_only_what_torch_raises_when_a_connection_breaks_is_asked_about(error: Exception, expected: bool) -> None:
     assert is_communication_error(error) is expected
+
+
+class Watched(Position):
+    """Whoever reads the iteration in another thread than the main one waits until that had time to go on."""
+
+    reached = threading.Event()
+    passed = threading.Event()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "iteration" and threading.current_thread() is not threading.main_thread():
+            type(self).reached.set()
+            type(self).passed.wait(0.3)
+        return value
+
+
+def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
+    """The update is made, the stop comes, and the iteration ends while the report is being put together."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours, theirs = socket.socketpair()
+    agent = Channel(theirs)
+    agent.sock.settimeout(5.0)
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status, place.here = "holding", Watched(7)
+    running = Protected(place, supervisor, ProcessGroups.__new__(ProcessGroups), torch.device("cpu"), None)
+    running._tracked = tracked
+    supervisor.start({}, place.report, lambda why, generation: None)
+    agent.receive()
+    agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
+                "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})
+    supervisor.wait_go()
+    tracked.begin(7)
+    place.enter("iteration")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    agent.send({"op": "stop", "generation": 1, "why": "w"})
+    assert Watched.reached.wait(5.0)
+    running._complete_iteration()
+    Watched.passed.set()
+    report = agent.receive()["report"]
+    assert place.here.iteration == 8 and report["iteration"] == 8
+    supervisor.close()  # first, else it ends this process: its agent is gone
+    agent.close()

@@ -246,6 +246,49 @@ def test_a_ghost_changes_nothing(make: Callable[..., Worker]) -> None:
     assert worker.values() != before
 
 
+def test_a_class_whose_step_calls_that_of_another_is_one_step(make: Callable[..., Worker]) -> None:
+    """torch wraps the step of each class, so the hooks run twice, one within the other."""
+
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    worker = make(lambda p: Mine(p, lr=0.1))
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # its step is wrapped, too
+    for _ in range(3):
+        worker.iteration()
+    worker.tracker.begin()
+    worker.backward(0)
+    def stop_once(*_: Any) -> None:
+        if not worker.heard.is_set():
+            worker.stop()
+
+    worker.optimizers[0].register_step_pre_hook(stop_once)
+    worker.optimizers[0].step()
+    assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
+
+
+def test_a_step_that_failed_does_not_hold_up_what_comes_after_it(make: Callable[..., Worker]) -> None:
+    worker = make()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such learning rate")
+
+    handle = worker.optimizers[0].register_step_pre_hook(fail)  # behind the fence
+    worker.tracker.begin()
+    worker.backward(0)
+    with pytest.raises(ValueError, match="no such learning rate"):
+        worker.optimizers[0].step()
+    handle.remove()
+    worker.tracker.begin()
+    worker.backward(0)
+    before = worker.values()
+    worker.stop()
+    assert worker.reported() == {"updated": False, "mixed": False, "state": before}
+    with pytest.raises(PeerFailure):
+        worker.optimizers[0].step()
+
+
 def test_what_cannot_be_recovered_is_refused(make: Callable[..., Worker]) -> None:
     worker = make()
     worker.backward(0)

@@ -14,6 +14,7 @@ from swift_rendezvous import coordinator
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     CoordinatorRecord,
+    DrainRecord,
     ExitedRecord,
     FinishedRecord,
     GenerationRecord,
@@ -523,14 +524,31 @@ def test_while_a_job_forms_only_the_coordinator_hears_of_every_node() -> None:
         watchers[name] = JobWatcher(store, KEYS, seen.append, f"{name}.1")
         seen.append(watchers[name].start())
     wait_for(lambda: set(views["n0"][-1].nodes) == {"n0", "n1", "n2"}, 5.0, "the coordinator's view")
-    assert [set(views[name][-1].nodes) for name in ("n1", "n2")] == [{"n0", "n1"}, {"n0", "n1", "n2"}]
-    assert len(views["n1"]) == len(views["n2"]) == 1
     store.put(KEYS.generation, encode(generation(1)))
     store.put(KEYS.node("n3"), encode(node("n3")))  # from here on all follow the nodes
     wait_for(lambda: all("n3" in seen[-1].nodes for seen in views.values()), 5.0, "a node after the generation")
     for watcher in watchers.values():
         watcher.stop()
-    assert all({"n0", "n1", "n2"} <= set(view.nodes) for view in views["n1"] if view.generation is not None)
+    for name, known in (("n1", {"n0", "n1"}), ("n2", {"n0", "n1", "n2"})):
+        before = [view for view in views[name] if view.generation is None]
+        assert [set(view.nodes) for view in before] == [known]  # the first, and nothing else
+        assert all({"n0", "n1", "n2"} <= set(view.nodes) for view in views[name][1:])
+
+
+def test_a_coordinator_that_has_come_later_becomes_known() -> None:
+    """While a job forms, too: its heartbeats are watched, and its order to leave is heard."""
+    store, views = MemoryStore(), list[View]()
+    store.put(KEYS.node("n0"), encode(node("n0")))
+    watcher = JobWatcher(store, KEYS, views.append, "n0.1")
+    watcher.start()
+    store.put(KEYS.node("n1"), encode(node("n1")))
+    store.put(KEYS.node("n2"), encode(node("n2")))
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n2", "n2.1")))
+    wait_for(lambda: views and views[-1].coordinator is not None, 5.0, "the coordinator")
+    assert set(views[-1].nodes) == {"n0", "n1", "n2"} and len(views) == 1
+    store.put(KEYS.drain("n0"), encode(DrainRecord("n0", "n0.1", "w", 1.0)))
+    wait_for(lambda: views[-1].drains, 5.0, "the order")
+    watcher.stop()
 
 
 def test_a_job_that_ends_before_it_has_begun_is_seen_to_end() -> None:

@@ -144,6 +144,15 @@ def test_result_and_preload() -> None:
     assert history.write(Delete(KEYS.preload)).preload == ()
 
 
+def test_a_recovery_that_was_told_is_known() -> None:
+    history = History()
+    event = Put(KEYS.event(3), b"{}")
+    assert history.write(event).recovered == 0
+    assert history.write(Put(KEYS.recovery(3), b"{}")).recovered == 3
+    assert history.write(Put(KEYS.recovery(2), b"{}")).recovered == 3
+    assert history.write(Delete(KEYS.recovery(3))).recovered == 3
+
+
 @pytest.mark.parametrize(
     "key", ["nodes", "nodes/a/b", "failure/1", "failure/1/x", "failure/x/0", "plan/", "other/1", ""])
 def test_strange_keys_change_nothing(key: str) -> None:
