@@ -259,6 +259,7 @@ def test_a_class_whose_step_calls_that_of_another_is_one_step(make: Callable[...
         worker.iteration()
     worker.tracker.begin()
     worker.backward(0)
+
     def stop_once(*_: Any) -> None:
         if not worker.heard.is_set():
             worker.stop()
