@@ -73,7 +73,6 @@ class Position:
     epoch_sections: int = 0
 
 
-
 @dataclass(frozen=True)
 class Units:
     """What a batch of a `Position` is: so many ranks take one of so many samples each, 0 where that is not known."""
@@ -153,7 +152,7 @@ class Place:
         if self.owed is not None:
             return
         if self._catch_up is not None:
-            self.start.install(self._catch_up, rng=self.seeds.keeps_generators)
+            self.start.install(self._catch_up, rng=self._keeps_generators)
             self._catch_up = None
         if self._keeps_generators or not self.start.is_current():
             self.start.take(rng=self._keeps_generators)

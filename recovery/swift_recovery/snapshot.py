@@ -79,10 +79,11 @@ class Snapshot:
         self._generators: dict[str, Any] | None = None
         self._taken = False
         self._watch = watch(self._parameters, list(state.optimizers.values())) if watch else None
-        all_watched = self._watch is not None and not self._buffers and not state.others
-        self.is_current: Callable[[], bool] = self._watch.is_same if all_watched and self._watch else _never
+        self.is_current: Callable[[], bool] = _never
         """Whether `take`, without generators, would keep what is kept already. Cheaper than to take it; may be false
         although it is so."""
+        if self._watch is not None and not self._buffers and not state.others:
+            self.is_current = self._watch.is_same
 
     def take(self, rng: bool = False) -> None:
         """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.

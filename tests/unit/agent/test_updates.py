@@ -62,6 +62,17 @@ class Worker:
         self.optimizers[index].zero_grad()
         self.models[index](torch.full((2, 3), value)).sum().backward()
 
+    def stopped_before_the_step(self) -> list[list[float]]:
+        """Begin an iteration, which is stopped; its step does not begin. The values that it leaves as they were."""
+        self.tracker.begin()
+        self.backward(0)
+        before = self.values()
+        self.stop()
+        assert self.reported() == {"updated": False, "mixed": False, "state": before}
+        with pytest.raises(PeerFailure):
+            self.optimizers[0].step()
+        return before
+
     def iteration(self, apart: bool = False) -> None:
         """A whole one; *apart*: a backward between the steps."""
         self.tracker.begin()
@@ -109,13 +120,7 @@ def test_untouched_before_the_step_and_complete_after_it(make: Callable[..., Wor
 
 def test_a_stop_before_the_step_lets_no_step_begin(make: Callable[..., Worker]) -> None:
     worker = make()
-    worker.tracker.begin()
-    worker.backward(0)
-    before = worker.values()
-    worker.stop()
-    assert worker.reported() == {"updated": False, "mixed": False, "state": before}
-    with pytest.raises(PeerFailure):
-        worker.optimizers[0].step()
+    before = worker.stopped_before_the_step()
     worker.tracker.cut()
     assert worker.values() == before and not worker.tracker.updated and not worker.tracker.mixed
 
@@ -281,13 +286,7 @@ def test_a_step_that_failed_does_not_hold_up_what_comes_after_it(make: Callable[
     with pytest.raises(ValueError, match="no such learning rate"):
         worker.optimizers[0].step()
     handle.remove()
-    worker.tracker.begin()
-    worker.backward(0)
-    before = worker.values()
-    worker.stop()
-    assert worker.reported() == {"updated": False, "mixed": False, "state": before}
-    with pytest.raises(PeerFailure):
-        worker.optimizers[0].step()
+    worker.stopped_before_the_step()
 
 
 def test_what_cannot_be_recovered_is_refused(make: Callable[..., Worker]) -> None:
