@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from grpc import _common as _grpc_common
+
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
 from swift_agent import records
@@ -44,12 +46,24 @@ from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
 
 # Nobody dies but who is told to, and no server is taken for dead: where hundreds of nodes share a few cores, answers
-# and refreshes come late. Nor is it asked once a second whether it lives: that depends on time only, and on the cores
-# of all nodes together it would be most of the work.
+# and refreshes come late. With the client's own limits 1024 starved nodes drop their connections and make new ones
+# without end. Nor is a server asked once a second whether it lives: that depends on time only, and on the cores of all
+# nodes together it would be most of the work.
 LEASE_TTL_S = 600
 _etcd_watch.QUIET_S = 30.0
 for _module in (_etcd_transport, _etcd_watch, _etcd_lease):
     _module.TRY_S = 60.0  # type: ignore[attr-defined]
+_PATIENT = {
+    "grpc.keepalive_time_ms": 600_000,
+    "grpc.keepalive_timeout_ms": 600_000,
+    "grpc.http2.ping_timeout_ms": 600_000,
+    "grpc.min_reconnect_backoff_ms": 60_000,
+}
+_etcd_transport._OPTIONS[:] = (dict(_etcd_transport._OPTIONS) | _PATIENT).items()
+# Two more things that a node on a machine of its own does not notice. gRPC wakes every waiting thread five times a
+# second, for signals that there are none of here; and who waits for the interpreter asks for it 200 times a second.
+_grpc_common.MAXIMUM_WAIT_TIMEOUT = 60.0
+SWITCH_INTERVAL_S = 0.1
 
 
 class CountedWatch:
@@ -344,6 +358,7 @@ def guarded(action: Callable[[], Any]) -> None:
 def main() -> None:
     logging.disable(logging.INFO)
     threading.stack_size(512 * 1024)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with failing():
         order = json.loads(sys.stdin.readline())
         nodes: OurNodes | TorchNodes = OurNodes(order) if order["side"] == "ours" else TorchNodes(order)
