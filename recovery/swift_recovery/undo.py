@@ -1,0 +1,94 @@
+"""Takes back the last step of an optimizer, a parameter at a time (SWIFT section 4.2 and appendix A). Pure arithmetic.
+
+Before a step `keep` notes what the step will overwrite without a trace: the hyper-parameters of that step (a scheduler
+changes them), a scalar for some optimizers, tensors for one. After it, `undo` works out parameter and state as they
+were, in place, from what the step left, from the gradient that it saw and from what was kept. Parameters can be undone
+in any order, and those that the step has not reached must not be.
+
+    p, state --keep--> Kept          p', state' + gradient + Kept --undo--> p, state (within a few roundings)
+
+Operations are inverted one by one in the dtype of the parameter, in reverse order: that repeats the roundings of the
+step, and comes closer than an inverse in a higher precision. `undo_rules` has the arithmetic for each optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swift_recovery.errors import StateError
+from swift_recovery.undo_rules import RULES, Rule
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What `undo` needs of one parameter from before its step.
+
+    *hyper*: hyper-parameters of its group in that step, tensors as numbers. *fresh*: the step made its state, so an
+    undo removes it. *values*: numbers and copies of tensors by name, as its `Rule` asks for.
+    """
+
+    hyper: Mapping[str, Any]
+    fresh: bool
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that are kept for this parameter."""
+        return sum(value.nbytes for value in self.values.values() if isinstance(value, Tensor))
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """How *optimizer* is undone. Raises StateError, which says what to do, for one that cannot be.
+
+    Subclasses do not inherit it: what they add to the step is unknown.
+    """
+    rule = RULES.get(type(optimizer))
+    if rule is None or isinstance(rule, str):
+        why = rule or "its arithmetic is not known"
+        raise StateError(
+            f"a step of {type(optimizer).__name__} cannot be undone: {why}. With exact=True a copy is kept instead"
+        )
+    return rule
+
+
+def keep(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Kept:
+    """Before the step of *parameter*, which is in *group*. Costs no copy of a tensor unless the rule says so."""
+    rule = rule_of(optimizer)
+    hyper = {name: _number(value) for name, value in group.items() if name != "params"}
+    state = optimizer.state.get(parameter) or {}
+    # SGD makes its buffer only when it needs one, with an entry that may be there already.
+    fresh = not any(isinstance(value, Tensor) for value in state.values())
+    return Kept(hyper, fresh, rule.keep(hyper, parameter.detach(), state))
+
+
+@torch.no_grad()
+def undo(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, kept: Kept) -> None:
+    """Bring *parameter* and its state back to before its step. *gradient*: as the step saw it; it stays as it is.
+
+    Afterwards a step with the same gradient and hyper-parameters gives what the first one gave, within the bound of
+    the rule. Raises StateError for a sparse or complex one, before anything is changed.
+    """
+    rule = rule_of(optimizer)
+    if gradient.is_sparse or parameter.is_complex():
+        kind = "sparse gradient" if gradient.is_sparse else "complex parameter"
+        raise StateError(f"a step of {type(optimizer).__name__} with a {kind} cannot be undone")
+    hyper, values, state = kept.hyper, kept.values, optimizer.state[parameter]
+    direction = -gradient if hyper.get("maximize") else gradient
+    rule.undo(hyper, parameter.detach(), direction, state, values)
+    if kept.fresh:
+        optimizer.state.pop(parameter, None)
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one element, such as a learning rate, as the number that it holds now; waits for its device."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    return value

@@ -1,0 +1,243 @@
+"""Every optimizer of torch.optim: a step is taken back to what was before it, and the same step can be made again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from swift_recovery import undo_rules
+from swift_recovery.errors import StateError
+from swift_recovery.lamb import Lamb
+from swift_recovery.undo import Kept, keep, rule_of, undo
+
+O = torch.optim  # noqa: E741
+DECAY = {"weight_decay": 1e-2}
+# Name -> how it is made.
+VARIANTS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (O.SGD, {"lr": 0.1}),
+    "sgd decay": (O.SGD, {"lr": 0.1, **DECAY}),
+    "sgd momentum": (O.SGD, {"lr": 0.1, "momentum": 0.9, **DECAY}),
+    "sgd dampening": (O.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, **DECAY}),
+    "sgd nesterov": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, **DECAY}),
+    "adam": (O.Adam, {}),
+    "adam decay": (O.Adam, DECAY),
+    "adam amsgrad": (O.Adam, {"amsgrad": True, **DECAY}),
+    "adamw": (O.AdamW, DECAY),
+    "adamw amsgrad": (O.AdamW, {"amsgrad": True, **DECAY}),
+    "nadam": (O.NAdam, DECAY),
+    "nadam decoupled": (O.NAdam, {"decoupled_weight_decay": True, **DECAY}),
+    "radam": (O.RAdam, DECAY),
+    "radam decoupled": (O.RAdam, {"decoupled_weight_decay": True, **DECAY}),
+    "adamax": (O.Adamax, DECAY),
+    "rmsprop": (O.RMSprop, {"lr": 1e-3, **DECAY}),
+    "rmsprop momentum": (O.RMSprop, {"lr": 1e-3, "momentum": 0.9, **DECAY}),
+    "rmsprop centered": (O.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True, **DECAY}),
+    "adagrad": (O.Adagrad, {"lr_decay": 1e-2, **DECAY}),
+    "adadelta": (O.Adadelta, {}),
+    "adadelta decay": (O.Adadelta, DECAY),
+    "asgd": (O.ASGD, DECAY),
+    "asgd averages": (O.ASGD, {"t0": 2, **DECAY}),
+    "adafactor": (O.Adafactor, DECAY),
+    "muon": (O.Muon, {"lr": 1e-2}),
+    "muon plain": (O.Muon, {"lr": 1e-2, "nesterov": False}),
+    "lamb": (Lamb, DECAY),
+    "rprop": (O.Rprop, {"lr": 1e-3}),
+}
+# State that is not what it was, but gives the same in the next step with the same gradient.
+BOUNDS_ONLY = {"adam amsgrad": {"max_exp_avg_sq"}, "adamw amsgrad": {"max_exp_avg_sq"}, "adamax": {"exp_inf"}}
+
+
+class Trained:
+    """One parameter, some steps old."""
+
+    def __init__(self, name: str, num_steps: int, dtype: torch.dtype = torch.float64, **more: Any) -> None:
+        cls, options = VARIANTS[name]
+        self.random = torch.Generator().manual_seed(num_steps)
+        self.parameter = nn.Parameter(self.draw(0.02, dtype))
+        self.optimizer = cls([self.parameter], **options, **more)  # type: ignore[call-arg]
+        for _ in range(num_steps):
+            self.step(self.draw(0.01, dtype))
+
+    def draw(self, scale: float, dtype: torch.dtype = torch.float64) -> Tensor:
+        return (torch.randn(17, 11, generator=self.random, dtype=torch.float64) * scale).to(dtype)
+
+    def step(self, gradient: Tensor) -> None:
+        self.parameter.grad = gradient.clone()
+        self.optimizer.step()
+
+    def keep(self) -> Kept:
+        return keep(self.optimizer, self.optimizer.param_groups[0], self.parameter)
+
+    def undo(self, gradient: Tensor, kept: Kept) -> None:
+        undo(self.optimizer, self.parameter, gradient, kept)
+
+    def values(self) -> dict[str, Tensor]:
+        state = self.optimizer.state.get(self.parameter, {})
+        return {
+            "parameter": self.parameter.detach().clone(),
+            **{name: value.clone() for name, value in state.items() if isinstance(value, Tensor)},
+        }
+
+
+def distance(one: Tensor, other: Tensor, after: Tensor | None = None) -> float:
+    """Of the whole tensors, as a part of the larger one of what was before the step and what was *after* it."""
+    size = max(float(value.double().norm()) for value in (one, one if after is None else after))
+    return float((one - other).double().norm()) / (size + 1e-30)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 12])
+@pytest.mark.parametrize(
+    ("name", "maximize"), [(name, up) for name in VARIANTS for up in (False, True) if not (up and "muon" in name)]
+)
+def test_a_step_is_taken_back(name: str, num_steps: int, maximize: bool) -> None:
+    """In double precision what is left of an error is a mistake in a formula, not a rounding."""
+    trained = Trained(name, num_steps, **({"maximize": True} if maximize else {}))
+    before, kept, gradient = trained.values(), trained.keep(), trained.draw(0.01)
+    trained.step(gradient)
+    after = trained.values()
+    trained.undo(gradient, kept)
+    undone = trained.values()
+    assert undone.keys() == before.keys()
+    for key, value in before.items():
+        if key in BOUNDS_ONLY.get(name, ()):
+            assert bool((undone[key] >= value * (1 - 1e-12)).all())
+        else:
+            assert distance(value, undone[key], after.get(key)) < 1e-12, key
+    trained.step(gradient)
+    again = trained.values()
+    limit = 1e-3 if name.startswith("muon") else 1e-12
+    assert {key: distance(value, again[key]) < limit for key, value in after.items()} == dict.fromkeys(after, True)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_gradient_stays(name: str) -> None:
+    trained = Trained(name, 3)
+    kept, gradient = trained.keep(), trained.draw(0.01)
+    trained.step(gradient)
+    same = gradient.clone()
+    trained.undo(gradient, kept)
+    assert torch.equal(gradient, same)
+
+
+def test_every_optimizer_of_torch_has_a_rule_or_a_reason() -> None:
+    classes = {
+        cls
+        for _, cls in inspect.getmembers(torch.optim, inspect.isclass)
+        if issubclass(cls, Optimizer) and cls is not Optimizer
+    }
+    assert classes | {Lamb} == set(undo_rules.RULES)
+
+
+def test_what_is_kept_is_what_the_rule_says() -> None:
+    for name in VARIANTS:
+        trained = Trained(name, 5)
+        kept, needs = trained.keep(), rule_of(trained.optimizer).needs
+        of_parameter, group = trained.parameter.nbytes, trained.optimizer.param_groups[0]
+        coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay") and "momentum" not in name
+        expected = {"two tensors": 2 * of_parameter, undo_rules._PARAMETER: of_parameter if coupled else 0}
+        assert kept.num_bytes == expected.get(needs, 0) or name == "rmsprop centered", name
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name, (cls, _) in VARIANTS.items()
+        for way in ("foreach", "fused")
+        if way in inspect.signature(cls).parameters
+    ],
+)
+def test_the_ways_of_torch_to_do_a_step_are_one_step(name: str, way: str) -> None:
+    trained = Trained(name, 4, **{way: True})
+    before, kept, gradient = trained.values(), trained.keep(), trained.draw(0.01)
+    trained.step(gradient)
+    trained.undo(gradient, kept)
+    for key, value in trained.values().items():
+        if key not in BOUNDS_ONLY.get(name, ()):
+            assert distance(before[key], value) < 1e-12, key
+
+
+@pytest.mark.parametrize("make", [O.LBFGS, O.SparseAdam])
+def test_what_cannot_be_undone_is_refused(make: Callable[..., Optimizer]) -> None:
+    with pytest.raises(StateError, match="cannot be undone: its"):
+        rule_of(make([nn.Parameter(torch.ones(2))]))
+
+
+def test_a_subclass_is_not_taken_for_what_it_is_made_of() -> None:
+    class Mine(O.SGD): ...
+
+    with pytest.raises(StateError, match="a step of Mine cannot be undone: its arithmetic is not known"):
+        rule_of(Mine([nn.Parameter(torch.ones(2))]))
+
+
+def test_the_learning_rate_of_the_step_counts() -> None:
+    """A scheduler has changed it since; and it may be a tensor."""
+    trained = Trained("adamw", 3, lr=torch.tensor(1e-3, dtype=torch.float64))
+    before, kept, gradient = trained.values(), trained.keep(), trained.draw(0.01)
+    trained.step(gradient)
+    trained.optimizer.param_groups[0]["lr"].fill_(7.0)
+    trained.undo(gradient, kept)
+    assert all(distance(value, trained.values()[key]) < 1e-12 for key, value in before.items())
+
+
+# Half of the distance between 1 and the next number.
+UNITS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(VARIANTS)))
+    # In half precision the moments of most overflow or vanish; it is trained with master weights in float32.
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    cls, options = VARIANTS[name]
+    options = {**options, "lr": 10 ** data.draw(st.floats(-5, -1))}
+    if "weight_decay" in options:
+        options["weight_decay"] = 10 ** data.draw(st.floats(-5, -1))
+    shape = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    size, slope = 10 ** data.draw(st.floats(-3, 1)), 10 ** data.draw(st.floats(-4, 2))
+
+    def draw(scale: float) -> Tensor:
+        return (torch.randn(shape, generator=random) * scale).to(dtype)
+
+    parameter = nn.Parameter(draw(size))
+    optimizer = cls([parameter], **options)  # type: ignore[call-arg]
+
+    def values() -> dict[str, Tensor]:
+        state = optimizer.state.get(parameter, {})
+        tensors = {key: value for key, value in state.items() if value.shape == parameter.shape}
+        return {key: value.detach().clone().double() for key, value in {"parameter": parameter, **tensors}.items()}
+
+    for _ in range(data.draw(st.integers(0, 12))):
+        parameter.grad = draw(slope)
+        optimizer.step()
+    before, kept, gradient = values(), keep(optimizer, optimizer.param_groups[0], parameter), draw(slope)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    after = values()
+    undo(optimizer, parameter, gradient, kept)
+    undone = values()
+    factors = options.get("betas", (0.9, 0.9))
+    least = min(*factors, options.get("momentum", 0.9), 0.9)
+    effective = gradient.double().abs() + options.get("weight_decay", 0.0) * before["parameter"].abs()
+    for key, value in before.items():
+        if key in BOUNDS_ONLY.get(name, ()):
+            continue
+        change = (after[key] - value).abs()
+        if key == "parameter":
+            bound = 4 * (value.abs() + change)
+        elif key.endswith(("_sq", "sum", "square_avg", "acc_delta")):
+            bound = 2 / least * (value.abs() + after[key].abs() + effective**2)
+        else:
+            bound = 2 / least * (value.abs() + after[key].abs() + effective)
+        error = (undone[key] - value).abs()
+        assert bool((error <= UNITS[dtype] * bound + torch.finfo(dtype).tiny).all()), (name, key, dtype)
