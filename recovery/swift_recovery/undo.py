@@ -57,6 +57,17 @@ def rule_of(optimizer: Optimizer) -> Rule:
     return rule
 
 
+def table() -> str:
+    """What is kept for the undo of each optimizer, as the table of this room's README."""
+    lines = ["| optimizer | kept besides the gradient | remark |", "|---|---|---|"]
+    for cls, rule in RULES.items():
+        if isinstance(rule, str):
+            lines.append(f"| {cls.__name__} | not undone | {rule} |")
+        else:
+            lines.append(f"| {cls.__name__} | {rule.needs} | {rule.note} |")
+    return "\n".join(lines)
+
+
 def keep(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Kept:
     """Before the step of *parameter*, which is in *group*. Costs no copy of a tensor unless the rule says so."""
     rule = rule_of(optimizer)

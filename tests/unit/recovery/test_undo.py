@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from swift_recovery import undo_rules
 from swift_recovery.errors import StateError
 from swift_recovery.lamb import Lamb
-from swift_recovery.undo import Kept, keep, rule_of, undo
+from swift_recovery.undo import Kept, keep, rule_of, table, undo
 
 O = torch.optim  # noqa: E741
 DECAY = {"weight_decay": 1e-2}
@@ -134,6 +135,11 @@ def test_every_optimizer_of_torch_has_a_rule_or_a_reason() -> None:
         if issubclass(cls, Optimizer) and cls is not Optimizer
     }
     assert classes | {Lamb} == set(undo_rules.RULES)
+
+
+def test_the_readme_has_the_table_of_the_rules() -> None:
+    readme = Path(__file__).parents[3] / "recovery" / "README.md"
+    assert table() in readme.read_text()
 
 
 def test_what_is_kept_is_what_the_rule_says() -> None:
