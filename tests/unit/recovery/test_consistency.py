@@ -1,86 +1,67 @@
-"""Every combination of phases in a small world ends in a state that a run without failure passes through."""
+"""Every mixture of updates that three survivors with three parameters can be cut in, carried out on symbols."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 
-from swift_recovery.consistency import Member, Phase, Resolution, Unrecoverable, resolve
+from swift_recovery.consistency import Back, Patch, back, can_finish, forward
 
-PENDING, REDUCED, UPDATED = Phase
-ALL = list(itertools.product(Phase, repeat=3))
-
-
-def world(*phases: Sequence[Phase], iteration: int = 7) -> list[Member]:
-    return [Member(rank, iteration, tuple(each)) for rank, each in enumerate(phases)]
-
-
-def carry_out(members: Sequence[Member], resolution: Resolution, iteration: int = 7) -> list[tuple[int, bool]]:
-    """For each bucket: of which iteration it is in the end, and whether that is exact."""
-    phases = {member.rank: member.phases for member in members}
-    ends = []
-    for bucket, source in enumerate(resolution.sources):
-        at = phases[source.rank][bucket]
-        state, exact = iteration + (at is UPDATED), True
-        if source.finishes:
-            assert at is REDUCED and not source.undoes
-            state += 1
-        if source.undoes:
-            assert at is UPDATED
-            state, exact = state - 1, False
-        ends.append((state, exact))
-    return ends
+NUM_PARAMETERS = 3
+SUBSETS = [frozenset(c) for n in range(NUM_PARAMETERS + 1) for c in itertools.combinations(range(NUM_PARAMETERS), n)]
+MIXTURES = [
+    dict(enumerate(members)) for size in (1, 2, 3) for members in itertools.product(SUBSETS, repeat=size)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_survivors", [1, 2, 3])
-def test_every_combination_of_three_buckets(num_survivors: int) -> None:
-    for phases in itertools.product(ALL, repeat=num_survivors):
-        members = world(*phases)
-        resolution = resolve({0: members})[0]
-        ends = carry_out(members, resolution)
-        assert {state for state, _ in ends} == {resolution.iteration}, (phases, resolution)
-        for bucket, (_, exact) in enumerate(ends):
-            seen = {each[bucket] for each in phases}
-            if not exact:  # only where nothing else works
-                assert seen == {UPDATED}
-                assert any({each[other] for each in phases} == {PENDING} for other in range(3))
-        if all({each[bucket] for each in phases} != {PENDING} for bucket in range(3)):
-            assert resolution.iteration == 8  # nothing is lost that need not be
+def states(updated: dict[int, frozenset[int]]) -> dict[int, list[str]]:
+    return {rank: ["new" if n in have else "old" for n in range(NUM_PARAMETERS)] for rank, have in updated.items()}
 
 
-def test_two_sets_go_on_from_one_iteration() -> None:
-    for one, other in itertools.product(itertools.product(ALL, repeat=2), [(a,) for a in ALL]):
-        sets = {0: world(*one), 1: world(*other)}
-        found = resolve(sets)
-        assert found[0].iteration == found[1].iteration
-        for number, members in sets.items():
-            assert {state for state, _ in carry_out(members, found[number])} == {found[number].iteration}
-        alone = min(resolve({number: members})[number].iteration for number, members in sets.items())
-        assert found[0].iteration == alone
+def carry_out(held: dict[int, list[str]], patches: tuple[Patch, ...]) -> None:
+    for patch in patches:
+        assert patch.source not in patch.targets
+        for target in patch.targets:
+            for number in patch.parameters:
+                held[target][number] = held[patch.source][number]
 
 
-def test_a_member_that_has_gone_on_has_updated_everything() -> None:
-    behind, ahead = Member(0, 7, (REDUCED, PENDING)), Member(1, 8, (PENDING, PENDING))
-    resolution = resolve({0: [behind, ahead]})[0]
-    assert resolution.iteration == 8 and [source.rank for source in resolution.sources] == [1, 1]
-    assert resolution.why == "roll forward" and resolution.undone == ()
+@pytest.mark.parametrize("updated", MIXTURES, ids=str)
+def test_every_mixture_ends_in_one_state(updated):
+    held = states(updated)
+    if can_finish(updated.values(), NUM_PARAMETERS):
+        lead, patches = forward(updated, NUM_PARAMETERS)
+        carry_out(held, patches)
+        assert held[lead] == ["new"] * NUM_PARAMETERS
+        return
+    plan = back(updated)
+    for rank in held:
+        for number in plan.undone:
+            assert held[rank][number] == "new", "only an update that was made can be undone"
+            held[rank][number] = "old"
+    carry_out(held, plan.patches)
+    assert all(parameters == ["old"] * NUM_PARAMETERS for parameters in held.values())
 
 
-def test_a_set_that_is_ahead_goes_back_with_the_others() -> None:
-    """By one update at most: from an untouched survivor, or by an undo."""
-    stuck = world([PENDING, PENDING])
-    assert resolve({0: stuck, 1: world([UPDATED] * 2, [PENDING] * 2)})[1].undone == ()
-    undone = resolve({0: stuck, 1: world([UPDATED] * 2)})[1]
-    assert undone.undone == (0, 1) and undone.iteration == 7
-    assert "buckets 0, 1, which are undone" in undone.why
+@pytest.mark.parametrize("updated", MIXTURES, ids=str)
+def test_undo_is_the_last_resort(updated):
+    """Exactly what every survivor has updated, and only where the set cannot go forward."""
+    by_all = frozenset.intersection(*updated.values())
+    assert back(updated).undone == tuple(sorted(by_all))
+    union = frozenset().union(*updated.values())
+    assert can_finish(updated.values(), NUM_PARAMETERS) == (union == set(range(NUM_PARAMETERS)))
 
 
-def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(Unrecoverable, match="nobody of replica set 3 is left"):
-        resolve({3: []})
-    with pytest.raises(Unrecoverable, match="rank 1 of replica set 0 is in update 9, another one in 7"):
-        resolve({0: [Member(0, 7, (PENDING,)), Member(1, 9, (PENDING,))]})
-    with pytest.raises(Unrecoverable, match="can be brought to iteration 8 or 9, another one only to 7"):
-        resolve({0: world([PENDING]), 1: world([PENDING], iteration=8)})
+def test_a_complete_survivor_needs_nothing():
+    assert forward({4: frozenset({0, 1, 2}), 5: frozenset({0})}, 3) == (4, ())
+
+
+def test_who_has_most_leads_and_gets_the_rest():
+    lead, patches = forward({0: frozenset({2}), 1: frozenset({0, 1})}, 3)
+    assert (lead, patches) == (1, (Patch((2,), 0, (1,)),))
+
+
+def test_sources_of_untouched_parameters_are_spread():
+    plan = back({0: frozenset({0, 1}), 1: frozenset(), 2: frozenset()})
+    assert plan == Back((Patch((0,), 1, (0,)), Patch((1,), 2, (0,))), ())
