@@ -207,21 +207,22 @@ class Place:
             self._point_at, self._point_units = astuple(target), Units(**offer["units"])
             self.status = "holding"
 
-    def roll_forward(self, iteration: int, receive: Callable[[], Any]) -> None:
-        """A survivor that owes the update before *iteration* gets it by *receive*, but keeps what its own script has
-        done to small things. If *receive* raises, everything is as before."""
+    def roll_forward(self, iteration: int, install: Callable[[], Any]) -> None:
+        """A survivor that owes the update before *iteration* gets it by *install*, which has all of it at hand, but
+        keeps what its own script has done to small things. No report is made while it is half in place."""
         assert self.tracked is not None
         if self.owed is None or self.owed.iteration + 1 != iteration:
             here = self.here.iteration
             raise SwiftError(f"rank {self.rank} stands at iteration {here} and cannot skip to {iteration}")
         mine = self.tracked.script_side()
         mine.take()
-        receive()
-        mine.restore(buffers=False)
         with self.lock:
+            install()
+            mine.restore(buffers=False)
             self.here.iteration = iteration
             self.owed = None
             self.tracked.updates.mixed = False
+            self.tracked.updates.settle()
 
     def next_iteration(self) -> int:
         """The first iteration that this rank has not begun; called by the supervisor's thread with the lock held."""
@@ -236,5 +237,10 @@ class Place:
             elif self.inside == "iteration" and tracked.updates.updated:
                 iteration += 1
             iteration = max(iteration, self.ghost_iterations)
-        replicas = tuple(tracked.replicas) if tracked is not None else ()
-        return RankReport(self.rank, status, iteration, self.here.sections, replicas).to_json()
+        report = RankReport(self.rank, status, iteration, self.here.sections)
+        if tracked is not None:
+            done = tracked.updates.done if status == "holding" else ()
+            report = replace(
+                report, replicas=tuple(tracked.replicas), updated=done, num_parameters=tracked.updates.num_parameters
+            )
+        return report.to_json()

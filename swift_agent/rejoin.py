@@ -26,12 +26,13 @@ from swift_agent import handover, kept_state
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
+from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.plan import Plan
-from swift_recovery.replica import GroupLink, receive_state, send_state
+from swift_recovery.replica import GroupLink, receive, receive_state, send_state
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Rejoin:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         if place.rank in plan.loads:
             place.take_over(kept_state.load(go.kept, plan.iteration, self._tracked), plan.iteration)
+        self._mend(plan)
         targets = plan.targets_of(place.rank)
         if targets:
             send_state(state, place.offer(), [self._link(target) for target in targets])
@@ -136,9 +138,30 @@ class Rejoin:
         link = self._link(plan.sources[place.rank])
         skips = place.owed is not None and place.owed.iteration < plan.iteration
         if place.status == "holding" and (skips or not self._tracked.updates.mixed):
-            place.roll_forward(plan.iteration, lambda: receive_state(state, link, staged=True))
+            place.roll_forward(plan.iteration, receive(state, link, staged=True).commit)
         else:
             place.take_over(receive_state(state, link, staged=False), plan.iteration)
+
+    def _mend(self, plan: Plan) -> None:
+        """Leave a half-done update, forward or back; what is whole here already stays as it is."""
+        place, updates = self._place, self._tracked.updates
+        if isinstance(updates, OverlappedUpdates):
+            if place.rank in plan.undone and (said := updates.take_back(plan.undone[place.rank])):
+                self._supervisor.note(f"update {plan.iteration}: {said}")
+            for patch in plan.patches:
+                if place.rank == patch.source:
+                    links = [self._link(target) for target in patch.targets]
+                    send_state(updates.patch_of(patch.parameters), None, links)
+                elif place.rank in patch.targets:
+                    incoming = receive(updates.patch_of(patch.parameters), self._link(patch.source), staged=True)
+                    with place.lock:
+                        incoming.commit()
+                        updates.patched(patch.parameters, updated=plan.iteration > place.here.iteration)
+        owes = place.owed is not None and place.owed.iteration < plan.iteration
+        if owes and place.rank not in plan.sources:
+            place.roll_forward(plan.iteration, lambda: None)
+            # Its point is before the update: who gets that has to run the iteration as a ghost, and catches up here.
+            place.keep_start()
 
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""

@@ -244,13 +244,14 @@ class Protected:
         """
         place, tracked = self._place, self._require_tracked()
         number, owes = place.here.iteration, not tracked.updates.updated
-        buffers = None if owes else tracked.copy_buffers()
+        # Where an update has begun, the forward was complete; it may be here that the rest of it is brought to.
+        buffers = None if owes and not tracked.updates.done else tracked.copy_buffers()
         place.start.restore()
         with place.lock:
             place.inside = ""
             if not owes:
                 place.here.iteration += 1
-                tracked.updates.updated = False
+                tracked.updates.settle()
         self.enter_ghost()
         result = self._as_ghost(call, number)
         if buffers is not None:
@@ -308,7 +309,7 @@ class Protected:
                 if tracked.updates.updated:
                     place.here.iteration += 1
                     place.owed = None
-                    tracked.updates.updated = False
+                    tracked.updates.settle()
             since.restore(buffers=False)
             raise
         since.restore(buffers=False)

@@ -47,6 +47,7 @@ class Job:
         self._place, self._running, self._supervisor = place, running, supervisor
         self._pending: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "others": {}}
         self._replicas: Sequence[int] | None = None
+        self._overlap_update = self._exact = False
         self._begun = False
         self._loops = 0
         self._closed = False
@@ -71,6 +72,8 @@ class Job:
         loader: Any = None,
         scaler: Any = None,
         replicas: Sequence[int] | None = None,
+        overlap_update: bool = False,
+        exact: bool = False,
         **others: Any,
     ) -> None:
         """Name the state of this job, before its first iteration. May be called several times.
@@ -80,6 +83,11 @@ class Job:
         it.
         *replicas*: the global ranks that hold the same parameters, this one included; found out for
         DistributedDataParallel, otherwise all ranks.
+        *overlap_update*: the parameters of each DDP bucket are updated as soon as its all-reduce is done, while the
+        backward goes on; `optimizer.step()` then has nothing left to do, and cannot be left out. What looks at all
+        gradients first (clipping, a GradScaler) raises. An update that a failure cuts in the middle is completed or
+        taken back, the latter within the rounding of a step for parameters that all survivors have updated. *exact*:
+        bit for bit there too, by a copy of parameters and optimizer state while an iteration's update is under way.
 
         Raises `UsageError` for state that could not be recovered (an optimizer over parameters of no tracked model,
         sharded parameters, LBFGS, objects without `state_dict`) and after the first iteration.
@@ -96,7 +104,8 @@ class Job:
             self._pending["others"]["loader"] = loader
         if replicas is not None:
             self._replicas = sorted(replicas)
-        tracking.check(self._pending)
+        self._overlap_update, self._exact = self._overlap_update or overlap_update, self._exact or exact
+        tracking.check(self._pending, overlap_update=self._overlap_update)
 
     def _begin(self) -> None:
         """The first point of the loop."""
@@ -108,7 +117,10 @@ class Job:
                 "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
             )
         self._place.seeds.settle()
-        tracked = Tracked(self._pending, self._replicas, self.world_size, self._supervisor)
+        tracked = Tracked(
+            self._pending, self._replicas, self.world_size, self._supervisor,
+            overlap_update=self._overlap_update, exact=self._exact,
+        )  # fmt: skip
         if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
             raise UsageError(
                 f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "

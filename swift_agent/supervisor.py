@@ -88,6 +88,7 @@ class Supervisor:
         self._aborted = 0
         self._entered = 0
         self._inside = 0
+        self._updating = 0
         self._waits_for_leave = False
         self._released = False
         self._patience_s = 0.0
@@ -167,7 +168,9 @@ class Supervisor:
         As long as the agent says that it cannot know (see `patience`) the time does not run.
         """
         if not self.interrupted:
-            self.send({"op": "suspect", "why": str(error)[-300:]})
+            # What pybind11 appends to an error that has passed through Python is of no use to people.
+            why = str(error).partition("\n\nAt:\n")[0]
+            self.send({"op": "suspect", "why": why[-300:]})
         with self.changed:
             self._patience_s = CONFIRM_TIMEOUT_S
             while not self.interrupted and self._patience_s > 0:
@@ -226,6 +229,27 @@ class Supervisor:
             self._released = True
         self._channel.close()
 
+    # ---- any thread ----
+
+    def begin_update(self) -> bool:
+        """Pass the fence in front of the update of some parameters; False: it must not be made. Until as many calls of
+        `end_update` no report is made. For threads other than the main one, which has `enter_step`."""
+        with self.fence:
+            if self.interrupted:
+                return False
+            self._updating += 1
+            return True
+
+    def end_update(self) -> None:
+        with self.changed:
+            self._updating -= 1
+            self.changed.notify_all()
+
+    def wait_updates(self) -> None:
+        """Until no other thread is inside an update."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._updating)
+
     # ---- reading thread ----
 
     def _read(self) -> None:
@@ -283,7 +307,7 @@ class Supervisor:
             self.changed.notify_all()
             # A step that has passed the fence has all its gradients: it is let finish, and counts.
             self._waits_for_leave = True
-            self.changed.wait_for(lambda: not self._inside)
+            self.changed.wait_for(lambda: not self._inside and not self._updating)
             self._waits_for_leave = False
             report = self._report()
         self.send({"op": "report", "generation": generation, "report": report})

@@ -373,3 +373,28 @@ def rendezvous_node(address: str, pid: int, local_id: int) -> Any:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     return dynamic_rendezvous._NodeDesc(address, pid, local_id)
+
+
+def has_comm_hook(ddp: DDP) -> bool:
+    """Whether somebody has registered a communication hook for gradients, built in or not."""
+    name = ddp._get_ddp_logging_data().get("comm_hook", "")  # type: ignore[no-untyped-call]
+    return bool(ddp._comm_hooks) or bool(name)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """In a communication hook: run *action* in this thread when the backward is over, DDP's own end of it included."""
+    engine = torch.autograd.Variable._execution_engine
+    # DDP queues its end when the last bucket is ready, which is later than now: so ours is queued at the end.
+    engine.queue_callback(lambda: engine.queue_callback(action))
+
+
+def step_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Make the optimizer's step for the parameters of *groups* only, with its own state, without its hooks.
+
+    *groups*: copies of its parameter groups with fewer parameters. Several threads may do so for different parameters.
+    """
+    hooked = type(optimizer).step
+    part = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    part.param_groups = groups
+    getattr(hooked, "__wrapped__", hooked)(part)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, torch_private
+from swift_agent import ddp, overlap, torch_private
 from swift_agent.errors import UsageError
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
@@ -40,8 +40,8 @@ def named(kind: str, value: Any) -> dict[str, Any]:
     return {kind: value}
 
 
-def check(pending: Pending) -> None:
-    """Raise `UsageError` naming everything that could not be recovered."""
+def check(pending: Pending, *, overlap_update: bool = False) -> None:
+    """Raise `UsageError` naming everything that could not be recovered, or not updated in the backward."""
     mistakes = []
     for name, model in pending["models"].items():
         if not isinstance(model, nn.Module):
@@ -63,6 +63,11 @@ def check(pending: Pending) -> None:
             TrainingState(pending["models"], pending["optimizers"], pending["others"]).collect()
         except StateError as error:
             mistakes.append(str(error))
+    if overlap_update and not mistakes:
+        ddps = _ddps(pending)
+        if not ddps:
+            mistakes.append("overlap_update without DistributedDataParallel: there is no reduction to overlap with")
+        mistakes += overlap.mistakes(ddps, pending["optimizers"], pending["others"])
     if mistakes:
         raise UsageError("job.track(): " + "; ".join(mistakes))
 
@@ -71,18 +76,17 @@ class Tracked:
     """All that is tracked, from the first iteration on. *replicas*: global ranks that hold the same parameters."""
 
     def __init__(
-        self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None
-    ) -> None:
-        check(pending)
-        models = pending["models"]
-        self.state = TrainingState(models, pending["optimizers"], pending["others"])
-        self.updates = UpdateTracker(pending["optimizers"], supervisor)
-        ddps = [
-            module
-            for model in models.values()
-            for module in model.modules()
-            if isinstance(module, DistributedDataParallel)
-        ]
+        self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
+        *, overlap_update: bool = False, exact: bool = False,
+    ) -> None:  # fmt: skip
+        check(pending, overlap_update=overlap_update)
+        self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
+        ddps, optimizers = _ddps(pending), pending["optimizers"]
+        self.updates = (
+            overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, exact=exact)
+            if overlap_update
+            else UpdateTracker(optimizers, supervisor)
+        )
         self.replicas: list[int] = _replica_set(ddps, replicas, world_size)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
@@ -157,6 +161,11 @@ class Tracked:
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())
+
+
+def _ddps(pending: Pending) -> list[DistributedDataParallel]:
+    modules = (module for model in pending["models"].values() for module in model.modules())
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
 
 def _clear_gradient(parameter: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.supervisor import Supervisor
+from swift_recovery.patch import copy_of, put_back
 
 _POLL_S = 20e-6
 
@@ -56,6 +57,16 @@ class UpdateTracker:
     def num_steps(self) -> int:
         return len(self._stepped)
 
+    @property
+    def done(self) -> tuple[int, ...]:
+        """Parameters, by number, that a half-done update has reached: none, where a step updates all at once."""
+        return ()
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers there are for `done`."""
+        return 0
+
     def begin(self, *, ghost: bool = False) -> None:
         """An iteration begins. *ghost*: its steps must have no effect."""
         self._in_iteration, self._ghost = True, ghost
@@ -76,6 +87,10 @@ class UpdateTracker:
         self.updated = False
         if self._in_step:
             self._leave_step()
+
+    def settle(self) -> None:
+        """The state here is that of an iteration again; what was kept of a half-done update is let go."""
+        self.updated = False
 
     def cut(self) -> None:
         """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
@@ -231,28 +246,8 @@ class _Kept:
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._values = [(p, p.detach().clone()) for p in parameters]
-        self._state: list[tuple[Tensor, dict[str, Any] | None]] = []
-        for parameter in parameters:
-            entry = optimizer.state.get(parameter)
-            copy = (
-                None
-                if not entry
-                else {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
-            )
-            self._state.append((parameter, copy))
+        self._copies = [(parameter, copy_of(optimizer, parameter)) for parameter in parameters]
 
     def put_back(self, optimizer: Optimizer) -> None:
-        with torch.no_grad():
-            for parameter, value in self._values:
-                parameter.copy_(value)
-            for parameter, entry in self._state:
-                if entry is None:
-                    optimizer.state.pop(parameter, None)
-                    continue
-                live = optimizer.state[parameter]
-                for key, value in entry.items():
-                    if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
-                        live[key].copy_(value)
-                    else:
-                        live[key] = value
+        for parameter, copy in self._copies:
+            put_back(optimizer, parameter, copy)

@@ -1,8 +1,10 @@
 """From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
 
-Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished;
-else take a survivor that has not begun the update. Both are exact. Undo, logs and checkpoints are not planned here yet:
-where they would be needed the plan is a restart of all workers, and says so.
+Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished,
+or that survivors cut in the middle of an update have together; else take a survivor that has not begun the update; else
+take a half-done update back, which is exact but for the parameters that all have updated: these are undone (see
+`consistency`). Logs and checkpoints are not planned here yet: where they would be needed the plan is a restart of all
+workers, and says so.
 
 This module must never look at tensors, clocks or files.
 """
@@ -13,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from swift_recovery.progress import RankReport
+from swift_recovery.consistency import Patch, back, can_finish, forward
+from swift_recovery.progress import RankReport, ranges_of, ranks_of
 
 PlanKind = Literal["fresh", "copy", "restart"]
 
@@ -28,6 +31,8 @@ class Plan:
     of the same rank on a node that is leaving. *sections*: how many `@job.resilient` calls count as finished.
     `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over (of a rank in *handovers*: its predecessor's);
     a rank that is no key leads its replica set.
+    *undone*, *patches*: how survivors cut in the middle of an update leave it, before anything else is sent: each rank
+    undoes these parameters, then the patches move, in this order.
     `restart`: state cannot be brought back in place. *keepers*, *loads*: when the job goes on with another number of
     ranks (see `resize`): by slot, which local rank of the former workers keeps its state in a file (or that it is there
     already), and the ranks that load one.
@@ -42,6 +47,8 @@ class Plan:
     handovers: tuple[int, ...] = ()
     keepers: Mapping[int, int] = field(default_factory=dict)
     loads: tuple[int, ...] = ()
+    undone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    patches: tuple[Patch, ...] = ()
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -58,6 +65,11 @@ class Plan:
             "handovers": list(self.handovers),
             "keepers": {str(slot): local_rank for slot, local_rank in self.keepers.items()},
             "loads": list(self.loads),
+            "undone": {str(rank): ranges_of(parameters) for rank, parameters in self.undone.items()},
+            "patches": [
+                {"parameters": ranges_of(patch.parameters), "source": patch.source, "targets": list(patch.targets)}
+                for patch in self.patches
+            ],
         }
 
     @classmethod
@@ -72,6 +84,11 @@ class Plan:
             handovers=tuple(int(rank) for rank in data.get("handovers", ())),
             keepers={int(slot): int(local_rank) for slot, local_rank in data.get("keepers", {}).items()},
             loads=tuple(int(rank) for rank in data.get("loads", ())),
+            undone={int(rank): ranks_of(parameters) for rank, parameters in data.get("undone", {}).items()},
+            patches=tuple(
+                Patch(ranks_of(one["parameters"]), int(one["source"]), tuple(int(rank) for rank in one["targets"]))
+                for one in data.get("patches", ())
+            ),
         )
 
 
@@ -94,7 +111,7 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
     orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
     if orphans:
         return Plan("restart", f"ranks {orphans} are lost and no survivor holds a replica of their state")
-    held = [{holding[rank].iteration for rank in members if rank in holding} for members in sets]
+    held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
     if not common:
         target = min(max(iterations) for iterations in held)
@@ -108,8 +125,13 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
     iteration = max(common)
     sources: dict[int, int] = {}
     layouts: dict[int, int] = {}
+    undone: dict[int, tuple[int, ...]] = {}
+    patches: list[Patch] = []
     for members in sets:
-        sound = [rank for rank in members if rank in holding and holding[rank].iteration == iteration]
+        sound = [rank for rank in members if rank in holding and _holds(holding[rank], iteration)]
+        mixed = {rank: holding[rank] for rank in members if rank in holding and holding[rank].updated}
+        if mixed:
+            sound = _mend(mixed, sound, iteration, undone, patches)
         needy = sorted(set(members) - set(sound))
         # Who gets its own state from elsewhere passes it on only if nobody else has it.
         sound = [rank for rank in sound if rank not in leaving] or sound
@@ -117,13 +139,54 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
         sources |= {rank: sound[index % len(sound)] for index, rank in enumerate(needy)}
         # One rank of the set leads: a newcomer has no buckets of its own, and a rank that is behind has older ones.
         layouts |= {rank: sound[0] for rank in members if rank != sound[0] or rank in leaving}
-    there = [report for report in holding.values() if report.iteration == iteration]
+    # If nobody holds it yet, all stand in the middle of the update before it.
+    there = [report for report in holding.values() if _holds(report, iteration)] or list(holding.values())
     sections = max(report.sections for report in there)
     new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
     moved = sorted(set(sources) - set(new))
     handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
     why = _why(iteration, new, moved, sources, handovers)
-    return Plan("copy", why, iteration, sections, sources, layouts, handovers)
+    why = "; ".join([*_why_mended(iteration, undone, patches), why])
+    return Plan(
+        "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches)
+    )  # fmt: skip
+
+
+def _holds(report: RankReport, iteration: int) -> bool:
+    return report.iteration == iteration and not report.updated
+
+
+def _reachable(reports: Iterable[RankReport]) -> set[int]:
+    """The iterations that survivors of one replica set can go on from."""
+    reachable, mixed = set(), []
+    for report in reports:
+        reachable.add(report.iteration)  # a half-done update can be taken back
+        if report.updated:
+            mixed.append(report)
+    if mixed and can_finish((frozenset(report.updated) for report in mixed), mixed[0].num_parameters):
+        reachable.add(mixed[0].iteration + 1)
+    return reachable
+
+
+def _mend(
+    mixed: Mapping[int, RankReport], sound: list[int], iteration: int, undone: dict[int, tuple[int, ...]],
+    patches: list[Patch],
+) -> list[int]:  # fmt: skip
+    """Those of a set who were cut in the middle of an update are brought to *iteration*, or left to be given the
+    state. Adds to *undone* and *patches*; returns who then holds it."""
+    updated = {rank: frozenset(report.updated) for rank, report in mixed.items()}
+    first = next(iter(mixed.values()))
+    if iteration > first.iteration:
+        if sound:
+            return sound
+        lead, found = forward(updated, first.num_parameters)
+        patches.extend(found)
+        return [lead]
+    ways = back(updated | {rank: frozenset() for rank in sound})
+    if ways.undone:
+        undone.update(dict.fromkeys(mixed, ways.undone))
+    patches.extend(ways.patches)
+    return sorted([*sound, *mixed])
 
 
 def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
@@ -161,3 +224,14 @@ def _why(
         parts.append(f"ranks {moved} take over the state of iteration {iteration} from ranks "
                      f"{sorted({sources[rank] for rank in moved})}")
     return "; ".join(parts) or f"all ranks hold iteration {iteration}"
+
+
+def _why_mended(iteration: int, undone: Mapping[int, tuple[int, ...]], patches: Iterable[Patch]) -> list[str]:
+    parts = []
+    if undone:
+        numbers = ranges_of(number for parameters in undone.values() for number in parameters)
+        parts.append(f"ranks {sorted(undone)} undo update {iteration} of parameters {numbers}, which all have made")
+    for patch in patches:
+        parts.append(f"ranks {list(patch.targets)} get parameters {ranges_of(patch.parameters)} of iteration "
+                     f"{iteration} from rank {patch.source}")
+    return parts

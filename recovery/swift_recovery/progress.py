@@ -22,7 +22,8 @@ class RankReport:
     script has not reached its first iteration; `empty` was set up alone and waits for state; `holding` holds the
     complete state of *iteration* (that many optimizer updates are in it).
     *sections* counts finished `@job.resilient` calls. *replicas*: global ranks that hold the same parameters, itself
-    included.
+    included. *updated*: the parameters, by number, of *num_parameters*, that update number *iteration* has reached
+    already, where updates overlap the backward; the state is that of *iteration* but for these.
     """
 
     rank: int
@@ -30,11 +31,16 @@ class RankReport:
     iteration: int = 0
     sections: int = 0
     replicas: tuple[int, ...] = ()
+    updated: tuple[int, ...] = ()
+    num_parameters: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
         # Not `asdict`, which copies every rank.
-        return {**vars(self), "replicas": ranges_of(self.replicas)}
+        data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
+        if not self.updated:
+            del data["updated"], data["num_parameters"]
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankReport:
@@ -47,6 +53,8 @@ class RankReport:
             iteration=int(data.get("iteration", 0)),
             sections=int(data.get("sections", 0)),
             replicas=ranks_of(data.get("replicas", "")),
+            updated=ranks_of(data.get("updated", "")),
+            num_parameters=int(data.get("num_parameters", 0)),
         )
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from swift_recovery.errors import StateError
 from swift_recovery.incoming import Incoming
-from swift_recovery.state import Outgoing, TrainingState
+from swift_recovery.state import Outgoing
 from swift_recovery.tensors import Layout, copy_all, memory_bytes, wire_bytes
 
 CHUNK_BYTES = 16 << 20
@@ -31,6 +31,14 @@ class Pending(Protocol):
     """A transfer under way; ``wait`` returns when it is done and raises if it failed."""
 
     def wait(self) -> Any: ...
+
+
+class Sendable(Protocol):
+    """What can be copied: a `TrainingState`, or a part of one (`patch.PatchState`)."""
+
+    def collect(self, extra: Any = None) -> Outgoing: ...
+
+    def prepare(self, manifest: bytes, staged: bool) -> Incoming: ...
 
 
 class Link(Protocol):
@@ -127,7 +135,7 @@ def plan_chunks(layouts: Sequence[Layout], chunk_bytes: int = CHUNK_BYTES) -> li
     return chunks
 
 
-def send_state(state: TrainingState, extra: Any, links: Sequence[Link], *, chunk_bytes: int = CHUNK_BYTES) -> int:
+def send_state(state: Sendable, extra: Any, links: Sequence[Link], *, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Send the state as it is now, and *extra*, over every one of *links*; returns the bytes sent to each.
 
     *extra*: a tree for the codec, such as ``Snapshot.tree()``. The state must not change until this returns, which is
@@ -154,7 +162,7 @@ def send_state(state: TrainingState, extra: Any, links: Sequence[Link], *, chunk
     return sum(chunk.num_bytes for chunk in chunks)
 
 
-def receive(state: TrainingState, link: Link, *, staged: bool) -> Incoming:
+def receive(state: Sendable, link: Link, *, staged: bool) -> Incoming:
     """Receive what :func:`send_state` sends, without installing it: the caller commits (``TrainingState.prepare``).
 
     Returns when all bytes are there. Raises :class:`StateError` for a manifest that does not fit (before any live state
@@ -179,7 +187,7 @@ def receive(state: TrainingState, link: Link, *, staged: bool) -> Incoming:
     return incoming
 
 
-def receive_state(state: TrainingState, link: Link, *, staged: bool) -> Any:
+def receive_state(state: Sendable, link: Link, *, staged: bool) -> Any:
     """:func:`receive`, then commit; returns the ``extra`` that was sent."""
     return receive(state, link, staged=staged).commit()
 

@@ -69,7 +69,7 @@ class TrainingState:
 
     def check(self) -> None:
         """Raise :class:`StateError` if an optimizer holds a parameter of no tracked model."""
-        names = self._parameter_names()
+        names = self.parameter_names()
         for name, optimizer in self.optimizers.items():
             for number, group in enumerate(optimizer.param_groups):
                 for index, parameter in enumerate(group["params"]):
@@ -98,7 +98,7 @@ class TrainingState:
         Raises :class:`StateError`, naming the path, for a value that cannot be copied to a replacement.
         """
         self.check()
-        names = self._parameter_names()
+        names = self.parameter_names()
         tree = {
             "models": {name: _model_tree(model) for name, model in self.models.items()},
             "optimizers": {name: _optimizer_tree(optimizer, names) for name, optimizer in self.optimizers.items()},
@@ -146,7 +146,7 @@ class TrainingState:
         taken: dict[int, Slot] = {}
         for name, model in self.models.items():
             _bind_model(name, model, tree["models"][name], taken)
-        names = self._parameter_names()
+        names = self.parameter_names()
         for name, optimizer in self.optimizers.items():
             _bind_optimizer(name, optimizer, tree["optimizers"][name], names, taken)
         for slot in slots:
@@ -171,7 +171,8 @@ class TrainingState:
             install_optimizer(optimizer, _optimizer_parameters(optimizer), tree["optimizers"][name])
         return tree["extra"]
 
-    def _parameter_names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:
+        """Its path for the id of each parameter."""
         names: dict[int, str] = {}
         for name, model in self.models.items():
             for path, parameter in model.named_parameters(name):

@@ -257,3 +257,73 @@ def test_the_plan_of_a_generation_comes_from_its_records() -> None:
     cut = ProgressRecord(0, "n0.1", (RankReport(0, "setup").to_json(),))
     lost = plan_generation(generation(2, "replace"), {0: cut})
     assert lost.restart and lost.why
+
+
+# ---- survivors cut in the middle of an update ----
+
+SUBSETS = [frozenset(c) for n in range(4) for c in itertools.combinations(range(3), n)]
+
+
+def mixed(rank: int, updated: Iterable[int], replicas: Sequence[int] = ALL) -> RankReport:
+    return RankReport(rank, "holding", 5, 0, tuple(replicas), tuple(sorted(updated)), 3)
+
+
+def carried_out(plan: Plan, reports: Sequence[RankReport], world_size: int) -> dict[int, list[int]]:
+    """How many updates are in each parameter of each rank after *plan*; checks that nothing comes from nowhere."""
+    held = {r.rank: [r.iteration + (number in r.updated) for number in range(3)] for r in reports}
+    before = {r.rank: r.iteration for r in reports}
+    for rank, numbers in plan.undone.items():
+        for number in numbers:
+            assert held[rank][number] == before[rank] + 1, "only an update that was made can be undone"
+            held[rank][number] -= 1
+    for patch in plan.patches:
+        for target, number in itertools.product(patch.targets, patch.parameters):
+            held[target][number] = held[patch.source][number]
+    for target, source in plan.sources.items():
+        assert held[source] == [plan.iteration] * 3, "a whole state is sent by who holds it"
+        held[target] = list(held[source])
+    return held
+
+
+def test_every_mixture_of_three_replicas_ends_in_one_state() -> None:
+    """Any rank lost or not; each survivor before update 5, in it with any parameters updated, or after it."""
+    choices: list[Any] = [None, "after", *SUBSETS]
+    for situation in itertools.product(choices, repeat=3):
+        reports = [
+            holding(rank, 6) if at == "after" else mixed(rank, at)
+            for rank, at in enumerate(situation)
+            if at is not None
+        ]
+        if not reports:
+            continue
+        plan = make_plan(reports, 3)
+        assert plan.kind == "copy"
+        held = carried_out(plan, reports, 3)
+        assert held == {rank: [plan.iteration] * 3 for rank in range(3)}, (situation, plan)
+        together = frozenset[int]().union(*(frozenset(range(3)) if at == "after" else at for at in situation if at))
+        assert plan.iteration == (6 if together == {0, 1, 2} else 5), (situation, plan)
+        # Only what no survivor has untouched.
+        by_all = frozenset.intersection(*(frozenset(range(3)) if at == "after" else at for at in situation
+                                          if at is not None))
+        assert set().union(*plan.undone.values()) == (set() if plan.iteration == 6 else by_all)
+
+
+def test_two_replica_sets_go_back_together() -> None:
+    """One could finish its update, the other cannot."""
+    reports = [mixed(0, {0, 1}, (0, 2)), mixed(2, {2}, (0, 2)), mixed(1, {0}, (1, 3))]
+    plan = make_plan(reports, 4)
+    assert (plan.kind, plan.iteration, plan.undone) == ("copy", 5, {1: (0,)})
+    assert carried_out(plan, reports, 4) == {rank: [5, 5, 5] for rank in range(4)}
+
+
+def test_the_plan_names_what_is_undone() -> None:
+    plan = make_plan([mixed(0, {0, 1}), mixed(1, {0})], 3)
+    assert plan.why.startswith("ranks [0, 1] undo update 5 of parameters 0, which all have made; "
+                               "ranks [0] get parameters 1 of iteration 5 from rank 1; ")
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_a_report_in_the_middle_of_an_update_travels_as_it_is() -> None:
+    report = mixed(1, {0, 2})
+    assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert "updated" not in holding(0, 5).to_json()

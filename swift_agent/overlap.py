@@ -1,0 +1,342 @@
+"""Updates that overlap the backward: the parameters of a bucket are updated as soon as its all-reduce is done.
+
+A communication hook of DDP reduces a bucket as DDP itself would; on the thread that learns of its completion the
+optimizer's own step runs for the parameters of that bucket (wait-free update, SWIFT section 2.1). `optimizer.step()` of
+the script then finds nothing left to do.
+
+So a failure may find some parameters updated and others not. Each is marked when its step has returned, under a fence
+that no update passes once the stop was heard: what is reported is what there is. `swift_recovery.consistency` says how
+the ranks get from there to one state; what that needs is kept until the iteration counts: the reduced gradients, which
+lie in DDP's buckets anyway, and what `swift_recovery.undo` asks for, or, with *exact*, a copy.
+
+This module must never wait for a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from swift_agent import torch_private
+from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.supervisor import Supervisor
+from swift_agent.updates import UpdateTracker
+from swift_recovery.errors import StateError
+from swift_recovery.patch import PatchState, copy_of, put_back
+from swift_recovery.undo import Kept, keep, rule_of, undo
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter that an optimizer updates. *name*: for people; *group*: its number among the optimizer's."""
+
+    name: str
+    optimizer: str
+    group: int
+    parameter: Tensor
+
+
+def mistakes(
+    ddps: Sequence[DistributedDataParallel], optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]
+) -> list[str]:
+    """What stands against overlapping the updates of these, in the words of an error; all at once."""
+    found = []
+    in_ddp = {id(parameter) for ddp in ddps for parameter in ddp.parameters() if parameter.requires_grad}
+    for ddp in ddps:
+        if ddp.find_unused_parameters or ddp.static_graph:
+            found.append("DDP with find_unused_parameters or static_graph: it reduces gradients that no step would use")
+        if torch_private.has_comm_hook(ddp):
+            found.append("DDP with a communication hook of its own: there can be one, and overlap_update needs it")
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.device.type != "cpu" for p in parameters):
+            found.append(f"{name} updates parameters on an accelerator: overlap_update is for gloo and the CPU so far")
+        if any(id(p) not in in_ddp for p in parameters):
+            found.append(f"{name} updates parameters outside DistributedDataParallel: nothing reduces their gradients")
+        shared = {owners[id(p)] for p in parameters if owners.setdefault(id(p), name) != name}
+        found += [f"{name} and {other} update the same parameter" for other in sorted(shared)]
+    for name, other in others.items():
+        if isinstance(other, GradScaler):
+            found.append(f"{name}: a GradScaler looks at all gradients before the update; use bfloat16, or no overlap")
+    return found
+
+
+class OverlappedUpdates(UpdateTracker):
+    """See the module. *names*: of the parameters, by id. Raises `UsageError` where `mistakes` finds any.
+
+    `updated` is true from the moment on when the last parameter has been updated.
+    """
+
+    def __init__(
+        self, ddps: Sequence[DistributedDataParallel], optimizers: Mapping[str, Optimizer], names: Mapping[int, str],
+        supervisor: Supervisor | None, *, exact: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(optimizers, supervisor)
+        self._copies = {name for name, optimizer in optimizers.items() if exact or not _can_undo(optimizer)}
+        self.members = [
+            Member(names[id(parameter)], name, number, parameter)
+            for name, optimizer in optimizers.items()
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        self._numbers = {id(member.parameter): number for number, member in enumerate(self.members)}
+        self._attempt = 0
+        self._done: set[int] = set()
+        self._reduced: dict[int, Tensor] = {}
+        self._before_update: dict[int, Kept | tuple[Tensor, dict[str, Any] | None]] = {}
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._hyper: dict[str, list[dict[str, Any]]] = {}
+        for ddp in ddps:
+            # DDP reads annotations, and takes none for the right ones.
+            ddp.register_comm_hook(ddp, lambda ddp, bucket: self._reduce(ddp, bucket))
+
+    # ---- around the iteration, in the main thread ----
+
+    def begin(self, *, ghost: bool = False) -> None:
+        super().begin(ghost=ghost)
+        if not ghost:
+            self._attempt += 1
+            self.settle()
+
+    def finish(self) -> None:
+        if self._done and not self._ghost and len(self._stepped) < len(self._optimizers):
+            raise UsageError(
+                "the backward has made the update (overlap_update=True), but the iteration called no "
+                "optimizer.step(). It cannot be left out: track without overlap_update to decide after the backward."
+            )
+        super().finish()
+        self.settle()
+
+    def cut(self) -> None:
+        if self._supervisor is not None:
+            with self._supervisor.changed:
+                self._attempt += 1  # what was reduced too late must not be updated any more
+            self._supervisor.wait_updates()
+        if self.updated:
+            self._forget()
+        elif not self._ghost:
+            # The buckets may be written to from now on, by a backward without communication.
+            self._reduced = {number: gradient.clone() for number, gradient in self._reduced.items()}
+        super().cut()
+
+    def settle(self) -> None:
+        super().settle()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._hyper.clear()
+        self._versions.clear()
+        self._done.clear()
+        self._reduced.clear()
+        self._before_update.clear()
+
+    # ---- recovery ----
+
+    @property
+    def done(self) -> tuple[int, ...]:
+        return () if self.updated else tuple(sorted(self._done))
+
+    @property
+    def num_parameters(self) -> int:
+        return len(self.members)
+
+    def take_back(self, numbers: Iterable[int]) -> str:
+        """Undo the update of these parameters, those of them that have it; says which and how exactly, for people.
+
+        Each is done and no longer marked, or not: this may be cut, and called again.
+        """
+        assert self._supervisor is not None
+        undone, restored = [], []
+        for number in numbers:
+            member = self.members[number]
+            optimizer = self._optimizers[member.optimizer]
+            with self._supervisor.fence:
+                if number not in self._done:
+                    continue
+                kept = self._before_update[number]
+                if isinstance(kept, Kept):
+                    undo(optimizer, member.parameter, self._reduced[number], kept)
+                    undone.append(member.name)
+                else:
+                    put_back(optimizer, member.parameter, kept)
+                    restored.append(member.name)
+                self._done.discard(number)
+        parts = []
+        if undone:
+            parts.append(f"undone, within the rounding of a step: {', '.join(undone)}")
+        if restored:
+            parts.append(f"put back from copies, bit for bit: {', '.join(restored)}")
+        return "; ".join(parts)
+
+    def patch_of(self, numbers: Iterable[int]) -> PatchState:
+        """These parameters and their state, to be sent or received."""
+        members = [self.members[number] for number in numbers]
+        return PatchState([(self._optimizers[member.optimizer], member.parameter) for member in members])
+
+    def patched(self, numbers: Iterable[int], *, updated: bool) -> None:
+        """These parameters were received; with the lock of the report held."""
+        (self._done.update if updated else self._done.difference_update)(numbers)
+
+    # ---- hooks of the optimizers ----
+
+    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        return lambda *_: self._before(name), lambda *_: self._after(name)
+
+    def _before(self, name: str) -> None:
+        if self._ghost or not self._in_iteration or name in self._stepped:
+            super()._before(name)
+            return
+        self._check_used(name)
+        # A parameter without a gradient is skipped by every optimizer.
+        self._hide(name)
+
+    def _after(self, name: str) -> None:
+        self._unhide()
+        if not self._ghost:
+            self._stepped.append(name)
+
+    def _check_used(self, name: str) -> None:
+        """The script must not have come between the reduction and the step."""
+        late = "overlap_update has made the update in the backward already. Track without it, or"
+        optimizer = self._optimizers[name]
+        for number, member in enumerate(self.members):
+            gradient = member.parameter.grad
+            if member.optimizer != name or gradient is None:
+                continue
+            if number not in self._done:
+                raise UsageError(
+                    f"optimizer '{name}': {member.name} has a gradient that DDP has not reduced in this iteration; "
+                    "with overlap_update the last backward before the step must be one that is not under no_sync()."
+                )
+            if self._versions.get(number) != (id(gradient), gradient._version):
+                raise UsageError(
+                    f"the gradient of {member.name} was changed between backward and {name}.step() (clipping?), but "
+                    f"{late} change gradients by hooks of the parameters."
+                )
+        if [_hyper(group) for group in optimizer.param_groups] != self._hyper.get(name):
+            raise UsageError(
+                f"hyper-parameters of '{name}' were changed between backward and step(), but {late} call "
+                "scheduler.step() after optimizer.step()."
+            )
+
+    def _note_gradients_of(self, numbers: Sequence[int]) -> None:
+        """At the end of the backward: what the gradients look like, for `_check_used`."""
+        for number in numbers:
+            gradient = self.members[number].parameter.grad
+            if gradient is not None:
+                self._versions[number] = (id(gradient), gradient._version)
+
+    # ---- buckets: the hook in the thread of the backward, the update where the reduction's end is heard ----
+
+    def _reduce(self, ddp: DistributedDataParallel, bucket: Any) -> torch.futures.Future[Tensor]:
+        group, buffer = ddp.process_group, bucket.buffer()
+        # As DDP does without a hook, to the bit.
+        if ddp.gradient_as_bucket_view:
+            buffer.div_(group.size())
+        else:
+            buffer.mul_(1.0 / group.size())
+        future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        if self._ghost or not self._in_iteration:
+            return future.then(_tensor_of)  # type: ignore[no-any-return]
+        attempt, parameters, gradients = self._attempt, bucket.parameters(), bucket.gradients()
+        numbers = [self._numbers[id(parameter)] for parameter in parameters if id(parameter) in self._numbers]
+        if self._done.intersection(numbers):
+            raise UsageError(
+                f"a second backward reduces the gradient of {self.members[numbers[0]].name} in one iteration, but "
+                "overlap_update has made the update after the first: put all but the last under model.no_sync()."
+            )
+        torch_private.after_backward(lambda: self._note_gradients_of(numbers))
+        pairs = [
+            (self._numbers[id(parameter)], gradient)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+            if id(parameter) in self._numbers
+        ]
+        return future.then(lambda done: self._update(attempt, pairs, done))  # type: ignore[no-any-return]
+
+    def _update(self, attempt: int, pairs: Sequence[tuple[int, Tensor]], future: Any) -> Tensor:
+        reduced = _tensor_of(future)  # raises if the reduction has failed
+        supervisor = self._supervisor
+        if supervisor is None:
+            self._step(pairs)
+            return reduced
+        if not supervisor.begin_update():
+            raise PeerFailure("stopped before an update")
+        try:
+            if attempt == self._attempt:
+                self._step(pairs)
+        finally:
+            supervisor.end_update()
+        return reduced
+
+    @torch.no_grad()
+    def _step(self, pairs: Sequence[tuple[int, Tensor]]) -> None:
+        """Update these parameters, each with the step of its optimizer."""
+        by_optimizer: dict[str, list[tuple[int, Tensor]]] = {}
+        for number, gradient in pairs:
+            by_optimizer.setdefault(self.members[number].optimizer, []).append((number, gradient))
+        for name, part in by_optimizer.items():
+            optimizer = self._optimizers[name]
+            if name not in self._hyper:
+                self._hyper[name] = [_hyper(group) for group in optimizer.param_groups]
+            if self._supervisor is not None:
+                for number, gradient in part:
+                    self._reduced[number] = gradient
+                    self._before_update[number] = self._keep(name, self.members[number])
+            try:
+                self._step_of(optimizer, part)
+            except BaseException:
+                self.mixed = True  # nobody knows how far it has come
+                raise
+            self._done.update(number for number, _ in part)
+        if len(self._done) == len(self.members):
+            self.updated = True
+
+    def _step_of(self, optimizer: Optimizer, part: Sequence[tuple[int, Tensor]]) -> None:
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+        hidden = []
+        for number, gradient in part:
+            member = self.members[number]
+            hidden.append((member.parameter, member.parameter.grad))
+            groups[member.group]["params"].append(member.parameter)
+            member.parameter.grad = gradient
+        try:
+            torch_private.step_groups(optimizer, groups)
+        finally:
+            for parameter, gradient_before in hidden:
+                parameter.grad = gradient_before
+
+    def _keep(self, name: str, member: Member) -> Kept | tuple[Tensor, dict[str, Any] | None]:
+        optimizer = self._optimizers[name]
+        if name in self._copies:
+            return copy_of(optimizer, member.parameter)
+        return keep(optimizer, optimizer.param_groups[member.group], member.parameter)
+
+
+def _can_undo(optimizer: Optimizer) -> bool:
+    try:
+        rule_of(optimizer)
+    except StateError:
+        return False
+    return True
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }
+
+
+def _tensor_of(future: Any) -> Tensor:
+    value = future.value()
+    tensor: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return tensor

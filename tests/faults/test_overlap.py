@@ -1,0 +1,105 @@
+"""Kills between any two buckets of an update that overlaps the backward (`job.track(overlap_update=True)`).
+
+Where survivors have updated different buckets, or all of them, no update is undone and the weights at the end are bit
+for bit those of an undisturbed run of plain DDP. Where all have updated the same ones these are undone: with exact=True
+from copies, bit for bit too; else the iteration begins again within the bound of `swift_recovery.undo`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.job import ROOT, Agents, Outcome
+
+SCRIPT = ROOT / "tests" / "support" / "overlap_train.py"
+OPTIMIZERS = ["sgd", "adam", "adamw", "lamb", "muon"]
+ITERATIONS = 10
+
+# All survivors have updated bucket 0; then bucket 0, and two of them bucket 1 as well, with the one that has it
+# untouched lost in the recovery.
+UNDONE = [
+    {"iteration": 3, "victim": 1, "bucket": 1},
+    {"iteration": 6, "victim": 3, "bucket": 2, "refused": {"0": [1]}, "then": 0},
+]
+# One survivor has updated nothing; each lacks another bucket, and together they have all; one lacks the last bucket.
+NOT_UNDONE = [
+    {"iteration": 3, "victim": 1, "bucket": 2, "refused": {"0": [0, 1]}},
+    {"iteration": 5, "victim": 0, "bucket": 3, "refused": {"1": [0], "2": [1], "3": [2]}},
+    {"iteration": 7, "victim": 3, "bucket": 3, "refused": {"0": [2]}},
+]
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(make_agents: Callable[..., Agents]) -> Run:
+    def train(**orders: Any) -> Outcome:
+        agents = make_agents(orders={"iterations": ITERATIONS, **orders}, script=SCRIPT, max_restarts=6)
+        for node in ("a", "b"):
+            agents.start(node)
+        outcome = agents.wait()
+        assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+        assert len(outcome.hashes) == 1 and len(outcome.results) == 4, outcome.results
+        assert outcome.fired == set(range(len(orders.get("faults", ())))), outcome.text()
+        return outcome
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def of_plain_ddp(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[[str], str]:
+    """The hash of the state after an undisturbed run without overlap."""
+
+    @functools.cache
+    def train(optimizer: str) -> str:
+        orders = {"iterations": ITERATIONS, "optimizer": optimizer, "overlap": False}
+        agents = Agents(
+            tmp_path_factory.mktemp(optimizer), etcd, job_id=f"plain-{optimizer}", orders=orders, script=SCRIPT
+        )  # fmt: skip
+        for node in ("a", "b"):
+            agents.start(node)
+        outcome = agents.wait()
+        assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+        return outcome.hashes.pop()
+
+    return train
+
+
+def lost(outcome: Outcome) -> set[int]:
+    return {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_exact(optimizer: str, run: Run, of_plain_ddp: Callable[[str], str]) -> None:
+    outcome = run(optimizer=optimizer, overlap=True, exact=True, faults=UNDONE)
+    assert lost(outcome) == {0, 1, 3}, outcome.text()
+    assert "put back from copies, bit for bit: model.6.weight" in outcome.text()
+    assert outcome.hashes == {of_plain_ddp(optimizer)}, outcome.text()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_undone_within_the_bound(optimizer: str, run: Run) -> None:
+    outcome = run(optimizer=optimizer, overlap=True, faults=UNDONE)
+    assert lost(outcome) == {0, 1, 3}, outcome.text()
+    text = outcome.text()
+    assert "undo update 3 of parameters" in text and "undone, within the rounding of a step: model.6.weight" in text
+    # Rank 2 has lived through both.
+    found = outcome.results[2]["found"]
+    assert set(found) == {"3", "6"} and all(values["excess"] <= 0 for values in found.values()), found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_nothing_is_undone_that_a_survivor_has_untouched(
+    optimizer: str, run: Run, of_plain_ddp: Callable[[str], str]
+) -> None:
+    outcome = run(optimizer=optimizer, overlap=True, faults=NOT_UNDONE)
+    assert lost(outcome) == {0, 1, 3}, outcome.text()
+    text = outcome.text()
+    assert "undo update" not in text and "undone" not in text, text
+    assert "of iteration 3 from rank 0" in text, "parameters are copied from where they are untouched"
+    assert "of iteration 6 from rank" in text, "one survivor gets the rest of the update from the others"
+    assert outcome.hashes == {of_plain_ddp(optimizer)}, text

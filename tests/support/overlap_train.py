@@ -1,0 +1,191 @@
+"""The training script of test_overlap: updates overlap the backward, and ranks die between two chosen buckets of one.
+
+Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "faults": [{"iteration",
+"victim", "bucket", "refused": {rank: buckets}, "then": rank}]}. In that iteration the victim kills itself when it is
+about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every other rank has updated all
+earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in the recovery, after it has
+undone what it had to.
+
+Leaves `result.{rank}.json`: hash of the state at the end, pid, iterations, and for each fault, on a survivor,
+`exact`: whether the iteration began again with the same bits, and `excess`: by how much the parameters differ beyond
+the bound of an undo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import swift_agent as swift
+from swift_agent.overlap import OverlappedUpdates
+from swift_recovery.lamb import Lamb
+
+ORDERS = json.loads(os.environ["FAULT_ORDERS"])
+DIR = Path(ORDERS["dir"])
+RANK = int(os.environ["RANK"])
+BUCKETS = 3
+UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
+now: dict[str, Any] = {"iteration": -1, "bucket": 0, "buckets": {}, "fault": None}
+
+
+def fault_of(iteration: int) -> tuple[int, dict[str, Any]] | None:
+    """The fault of this iteration, if it is still to come."""
+    for index, order in enumerate(ORDERS.get("faults", ())):
+        if order["iteration"] == iteration and not (DIR / f"fired.{index}").exists():
+            return index, order
+    return None
+
+
+def wait_until(condition: Any) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "what this rank waits for does not come"
+        time.sleep(0.001)
+
+
+def refused(order: dict[str, Any], rank: int) -> list[int]:
+    buckets: list[int] = order.get("refused", {}).get(str(rank), [])
+    return buckets
+
+
+def die_if_due(bucket: int) -> None:
+    if now["fault"] is None:
+        return
+    index, order = now["fault"]
+    if order["victim"] != RANK or order["bucket"] != bucket:
+        return
+    for rank in set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}:
+        for earlier in set(range(bucket)) - set(refused(order, rank)):
+            wait_until((DIR / f"updated.{now['iteration']}.{rank}.{earlier}").exists)
+    (DIR / f"fired.{index}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm() -> None:
+    reduce, update, take_back = OverlappedUpdates._reduce, OverlappedUpdates._update, OverlappedUpdates.take_back
+
+    def armed_reduce(self: OverlappedUpdates, ddp: Any, bucket: Any) -> Any:
+        die_if_due(now["bucket"])
+        now["buckets"][id(bucket.parameters()[0])] = now["bucket"]
+        now["bucket"] += 1
+        return reduce(self, ddp, bucket)
+
+    def armed_update(self: OverlappedUpdates, attempt: int, pairs: Any, future: Any) -> Any:
+        future.value()  # as the original does first: a reduction that failed raises
+        number = now["buckets"][id(self.members[pairs[0][0]].parameter)]
+        if now["fault"] is not None and number in refused(now["fault"][1], RANK):
+            wait_until(lambda: self._supervisor.interrupted)
+        result = update(self, attempt, pairs, future)
+        (DIR / f"updated.{now['iteration']}.{RANK}.{number}").touch()
+        return result
+
+    def armed_take_back(self: OverlappedUpdates, numbers: Any) -> str:
+        said = take_back(self, numbers)
+        order = now["fault"][1] if now["fault"] is not None else {}
+        marker = DIR / f"then.{now['iteration']}"
+        if order.get("then") == RANK and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return said
+
+    OverlappedUpdates._reduce, OverlappedUpdates._update = armed_reduce, armed_update
+    OverlappedUpdates.take_back = armed_take_back
+
+
+def make_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
+    wide = [p for p in net.parameters() if p.ndim == 2]
+    narrow = [p for p in net.parameters() if p.ndim != 2]
+    kind = ORDERS["optimizer"]
+    if kind == "sgd":
+        return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)]
+    if kind == "adam":
+        return [torch.optim.Adam(net.parameters(), lr=1e-2, weight_decay=1e-3)]
+    if kind == "adamw":
+        return [torch.optim.AdamW([{"params": wide}, {"params": narrow, "weight_decay": 0.0}], lr=1e-2)]
+    if kind == "lamb":
+        return [Lamb(net.parameters(), lr=1e-2)]
+    assert kind == "muon"
+    return [torch.optim.Muon(wide, lr=1e-2), torch.optim.SGD(narrow, lr=0.05, momentum=0.9)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if ORDERS["overlap"]:
+        arm()
+    job = swift.init()
+    torch.manual_seed(7)
+    net = nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1),
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4),
+    )  # fmt: skip
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    optimizers = make_optimizers(net)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8) for optimizer in optimizers]
+    job.track(
+        model=model, optimizer=optimizers, scheduler=schedulers, overlap_update=ORDERS["overlap"],
+        exact=ORDERS.get("exact", False),
+    )  # fmt: skip
+    before: dict[int, list[torch.Tensor]] = {}
+    found: dict[int, dict[str, Any]] = {}
+
+    @job.iteration
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        iteration = job.iteration_number
+        now.update(iteration=iteration, bucket=0, buckets={}, fault=fault_of(iteration))
+        values = [p.detach().clone() for p in net.parameters()]
+        again = before.get(iteration)
+        before[iteration] = again or values
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        die_if_due(BUCKETS)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        if again is not None:
+            bounds = [
+                4 * UNIT_ROUNDOFF * (old.abs() + (p.detach() - old).abs())
+                for old, p in zip(again, net.parameters(), strict=True)
+            ]
+            differences = [(old - value).abs() for old, value in zip(again, values, strict=True)]
+            found[iteration] = {
+                "exact": not any(bool(d.any()) for d in differences),
+                "excess": max(float((d - b).max()) for d, b in zip(differences, bounds, strict=True)),
+            }
+        return loss.detach()
+
+    for number in job.iterations(ORDERS["iterations"]):
+        generator = torch.Generator().manual_seed(100 * number + RANK)
+        x = torch.randn(16, 16, generator=generator)
+        assert torch.isfinite(train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long()))
+    digest = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    for optimizer in optimizers:
+        for state in optimizer.state_dict()["state"].values():
+            for key in sorted(state):
+                digest.update(torch.as_tensor(state[key]).numpy().tobytes())
+    result = {
+        "rank": RANK, "pid": os.getpid(), "iterations": job.iteration_number, "hash": digest.hexdigest(),
+        "found": {str(iteration): values for iteration, values in found.items()},
+    }  # fmt: skip
+    (DIR / f"result.{RANK}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    with open(DIR / f"pids.{RANK}", "a") as stream:
+        print(os.getpid(), file=stream)
+    main()
+    sys.exit(0)
