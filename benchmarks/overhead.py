@@ -100,7 +100,7 @@ def measure(state_mb: float, seconds: float, block_s: float, num_workers: int, l
                     iteration_s = max(each.block(NUM_WARM_UP)[0] for each in (peer, ours))
                     swift.wait_ready()
                     block = max(2, round(block_s / iteration_s))
-                    _take_turns(peer, ours, seconds / launches, block, etcd.pid, samples)
+                    take_turns(peer, ours, seconds / launches, block, etcd.pid, samples)
                     for each in (peer, ours):
                         each.order(0)
                         each.job.wait_end()
@@ -153,9 +153,10 @@ class Samples:
         }
 
 
-def _take_turns(
+def take_turns(
     peer: Gated, ours: Gated, seconds: float, block: int, etcd_pid: int | None, samples: Samples
 ) -> None:
+    """Turns of *block* iterations of both for about *seconds*, into *samples*."""
     began_s, peer_cpu_s, ours_cpu_s = time.monotonic(), peer.cpu_s(), ours.cpu_s(etcd_pid)
     num_before = len(samples.ours_s)
     # Whole ABBA rounds, so that neither is first more often.

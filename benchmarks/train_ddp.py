@@ -126,7 +126,7 @@ def train_swift(args: argparse.Namespace) -> None:
     job = swift.init("gloo")
     trainer, log = Trainer(args.state_mb, job.rank), Log(args.log_to, job.rank)
     gate = Gate(args.log_to, job.rank) if args.gate else None
-    job.track(model=trainer.model, optimizer=trainer.optimizer)
+    job.track(model=trainer.model, optimizer=trainer.optimizer, overlap_update=args.overlap, exact=args.exact)
     step = job.iteration(gate.timed(trainer.step) if gate else trainer.step)
     for iteration in job.iterations(args.iterations):
         if gate is None:
@@ -151,6 +151,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--gate", action="store_true", help="run in blocks, as told through FIFOs in that directory")
+    parser.add_argument("--overlap", action="store_true", help="updates overlap the backward")
+    parser.add_argument("--exact", action="store_true", help="with copies, so that an update is taken back exactly")
     parser.add_argument("--out", type=Path, help="where rank 0 saves the final weights")
     args = parser.parse_args()
     torch.set_num_threads(1)
