@@ -355,3 +355,53 @@ def test_installing_over_existing_groups_is_refused(world: None, monkeypatch: py
     monkeypatch.setattr(process_group, "_installed", None)
     with pytest.raises(RuntimeError, match="exist already"):
         process_group.install()
+
+
+# ------------------------------------------------------------------------------------------------ updates in backward
+
+
+def test_a_communication_hook_is_seen_however_it_was_registered(world: None) -> None:
+    assert not torch_private.has_comm_hook(small())
+    builtin, own = small(), small()
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # type: ignore[attr-defined]
+    own.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    assert torch_private.has_comm_hook(builtin) and torch_private.has_comm_hook(own)
+
+
+def test_after_backward_means_after_ddps_own_end(world: None) -> None:
+    """Then gradients are what the optimizer will see, in the first bucket too."""
+    model, found = small(), []
+    parameters = list(model.parameters())
+
+    def hook(state: Any, bucket: Any) -> Any:
+        torch_private.after_backward(lambda: found.append([float(p.grad.sum()) for p in parameters]))  # type: ignore[union-attr]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(torch.full_like(bucket.buffer(), 2.0))
+        return future
+
+    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    for _ in range(2):  # all in one bucket, then in several
+        model.zero_grad()
+        backward(model)
+    assert len(found) > 2 and found == [[2.0 * p.numel() for p in parameters]] * len(found)
+
+
+def test_a_step_of_some_parameters_is_that_of_the_optimizer_without_its_hooks() -> None:
+    def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        parameters = [torch.nn.Parameter(torch.full((3,), float(n))) for n in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(3)
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}]
+        return parameters, torch.optim.AdamW(groups, lr=0.1)
+
+    (whole, plain), (parts, optimizer) = made(), made()
+    hooks: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step on the object
+    plain.step()
+    for some in ([parts[3], parts[0]], [parts[1], parts[2]]):
+        groups = [{**group, "params": [p for p in group["params"] if any(p is one for one in some)]}
+                  for group in optimizer.param_groups]  # fmt: skip
+        torch_private.step_groups(optimizer, groups)
+    assert all(map(torch.equal, whole, parts)) and not hooks
+    assert set(optimizer.state) == set(parts) and [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
