@@ -30,6 +30,7 @@ from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
 from swift_recovery.errors import StateError
+from swift_recovery.incoming import Incoming
 from swift_recovery.patch import PatchState, copy_of, put_back
 from swift_recovery.undo import Kept, keep, rule_of, undo
 
@@ -58,6 +59,13 @@ def mistakes(
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        try:
+            rule_of(optimizer)
+        except StateError as error:
+            # It may also look at all gradients before it changes the first parameter.
+            found.append(f"{name}: {error}")
+        if any(p.is_complex() for p in parameters):
+            found.append(f"{name} updates complex parameters: their updates are not undone")
         if any(p.device.type != "cpu" for p in parameters):
             found.append(f"{name} updates parameters on an accelerator: overlap_update is for gloo and the CPU so far")
         if any(id(p) not in in_ddp for p in parameters):
@@ -81,7 +89,7 @@ class OverlappedUpdates(UpdateTracker):
         supervisor: Supervisor | None, *, exact: bool,
     ) -> None:  # fmt: skip
         super().__init__(optimizers, supervisor)
-        self._copies = {name for name, optimizer in optimizers.items() if exact or not _can_undo(optimizer)}
+        self._exact = exact
         self.members = [
             Member(names[id(parameter)], name, number, parameter)
             for name, optimizer in optimizers.items()
@@ -109,10 +117,12 @@ class OverlappedUpdates(UpdateTracker):
             self.settle()
 
     def finish(self) -> None:
-        if self._done and not self._ghost and len(self._stepped) < len(self._optimizers):
+        left_out = {self.members[number].optimizer for number in self._done} - set(self._stepped)
+        if left_out and not self._ghost:
             raise UsageError(
-                "the backward has made the update (overlap_update=True), but the iteration called no "
-                "optimizer.step(). It cannot be left out: track without overlap_update to decide after the backward."
+                f"the backward has made the update (overlap_update=True), but the iteration called no step() of "
+                f"{' and '.join(sorted(left_out))}. It cannot be left out: track without overlap_update to decide "
+                "after the backward."
             )
         super().finish()
         self.settle()
@@ -127,6 +137,7 @@ class OverlappedUpdates(UpdateTracker):
         elif not self._ghost:
             # The buckets may be written to from now on, by a backward without communication.
             self._reduced = {number: gradient.clone() for number, gradient in self._reduced.items()}
+        self._stepped.clear()  # these have changed nothing
         super().cut()
 
     def settle(self) -> None:
@@ -183,9 +194,17 @@ class OverlappedUpdates(UpdateTracker):
         members = [self.members[number] for number in numbers]
         return PatchState([(self._optimizers[member.optimizer], member.parameter) for member in members])
 
-    def patched(self, numbers: Iterable[int], *, updated: bool) -> None:
-        """These parameters were received; with the lock of the report held."""
-        (self._done.update if updated else self._done.difference_update)(numbers)
+    def install(self, numbers: Sequence[int], incoming: Incoming, *, updated: bool) -> None:
+        """Commit a patch of these parameters; *updated*: to their state after the update, of which a later plan may
+        want the one before again."""
+        assert self._supervisor is not None
+        with self._supervisor.fence:
+            if updated:
+                for number in numbers:
+                    member = self.members[number]
+                    self._before_update[number] = copy_of(self._optimizers[member.optimizer], member.parameter)
+            incoming.commit()
+            (self._done.update if updated else self._done.difference_update)(numbers)
 
     # ---- hooks of the optimizers ----
 
@@ -209,29 +228,36 @@ class OverlappedUpdates(UpdateTracker):
         """The script must not have come between the reduction and the step."""
         late = "overlap_update has made the update in the backward already. Track without it, or"
         optimizer = self._optimizers[name]
-        for number, member in enumerate(self.members):
-            gradient = member.parameter.grad
-            if member.optimizer != name or gradient is None:
-                continue
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            number = self._numbers.get(id(parameter))
+            if number is None:
+                raise UsageError(
+                    f"optimizer '{name}' has a parameter, with a gradient, that was not there or was frozen when the "
+                    "first iteration began: with overlap_update it would never be updated."
+                )
+            path = self.members[number].name
             if number not in self._done:
                 raise UsageError(
-                    f"optimizer '{name}': {member.name} has a gradient that DDP has not reduced in this iteration; "
+                    f"optimizer '{name}': {path} has a gradient that DDP has not reduced in this iteration; "
                     "with overlap_update the last backward before the step must be one that is not under no_sync()."
                 )
-            if self._versions.get(number) != (id(gradient), gradient._version):
+            if self._versions.get(number) != (id(parameter.grad), parameter.grad._version):
                 raise UsageError(
-                    f"the gradient of {member.name} was changed between backward and {name}.step() (clipping?), but "
+                    f"the gradient of {path} was changed between backward and {name}.step() (clipping?), but "
                     f"{late} change gradients by hooks of the parameters."
                 )
-        if [_hyper(group) for group in optimizer.param_groups] != self._hyper.get(name):
+        if name in self._hyper and [_hyper(group) for group in optimizer.param_groups] != self._hyper[name]:
             raise UsageError(
                 f"hyper-parameters of '{name}' were changed between backward and step(), but {late} call "
                 "scheduler.step() after optimizer.step()."
             )
 
-    def _note_gradients_of(self, numbers: Sequence[int]) -> None:
-        """At the end of the backward: what the gradients look like, for `_check_used`."""
+    def _end_backward(self, numbers: Sequence[int]) -> None:
+        """The script goes on: remember what the gradients look like, for `_check_used`, and if the update is not
+        complete yet, keep them from what the script may do to DDP's buckets."""
         for number in numbers:
+            if number in self._reduced and not self.updated:
+                self._reduced[number] = self._reduced[number].clone()
             gradient = self.members[number].parameter.grad
             if gradient is not None:
                 self._versions[number] = (id(gradient), gradient._version)
@@ -240,7 +266,7 @@ class OverlappedUpdates(UpdateTracker):
 
     def _reduce(self, ddp: DistributedDataParallel, bucket: Any) -> torch.futures.Future[Tensor]:
         group, buffer = ddp.process_group, bucket.buffer()
-        # As DDP does without a hook, to the bit.
+        # As DDP does without a hook, to the bit (for views as long as the gradient is one from the start).
         if ddp.gradient_as_bucket_view:
             buffer.div_(group.size())
         else:
@@ -250,12 +276,12 @@ class OverlappedUpdates(UpdateTracker):
             return future.then(_tensor_of)  # type: ignore[no-any-return]
         attempt, parameters, gradients = self._attempt, bucket.parameters(), bucket.gradients()
         numbers = [self._numbers[id(parameter)] for parameter in parameters if id(parameter) in self._numbers]
-        if self._done.intersection(numbers):
+        if again := self._done.intersection(numbers):
             raise UsageError(
-                f"a second backward reduces the gradient of {self.members[numbers[0]].name} in one iteration, but "
+                f"a second backward reduces the gradient of {self.members[min(again)].name} in one iteration, but "
                 "overlap_update has made the update after the first: put all but the last under model.no_sync()."
             )
-        torch_private.after_backward(lambda: self._note_gradients_of(numbers))
+        torch_private.after_backward(lambda: self._end_backward(numbers))
         pairs = [
             (self._numbers[id(parameter)], gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -294,8 +320,9 @@ class OverlappedUpdates(UpdateTracker):
                     self._before_update[number] = self._keep(name, self.members[number])
             try:
                 self._step_of(optimizer, part)
-            except BaseException:
-                self.mixed = True  # nobody knows how far it has come
+            except BaseException as error:
+                # Nobody knows how far it has come.
+                self.failed, self.mixed = error, True
                 raise
             self._done.update(number for number, _ in part)
         if len(self._done) == len(self.members):
@@ -317,17 +344,9 @@ class OverlappedUpdates(UpdateTracker):
 
     def _keep(self, name: str, member: Member) -> Kept | tuple[Tensor, dict[str, Any] | None]:
         optimizer = self._optimizers[name]
-        if name in self._copies:
+        if self._exact:
             return copy_of(optimizer, member.parameter)
         return keep(optimizer, optimizer.param_groups[member.group], member.parameter)
-
-
-def _can_undo(optimizer: Optimizer) -> bool:
-    try:
-        rule_of(optimizer)
-    except StateError:
-        return False
-    return True
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -198,6 +198,7 @@ class Place:
         self.point.install(offer["point"], rng=rng)
         with self.lock:
             self.tracked.updates.mixed = False
+            self.tracked.updates.settle()
             if self.status == "empty":
                 self.here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
                 self.target, self.target_units = target, Units(**offer["units"])
@@ -223,6 +224,8 @@ class Place:
             self.owed = None
             self.tracked.updates.mixed = False
             self.tracked.updates.settle()
+        # The point is before the update: a newcomer that gets it runs the iteration as a ghost, and catches up here.
+        self.keep_start()
 
     def next_iteration(self) -> int:
         """The first iteration that this rank has not begun; called by the supervisor's thread with the lock held."""

@@ -154,14 +154,10 @@ class Rejoin:
                     send_state(updates.patch_of(patch.parameters), None, links)
                 elif place.rank in patch.targets:
                     incoming = receive(updates.patch_of(patch.parameters), self._link(patch.source), staged=True)
-                    with place.lock:
-                        incoming.commit()
-                        updates.patched(patch.parameters, updated=plan.iteration > place.here.iteration)
+                    updates.install(patch.parameters, incoming, updated=plan.iteration > place.here.iteration)
         owes = place.owed is not None and place.owed.iteration < plan.iteration
         if owes and place.rank not in plan.sources:
             place.roll_forward(plan.iteration, lambda: None)
-            # Its point is before the update: who gets that has to run the iteration as a ghost, and catches up here.
-            place.keep_start()
 
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""

@@ -170,6 +170,8 @@ class Protected:
         place, supervisor, tracked = self._place, self.supervisor, self._tracked
         assert tracked is not None
         while True:
+            if place.owed is not None:
+                self._recover()  # the script came here without a point in between
             number = place.here.iteration
             if number < place.ghost_iterations:
                 return self._iteration_as_newcomer(call)
@@ -368,6 +370,8 @@ class Protected:
             return False
         if self.supervisor.interrupted:
             return True
+        if self._tracked is not None and self._tracked.updates.failed is not None:
+            return False
         return is_communication_error(error) and self.supervisor.confirm(error)
 
     def _recover(self) -> None:

@@ -116,6 +116,11 @@ class Job:
             raise UsageError(
                 "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
             )
+        if os.environ.get(ENV_SIZES) and self._overlap_update and self._supervisor:
+            raise UsageError(
+                f"--nnodes {os.environ[ENV_SIZES]}: a job that changes its size cannot take up the middle of an update "
+                "yet; give one number of nodes, or track without overlap_update."
+            )
         self._place.seeds.settle()
         tracked = Tracked(
             self._pending, self._replicas, self.world_size, self._supervisor,

@@ -63,7 +63,7 @@ def check(pending: Pending, *, overlap_update: bool = False) -> None:
             TrainingState(pending["models"], pending["optimizers"], pending["others"]).collect()
         except StateError as error:
             mistakes.append(str(error))
-    if overlap_update and not mistakes:
+    if overlap_update and pending["models"] and not mistakes:
         ddps = _ddps(pending)
         if not ddps:
             mistakes.append("overlap_update without DistributedDataParallel: there is no reduction to overlap with")
@@ -164,8 +164,8 @@ class Tracked:
 
 
 def _ddps(pending: Pending) -> list[DistributedDataParallel]:
-    modules = (module for model in pending["models"].values() for module in model.modules())
-    return [module for module in modules if isinstance(module, DistributedDataParallel)]
+    modules = {id(module): module for model in pending["models"].values() for module in model.modules()}
+    return [module for module in modules.values() if isinstance(module, DistributedDataParallel)]
 
 
 def _clear_gradient(parameter: Tensor) -> None:

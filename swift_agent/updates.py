@@ -48,6 +48,8 @@ class UpdateTracker:
         self.updated = False
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
+        self.failed: BaseException | None = None
+        """What an optimizer has raised in another thread than the script's."""
         for name, optimizer in self._optimizers.items():
             before, after = self._hooks(name)
             optimizer.register_step_pre_hook(before)

@@ -102,7 +102,8 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
     """
     by_rank = {report.rank: report for report in reports}
     holding = {rank: report for rank, report in by_rank.items() if report.status == "holding"}
-    leaving = {report.rank: report for report in predecessors if report.status == "holding"}
+    # A leaving node stops between two iterations, and mends nothing.
+    leaving = {report.rank: report for report in predecessors if report.status == "holding" and not report.updated}
     leaving = {rank: report for rank, report in leaving.items() if rank not in holding}
     holding |= leaving
     if not holding:

@@ -44,16 +44,14 @@ class Kept:
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """How *optimizer* is undone. Raises StateError, which says what to do, for one that cannot be.
+    """How *optimizer* is undone. Raises StateError, which says why, for one that cannot be.
 
     Subclasses do not inherit it: what they add to the step is unknown.
     """
     rule = RULES.get(type(optimizer))
     if rule is None or isinstance(rule, str):
         why = rule or "its arithmetic is not known"
-        raise StateError(
-            f"a step of {type(optimizer).__name__} cannot be undone: {why}. With exact=True a copy is kept instead"
-        )
+        raise StateError(f"a step of {type(optimizer).__name__} cannot be undone: {why}")
     return rule
 
 

@@ -4,7 +4,7 @@ Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iter
 "victim", "bucket", "refused": {rank: buckets}, "then": rank}]}. In that iteration the victim kills itself when it is
 about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every other rank has updated all
 earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in the recovery, after it has
-undone what it had to.
+undone what it had to, or has got the first parameters from another rank.
 
 Leaves `result.{rank}.json`: hash of the state at the end, pid, iterations, and for each fault, on a survivor,
 `exact`: whether the iteration began again with the same bits, and `excess`: by how much the parameters differ beyond
@@ -73,7 +73,8 @@ def die_if_due(bucket: int) -> None:
 
 
 def arm() -> None:
-    reduce, update, take_back = OverlappedUpdates._reduce, OverlappedUpdates._update, OverlappedUpdates.take_back
+    reduce, update = OverlappedUpdates._reduce, OverlappedUpdates._update
+    take_back, install = OverlappedUpdates.take_back, OverlappedUpdates.install
 
     def armed_reduce(self: OverlappedUpdates, ddp: Any, bucket: Any) -> Any:
         die_if_due(now["bucket"])
@@ -90,17 +91,24 @@ def arm() -> None:
         (DIR / f"updated.{now['iteration']}.{RANK}.{number}").touch()
         return result
 
-    def armed_take_back(self: OverlappedUpdates, numbers: Any) -> str:
-        said = take_back(self, numbers)
+    def die_in_recovery() -> None:
         order = now["fault"][1] if now["fault"] is not None else {}
         marker = DIR / f"then.{now['iteration']}"
         if order.get("then") == RANK and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def armed_take_back(self: OverlappedUpdates, numbers: Any) -> str:
+        said = take_back(self, numbers)
+        die_in_recovery()
         return said
 
+    def armed_install(self: OverlappedUpdates, *args: Any, **options: Any) -> None:
+        install(self, *args, **options)
+        die_in_recovery()
+
     OverlappedUpdates._reduce, OverlappedUpdates._update = armed_reduce, armed_update
-    OverlappedUpdates.take_back = armed_take_back
+    OverlappedUpdates.take_back, OverlappedUpdates.install = armed_take_back, armed_install
 
 
 def make_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
