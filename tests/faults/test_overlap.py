@@ -104,3 +104,15 @@ def test_nothing_is_undone_that_a_survivor_has_untouched(
     assert "of iteration 3 from rank 0" in text, "parameters are copied from where they are untouched"
     assert "of iteration 6 from rank" in text, "one survivor gets the rest of the update from the others"
     assert outcome.hashes == {of_plain_ddp(optimizer)}, text
+
+
+def test_who_received_an_update_passes_it_on_with_what_is_small(run: Run, of_plain_ddp: Callable[[str], str]) -> None:
+    """Ranks 0 and 1 get update 4 from rank 2, which is lost before they go on: what they then give to its successor
+    has the learning rate of after it, too, which changes there."""
+    fault = {"iteration": 4, "victim": 3, "bucket": 3, "refused": {"0": [2], "1": [2]}, "verify": 2}
+    outcome = run(optimizer="sgd", overlap=True, faults=[fault])
+    text = outcome.text()
+    assert lost(outcome) == {2, 3}, text
+    assert "ranks [0, 1] take over the state of iteration 5 from ranks [2]" in text
+    assert "ranks [2] are new and get the state of iteration 5 from ranks [0]" in text
+    assert outcome.hashes == {of_plain_ddp("sgd")}, text

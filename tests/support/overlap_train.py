@@ -1,10 +1,11 @@
 """The training script of test_overlap: updates overlap the backward, and ranks die between two chosen buckets of one.
 
 Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "faults": [{"iteration",
-"victim", "bucket", "refused": {rank: buckets}, "then": rank}]}. In that iteration the victim kills itself when it is
-about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every other rank has updated all
-earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in the recovery, after it has
-undone what it had to, or has got the first parameters from another rank.
+"victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In that iteration the victim kills
+itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every other rank has
+updated all earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in the recovery,
+after it has undone what it had to, or has got the first parameters from another rank. *verify*: that rank kills itself
+when all have the state again.
 
 Leaves `result.{rank}.json`: hash of the state at the end, pid, iterations, and for each fault, on a survivor,
 `exact`: whether the iteration began again with the same bits, and `excess`: by how much the parameters differ beyond
@@ -29,12 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import swift_agent as swift
 from swift_agent.overlap import OverlappedUpdates
+from swift_agent.rejoin import Rejoin
 from swift_recovery.lamb import Lamb
 
 ORDERS = json.loads(os.environ["FAULT_ORDERS"])
 DIR = Path(ORDERS["dir"])
 RANK = int(os.environ["RANK"])
-BUCKETS = 3
+BUCKETS, STEPS = 3, 5  # of a backward; between changes of the learning rate
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 now: dict[str, Any] = {"iteration": -1, "bucket": 0, "buckets": {}, "fault": None}
 
@@ -74,7 +76,7 @@ def die_if_due(bucket: int) -> None:
 
 def arm() -> None:
     reduce, update = OverlappedUpdates._reduce, OverlappedUpdates._update
-    take_back, install = OverlappedUpdates.take_back, OverlappedUpdates.install
+    take_back, install, compare = OverlappedUpdates.take_back, OverlappedUpdates.install, Rejoin._compare
 
     def armed_reduce(self: OverlappedUpdates, ddp: Any, bucket: Any) -> Any:
         die_if_due(now["bucket"])
@@ -91,24 +93,31 @@ def arm() -> None:
         (DIR / f"updated.{now['iteration']}.{RANK}.{number}").touch()
         return result
 
-    def die_in_recovery() -> None:
-        order = now["fault"][1] if now["fault"] is not None else {}
-        marker = DIR / f"then.{now['iteration']}"
-        if order.get("then") == RANK and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die_in_recovery(at: str) -> None:
+        for order in ORDERS.get("faults", ()):
+            marker = DIR / f"{at}.{order['iteration']}"
+            # A rank that has the update stands at the next iteration.
+            due = order.get(at) == RANK and now["iteration"] - order["iteration"] in (0, 1)
+            if due and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def armed_take_back(self: OverlappedUpdates, numbers: Any) -> str:
         said = take_back(self, numbers)
-        die_in_recovery()
+        die_in_recovery("then")
         return said
 
     def armed_install(self: OverlappedUpdates, *args: Any, **options: Any) -> None:
         install(self, *args, **options)
-        die_in_recovery()
+        die_in_recovery("then")
+
+    def armed_compare(self: Rejoin) -> None:
+        die_in_recovery("verify")
+        compare(self)
 
     OverlappedUpdates._reduce, OverlappedUpdates._update = armed_reduce, armed_update
     OverlappedUpdates.take_back, OverlappedUpdates.install = armed_take_back, armed_install
+    Rejoin._compare = armed_compare
 
 
 def make_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
@@ -139,7 +148,7 @@ def main() -> None:
     )  # fmt: skip
     model = DistributedDataParallel(net, bucket_cap_mb=0.01)
     optimizers = make_optimizers(net)
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8) for optimizer in optimizers]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, STEPS, 0.8) for optimizer in optimizers]
     job.track(
         model=model, optimizer=optimizers, scheduler=schedulers, overlap_update=ORDERS["overlap"],
         exact=ORDERS.get("exact", False),
