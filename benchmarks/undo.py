@@ -6,8 +6,8 @@ SWIFT section 7.2's experiment, for several optimizers. One process; each run is
     one update      in the middle epoch an iteration's update is made, undone, and the iteration begins again
     ten cuts        the same at ten random iterations, for a random part of the parameters, as a cut update leaves it
 
-The rule, fixed before the run: disturbed runs end with a test accuracy, and have a mean loss in every epoch, that differ
-from those of the undisturbed run of the same seed by no more than undisturbed runs of two seeds differ.
+The rule, fixed before the run: the test accuracy at the end of a disturbed run, and its mean loss in every epoch, differ
+from those of the undisturbed run of the same seed by no more than two undisturbed runs of different seeds differ.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def main() -> int:
     torch.set_num_threads(1)
     cases = []
     if not args.json:
-        print("| optimizer | accuracy, undisturbed | differs between seeds by | after one update, undone | after ten cuts | "
-              "undo over update, at most | within the rule |\n|---|---|---|---|---|---|---|")  # fmt: skip
+        print("| optimizer | accuracy, undisturbed | between seeds | one update undone | ten cuts | error over update | "
+              "within the rule |\n|---|---|---|---|---|---|---|")  # fmt: skip
     for name in args.optimizers:
         case = compare(name, list(range(args.seeds)), args.epochs)
         cases.append(case)
