@@ -2,12 +2,12 @@
 
 SWIFT section 7.2's experiment, for several optimizers. One process; each run is repeated with several seeds:
 
-    undisturbed     as it is
-    one update      in the middle epoch an iteration's update is made, undone, and the iteration begins again
-    ten cuts        the same at ten random iterations, for a random part of the parameters, as a cut update leaves it
+    undisturbed   as it is
+    one update    in the middle epoch an iteration's update is made, undone, and the iteration begins again
+    ten cuts      the same at ten random iterations, for a random part of the parameters, as a cut update leaves it
 
-The rule, fixed before the run: the test accuracy at the end of a disturbed run, and its mean loss in every epoch, differ
-from those of the undisturbed run of the same seed by no more than two undisturbed runs of different seeds differ.
+The rule, fixed before the run: the test accuracy at the end of a disturbed run, and its mean loss in every epoch, are no
+further from those of the undisturbed run of the same seed than two undisturbed runs of different seeds are apart.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main() -> int:
     torch.set_num_threads(1)
     cases = []
     if not args.json:
-        print("| optimizer | accuracy, undisturbed | between seeds | one update undone | ten cuts | error over update | "
+        print("| optimizer | accuracy | between seeds | one update undone | ten cuts | error over update | "
               "within the rule |\n|---|---|---|---|---|---|---|")  # fmt: skip
     for name in args.optimizers:
         case = compare(name, list(range(args.seeds)), args.epochs)
