@@ -4,10 +4,10 @@ SWIFT section 7.2's experiment, for several optimizers. One process; each run is
 
     undisturbed   as it is
     one update    in the middle epoch an iteration's update is made, undone, and the iteration begins again
-    ten cuts      the same at ten random iterations, for a random part of the parameters, as a cut update leaves it
+    ten cuts      the same at ten random iterations, for a random part of the parameters, as after a cut
 
-The rule, fixed before the run: the test accuracy at the end of a disturbed run, and its mean loss in every epoch, are no
-further from those of the undisturbed run of the same seed than two undisturbed runs of different seeds are apart.
+The rule, fixed before the run: the test accuracy at the end of a disturbed run, and its mean loss in every epoch, are
+no further from those of the undisturbed run of the same seed than two undisturbed runs of different seeds are apart.
 """
 
 from __future__ import annotations

@@ -237,8 +237,11 @@ class Protected:
             return True
         plan = self.supervisor.peek_go().plan
         if plan.kind == "copy" and plan.iteration > place.here.iteration:
+            if updates.reduced and place.rank not in plan.sources:
+                with place.lock:
+                    updates.finish_update()
             return True
-        place.start.restore()
+        place.start.restore()  # and with that the gradients are gone
         place.leave()
         # The point's state may be replaced by this; the iteration's own begins anew.
         self._recover()

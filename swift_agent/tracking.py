@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, torch_private
+from swift_agent import ddp, overlap, torch_private, transfer
 from swift_agent.errors import UsageError
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
@@ -79,12 +79,13 @@ class Tracked:
         check(pending, overlap_update=overlap_update)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
+        self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
+        several_sets = 1 < len(self.replicas) < world_size
         self.updates = (
             overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, exact=exact)
             if overlap_update
-            else UpdateTracker(optimizers, supervisor)
+            else UpdateTracker(optimizers, supervisor, transfer.agree if supervisor and several_sets else None)
         )
-        self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
         self._sharded = _sharded_roots(pending)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
@@ -109,8 +110,8 @@ class Tracked:
         return len(self.replicas) == 1 and any(map(is_sharded, self.state.parameters()))
 
     def reset_shards(self) -> None:
-        """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered and
-        was reducing; parameters are this rank's parts again."""
+        """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered
+        and was reducing; parameters are this rank's parts again."""
         for root in self._sharded:
             torch_private.reset_fsdp(root)
 

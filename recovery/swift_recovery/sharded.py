@@ -33,8 +33,8 @@ def like(local: Tensor, parameter: Any) -> Tensor:
 def replicas_of(parameter: Any) -> list[int]:
     """Global ranks that hold the same part of a DTensor, this one included: its mesh, where it is replicated."""
     mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
     ranks: Tensor = mesh.mesh
+    (coordinate,) = (ranks == mesh.get_rank()).nonzero().tolist()
     for dim, placement in reversed(list(enumerate(parameter.placements))):
         if not placement.is_replicate():
             ranks = ranks.select(dim, coordinate[dim])

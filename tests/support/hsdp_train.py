@@ -35,9 +35,25 @@ class Block(nn.Module):
         return out
 
 
+def arm_agreement() -> None:
+    """Places right before and after all ranks agree to make an update."""
+    from swift_agent import tracking, transfer
+
+    def armed() -> None:
+        fault("agree")
+        transfer.agree()
+        fault("agreed")
+
+    class Transfer:
+        agree = staticmethod(armed)
+
+    tracking.transfer = Transfer  # type: ignore[assignment]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     arm_private_places()
+    arm_agreement()
     job = swift.init()
     torch.manual_seed(7)
     net = nn.Sequential(*(Block(number) for number in range(3)), nn.Linear(31, 4))
