@@ -197,9 +197,8 @@ class UpdateTracker:
 
     def _reach_agreement(self, name: str) -> None:
         """Once in an iteration: before its first step, if no backward follows before the last one, else before that."""
-        first = not self._stepped
-        adjacent = not any(self._apart.get(other, True) for other in self._optimizers if other != name)
-        if not (first and adjacent) and len(self._stepped) + 1 < len(self._optimizers):
+        first, is_last = not self._stepped, len(self._stepped) + 1 == len(self._optimizers)
+        if not is_last and not (first and not any(self._apart.get(other, True) for other in self._optimizers)):
             return
         assert self._agree is not None
         self._agreed = True
