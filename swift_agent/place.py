@@ -242,8 +242,12 @@ class Place:
             iteration = max(iteration, self.ghost_iterations)
         report = RankReport(self.rank, status, iteration, self.here.sections)
         if tracked is not None:
-            done = tracked.updates.done if status == "holding" else ()
+            updates, holds = tracked.updates, status == "holding"
             report = replace(
-                report, replicas=tuple(tracked.replicas), updated=done, num_parameters=tracked.updates.num_parameters
+                report,
+                replicas=tuple(tracked.replicas),
+                updated=updates.done if holds else (),
+                num_parameters=updates.num_parameters,
+                reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
             )
         return report.to_json()

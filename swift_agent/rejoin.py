@@ -155,9 +155,9 @@ class Rejoin:
                 elif place.rank in patch.targets:
                     incoming = receive(updates.patch_of(patch.parameters), self._link(patch.source), staged=True)
                     updates.install(patch.parameters, incoming, updated=plan.iteration > place.here.iteration)
-        owes = place.owed is not None and place.owed.iteration < plan.iteration
-        if owes and place.rank not in plan.sources:
-            place.roll_forward(plan.iteration, lambda: None)
+            owes = place.owed is not None and place.owed.iteration < plan.iteration
+            if owes and place.rank not in plan.sources:
+                place.roll_forward(plan.iteration, lambda: None)
 
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""

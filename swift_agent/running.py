@@ -112,6 +112,11 @@ class Protected:
     def begin(self, tracked: Tracked) -> None:
         place = self._place
         self._tracked = tracked
+        if tracked.has_shards_alone and place.rank == 0:
+            self.supervisor.note(
+                "the model is sharded, and no rank holds a replica of another one's shards: if one is lost all workers "
+                "start again, with what the script loads. On a mesh of two dimensions (replicate, shard) they go on."
+            )
         self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet)
         if place.status == "empty":
             self._phases_s["set-up"] = time.monotonic() - self._created_s
@@ -232,8 +237,11 @@ class Protected:
             return True
         plan = self.supervisor.peek_go().plan
         if plan.kind == "copy" and plan.iteration > place.here.iteration:
+            if updates.reduced and place.rank not in plan.sources:
+                with place.lock:
+                    updates.finish_update()
             return True
-        place.start.restore()
+        place.start.restore()  # and with that the gradients are gone
         place.leave()
         # The point's state may be replaced by this; the iteration's own begins anew.
         self._recover()
@@ -396,6 +404,8 @@ class Protected:
         if not self._groups.wait_quiet(QUIET_TIMEOUT):
             self.supervisor.note("operations of the stopped process groups do not end: this worker has itself replaced")
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._tracked is not None:
+            self._tracked.reset_shards()
 
     # ---- messages ----
 

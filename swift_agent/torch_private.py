@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 Backend = Any  # c10d::Backend and its subclasses; torch exports no common Python name for them
@@ -398,3 +399,12 @@ def step_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     part.__dict__.update(optimizer.__dict__)
     part.param_groups = groups
     getattr(hooked, "__wrapped__", hooked)(part)
+
+
+# -------------------------------------------------------------------------------------------------------------- FSDP2
+
+
+def reset_fsdp(root: FSDPModule) -> None:
+    """Make FSDP forget a forward or backward that was cut; nothing before the first forward, where torch cannot."""
+    if root._get_fsdp_state()._is_root is not None:
+        root.reset_iter_state()

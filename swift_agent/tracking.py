@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, torch_private
+from swift_agent import ddp, overlap, torch_private, transfer
 from swift_agent.errors import UsageError
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
 from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
+from swift_recovery.sharded import is_sharded, local_of, replicas_of
 from swift_recovery.snapshot import Snapshot
 from swift_recovery.state import TrainingState
 
@@ -47,10 +48,6 @@ def check(pending: Pending, *, overlap_update: bool = False) -> None:
         if not isinstance(model, nn.Module):
             mistakes.append(f"{name} is a {type(model).__name__}, not a torch.nn.Module")
             continue
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            mistakes.append(
-                f"{name} has sharded parameters (FSDP2, tensor parallel): these are not recovered in place yet"
-            )
     for name, optimizer in pending["optimizers"].items():
         if not isinstance(optimizer, torch.optim.Optimizer):
             mistakes.append(f"{name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
@@ -82,12 +79,14 @@ class Tracked:
         check(pending, overlap_update=overlap_update)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
+        self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
+        several_sets = 1 < len(self.replicas) < world_size
         self.updates = (
             overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, exact=exact)
             if overlap_update
-            else UpdateTracker(optimizers, supervisor)
+            else UpdateTracker(optimizers, supervisor, transfer.agree if supervisor and several_sets else None)
         )
-        self.replicas: list[int] = _replica_set(ddps, replicas, world_size)
+        self._sharded = _sharded_roots(pending)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
         if supervisor is None:
@@ -105,6 +104,17 @@ class Tracked:
             keeper.iteration = iteration
         self.updates.begin(ghost=ghost)
 
+    @property
+    def has_shards_alone(self) -> bool:
+        """The model is sharded, and no other rank holds what this one does."""
+        return len(self.replicas) == 1 and any(map(is_sharded, self.state.parameters()))
+
+    def reset_shards(self) -> None:
+        """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered
+        and was reducing; parameters are this rank's parts again."""
+        for root in self._sharded:
+            torch_private.reset_fsdp(root)
+
     def layouts_for(self, iteration: int) -> list[ddp.Layout | None]:
         """On a survivor, before `restore_layouts`: the DDP buckets with which *iteration* begins."""
         return [keeper.layout_for(iteration) for keeper in self.keepers]
@@ -119,7 +129,7 @@ class Tracked:
         if self._scaled:
             return  # a GradScaler skips a step with infinite gradients
         for parameter in self.state.parameters():
-            if parameter.grad is not None and bool(parameter.grad.detach().any()):
+            if parameter.grad is not None and bool(local_of(parameter.grad).detach().any()):
                 raise UsageError(
                     "an iteration ended with gradients, but without a step of a tracked optimizer. Put the whole "
                     "accumulation of one update, all its micro-batches and the step, into one @job.iteration function."
@@ -173,12 +183,36 @@ def _clear_gradient(parameter: Tensor) -> None:
         parameter.grad.detach().zero_()
 
 
-def _replica_set(ddps: list[DistributedDataParallel], given: Sequence[int] | None, world_size: int) -> list[int]:
+def _sharded_roots(pending: Pending) -> list[FSDPModule]:
+    """The outermost modules that `fully_shard` was applied to."""
+    roots: list[FSDPModule] = []
+    below: set[int] = set()
+    for model in pending["models"].values():
+        for module in model.modules():  # parents first
+            if isinstance(module, FSDPModule) and id(module) not in below:
+                roots.append(module)
+                below |= {id(child) for child in nn.Module.modules(module)}  # type: ignore[arg-type]
+    return roots
+
+
+def _replica_set(
+    ddps: list[DistributedDataParallel], parameters: Sequence[Any], given: Sequence[int] | None, world_size: int
+) -> list[int]:
+    """Global ranks that hold the same as this one: of a DDP module those of its group, with whatever shards it has;
+    of other sharded parameters those along the replicated dimensions of their mesh."""
     if given is not None:
         return sorted(given)
     ranks = set(range(world_size))
     for module in ddps:
         ranks &= set(torch_private.global_ranks(module.process_group))
+    in_ddp = {id(parameter) for module in ddps for parameter in module.parameters()}
+    known: dict[Any, list[int]] = {}
+    for parameter in parameters:
+        if is_sharded(parameter) and id(parameter) not in in_ddp:
+            where = (parameter.device_mesh, tuple(parameter.placements))
+            if where not in known:
+                known[where] = replicas_of(parameter)
+            ranks &= set(known[where])
     return sorted(ranks)
 
 

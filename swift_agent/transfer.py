@@ -1,7 +1,7 @@
 """Move tensors and small numbers between ranks of the default group, whatever device its backend works on.
 
-For the recovery itself, right after the groups were connected. It must not be used with training collectives in
-flight: gloo and NCCL match messages by order.
+For the recovery itself, right after the groups were connected. All but `agree` must not be used with training
+collectives in flight: gloo and NCCL match messages by order.
 """
 
 from __future__ import annotations
@@ -57,3 +57,8 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [[int(value) for value in one.tolist()] for one in everyone]
+
+
+def agree() -> None:
+    """Return when all ranks of the default group have called this; as a part of training, in its order."""
+    dist.all_reduce(torch.zeros(1, device=wire_device(torch.device("cpu"))))

@@ -27,11 +27,21 @@ _POLL_S = 20e-6
 
 
 class UpdateTracker:
-    """Hooks into *optimizers*; `updated` may be read from any thread."""
+    """Hooks into *optimizers*; `updated` and `reduced` may be read from any thread.
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], supervisor: Supervisor | None) -> None:
+    *agree*: where ranks hold different parts of the model. Returns, on each rank, only if all have called it: right
+    before the update, so that nobody makes one that others cannot make too. Who was cut in it or after it has all its
+    gradients, and can still update (`finish_update`).
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, Optimizer], supervisor: Supervisor | None,
+        agree: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._optimizers = dict(optimizers)
         self._supervisor = supervisor
+        self._agree = agree
+        self._agreed = self._finishing = False
         self._in_iteration = False
         self._ghost = False
         self._stepped: list[str] = []
@@ -43,9 +53,13 @@ class UpdateTracker:
         self._in_step = False
         self._running = ""
         # The usual case has nothing to keep, and must cost next to nothing.
-        self._is_simple = len(optimizers) == 1 and not any(map(_cuda_device, optimizers.values()))
+        self._is_simple = (
+            len(optimizers) == 1 and agree is None and not any(map(_cuda_device, optimizers.values()))
+        )  # fmt: skip
         self._devices = {name: _cuda_device(optimizer) for name, optimizer in optimizers.items()}
         self.updated = False
+        self.reduced = False
+        """The gradients of the iteration are complete, and none of its steps was made."""
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
         self.failed: BaseException | None = None
@@ -72,6 +86,7 @@ class UpdateTracker:
     def begin(self, *, ghost: bool = False) -> None:
         """An iteration begins. *ghost*: its steps must have no effect."""
         self._in_iteration, self._ghost = True, ghost
+        self._agreed = self.reduced = False
         if self._in_step:  # a step failed, and the script has caught that
             self._leave_step()
         self._stepped, self._running = [], ""
@@ -86,9 +101,19 @@ class UpdateTracker:
                 self._apart.setdefault(name, False)
             self._kept.clear()
         self._in_iteration, self._ghost = False, False
-        self.updated = False
+        self.updated = self.reduced = False
         if self._in_step:
             self._leave_step()
+
+    def finish_update(self) -> None:
+        """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""
+        self._finishing = True
+        try:
+            for optimizer in self._optimizers.values():
+                optimizer.step()
+        finally:
+            self._finishing = False
+        self.updated, self.reduced = True, False
 
     def settle(self) -> None:
         """The state here is that of an iteration again; what was kept of a half-done update is let go."""
@@ -139,6 +164,8 @@ class UpdateTracker:
         return before, after
 
     def _before(self, name: str) -> None:
+        if self._finishing:
+            return
         if self._ghost:
             self._hide(name)
             return
@@ -159,6 +186,8 @@ class UpdateTracker:
         moved = self._notice_backward(name)
         if moved or not self._in_step:
             self._wait_for_gradients(name)
+        if self._agree is not None and not self._agreed:
+            self._reach_agreement(name)
         if not self._in_step:
             self._supervisor.enter_step()
             self._in_step = True
@@ -166,7 +195,20 @@ class UpdateTracker:
         if self._must_keep(name):
             self._kept[name] = _Kept(self._optimizers[name])
 
+    def _reach_agreement(self, name: str) -> None:
+        """Once in an iteration: before its first step, if no backward follows before the last one, else before that."""
+        first, is_last = not self._stepped, len(self._stepped) + 1 == len(self._optimizers)
+        if not is_last and not (first and not any(self._apart.get(other, True) for other in self._optimizers)):
+            return
+        assert self._agree is not None
+        self._agreed = True
+        self.reduced = first
+        self._agree()
+        self._wait_for_gradients(name)
+
     def _after(self, name: str) -> None:
+        if self._finishing:
+            return
         if self._ghost:
             self._unhide()
             return
@@ -174,6 +216,7 @@ class UpdateTracker:
         self._stepped.append(name)
         if len(self._stepped) == len(self._optimizers):
             self.updated = True
+        self.reduced = False
         if self._supervisor is not None:
             self._note_gradients()
             # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.

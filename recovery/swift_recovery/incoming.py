@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from swift_recovery.codec import decode
 from swift_recovery.errors import StateError
+from swift_recovery.sharded import like
 from swift_recovery.tensors import Layout, copy_all, has_layout, new_tensor
 
 
@@ -106,7 +107,9 @@ def install_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor], tree: 
         replace_values(group, new["values"])
     optimizer.state.clear()
     for index, entry in tree["state"].items():
-        optimizer.state[parameters[index]] = entry
+        parameter = parameters[index]
+        sharded = {name: like(entry[name], parameter) for name in tree["sharded"].get(index, ())}
+        optimizer.state[parameter] = {**entry, **sharded}
     optimizer.state.update(tree["state_other"])
 
 

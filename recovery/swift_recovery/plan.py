@@ -1,10 +1,10 @@
 """From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
 
 Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished,
-or that survivors cut in the middle of an update have together; else take a survivor that has not begun the update; else
-take a half-done update back, which is exact but for the parameters that all have updated: these are undone (see
-`consistency`). Logs and checkpoints are not planned here yet: where they would be needed the plan is a restart of all
-workers, and says so.
+or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
+survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
+all have updated: these are undone (see `consistency`). Logs and checkpoints are not planned here yet: where they would
+be needed the plan is a restart of all workers, and says so.
 
 This module must never look at tensors, clocks or files.
 """
@@ -154,6 +154,9 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
 
 
 def _holds(report: RankReport, iteration: int) -> bool:
+    """Whether the rank has that state, or makes it for itself before anything is sent."""
+    if report.reduced and report.iteration + 1 == iteration:
+        return True
     return report.iteration == iteration and not report.updated
 
 
@@ -162,6 +165,8 @@ def _reachable(reports: Iterable[RankReport]) -> set[int]:
     reachable, mixed = set(), []
     for report in reports:
         reachable.add(report.iteration)  # a half-done update can be taken back
+        if report.reduced:
+            reachable.add(report.iteration + 1)
         if report.updated:
             mixed.append(report)
     if mixed and can_finish((frozenset(report.updated) for report in mixed), mixed[0].num_parameters):

@@ -23,7 +23,8 @@ class RankReport:
     complete state of *iteration* (that many optimizer updates are in it).
     *sections* counts finished `@job.resilient` calls. *replicas*: global ranks that hold the same parameters, itself
     included. *updated*: the parameters, by number, of *num_parameters*, that update number *iteration* has reached
-    already, where updates overlap the backward; the state is that of *iteration* but for these.
+    already, where updates overlap the backward; the state is that of *iteration* but for these. *reduced*: the
+    gradients of update number *iteration* are complete here, so this rank can still make it.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class RankReport:
     replicas: tuple[int, ...] = ()
     updated: tuple[int, ...] = ()
     num_parameters: int = 0
+    reduced: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
@@ -40,6 +42,8 @@ class RankReport:
         data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
         if not self.updated:
             del data["updated"], data["num_parameters"]
+        if not self.reduced:
+            del data["reduced"]
         return data
 
     @classmethod
@@ -55,6 +59,7 @@ class RankReport:
             replicas=ranks_of(data.get("replicas", "")),
             updated=ranks_of(data.get("updated", "")),
             num_parameters=int(data.get("num_parameters", 0)),
+            reduced=bool(data.get("reduced", False)),
         )
 
 

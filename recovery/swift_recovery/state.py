@@ -18,9 +18,10 @@ from swift_recovery import stateful
 from swift_recovery.codec import decode, encode, join_path, path_of
 from swift_recovery.errors import StateError
 from swift_recovery.incoming import Incoming, Slot, install_optimizer
+from swift_recovery.sharded import is_sharded, local_of
 from swift_recovery.tensors import Layout, layout_of, unexpanded
 
-VERSION = 1
+VERSION = 2
 _SAME_SCRIPT = "start every worker with the same script and options"
 
 
@@ -64,7 +65,7 @@ class TrainingState:
             for path, parameter in model.named_parameters(name):
                 if nn.parameter.is_lazy(parameter):
                     raise StateError(f"{path}: a lazy module has no parameters yet; run a forward pass first")
-                _layout(path, parameter)
+                _layout(path, local_of(parameter))
         self.check()
 
     def check(self) -> None:
@@ -84,12 +85,13 @@ class TrainingState:
         return list({id(p): p for model in self.models.values() for p in model.parameters()}.values())
 
     def replicated_tensors(self) -> list[Tensor]:
-        """Parameters and tensors of optimizer state: what replicas hold alike (buffers, as of BatchNorm, need not)."""
-        tensors: list[Tensor] = [*self.parameters()]
+        """Parameters and tensors of optimizer state, of sharded ones the part that is here: what replicas hold alike
+        (buffers, as of BatchNorm, need not)."""
+        tensors: list[Tensor] = [local_of(parameter) for parameter in self.parameters()]
         for optimizer in self.optimizers.values():
             for parameter in _optimizer_parameters(optimizer):
                 entry = optimizer.state.get(parameter, {})
-                tensors += [entry[key] for key in sorted(entry, key=str) if isinstance(entry[key], Tensor)]
+                tensors += [local_of(entry[key]) for key in sorted(entry, key=str) if isinstance(entry[key], Tensor)]
         return tensors
 
     def collect(self, extra: Any = None) -> Outgoing:
@@ -215,7 +217,11 @@ def _model_tree(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-    return {"parameters": dict(model.named_parameters()), "buffers": _buffers(model), "extra_state": extra_state}
+    return {"parameters": _parameters(model), "buffers": _buffers(model), "extra_state": extra_state}
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def _optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -226,11 +232,15 @@ def _optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, An
     index = {id(parameter): i for i, parameter in enumerate(_optimizer_parameters(optimizer))}
     state: dict[int, Any] = {}
     state_other: dict[Any, Any] = {}
+    sharded: dict[int, list[str]] = {}
     for key, entry in optimizer.state.items():
         if not isinstance(key, Tensor):
             state_other[key] = entry
         elif id(key) in index:
-            state[index[id(key)]] = entry
+            number = index[id(key)]
+            state[number] = {name: local_of(value) if is_sharded(value) else value for name, value in entry.items()}
+            if names_of := [name for name, value in entry.items() if is_sharded(value)]:
+                sharded[number] = names_of
         else:
             raise StateError("the optimizer has state for a tensor that is in none of its groups")
     groups = [
@@ -240,7 +250,8 @@ def _optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, An
         }
         for group in optimizer.param_groups
     ]
-    return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "state_other": state_other}
+    tree = {"kind": type(optimizer).__name__, "groups": groups, "state": state, "state_other": state_other}
+    return {**tree, "sharded": sharded}
 
 
 def _check_names(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
@@ -251,7 +262,7 @@ def _check_names(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) 
 
 
 def _bind_model(name: str, model: nn.Module, tree: dict[str, Any], taken: dict[int, Slot]) -> None:
-    for section, mine in (("parameters", dict(model.named_parameters())), ("buffers", _buffers(model))):
+    for section, mine in (("parameters", _parameters(model)), ("buffers", _buffers(model))):
         _check_names(f"{name} {section}", tree[section], mine)
         for path, live in mine.items():
             _bind(tree[section][path], live, join_path(name, path), taken)
@@ -278,18 +289,19 @@ def _bind_optimizer(
     kind = type(optimizer).__name__
     if tree["kind"] != kind:
         raise StateError(f"optimizer '{name}': {tree['kind']} at the source, {kind} here; {_SAME_SCRIPT}")
-    mine = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     theirs = [group["params"] for group in tree["groups"]]
-    if mine != theirs:
+    if held != theirs:
         raise StateError(
-            f"optimizer '{name}': its parameter groups hold {_first_difference(theirs, mine)}; {_SAME_SCRIPT}"
+            f"optimizer '{name}': its parameter groups hold {_first_difference(theirs, held)}; {_SAME_SCRIPT}"
         )
     parameters = _optimizer_parameters(optimizer)
     for index, entry in tree["state"].items():
         parameter = parameters[index]
         existing = optimizer.state.get(parameter, {})
         for key, slot in _slots(entry):
-            slot.wish(existing.get(key), parameter.device, taken)
+            mine = existing.get(key)
+            slot.wish(local_of(mine) if isinstance(mine, Tensor) else mine, parameter.device, taken)
     for group, new in zip(optimizer.param_groups, tree["groups"], strict=True):
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for key, slot in _slots(new["values"]):

@@ -60,7 +60,7 @@ def layout_of(tensor: Tensor) -> Layout:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise StateError(f"a {kind} tensor cannot be copied to a replacement")
     if hasattr(tensor, "_local_tensor"):
-        raise StateError("a sharded tensor (DTensor) cannot be copied to a replacement yet")
+        raise StateError("a sharded tensor (DTensor) is neither a parameter nor the state of an optimizer")
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     keep = not tensor.is_contiguous() and _fills(shape, strides)
     return Layout(tensor.dtype, shape, strides if keep else None, tensor.device.type)

@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>  // intrusive_ptr as a holder
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <shared_mutex>
@@ -210,6 +211,35 @@ class GuardedWork : public c10d::Work {
   std::shared_ptr<Outcome> outcome_;
 };
 
+// The end of some all-reduces of whole inputs, of which this rank keeps its part.
+class ReduceScatterWork : public c10d::Work {
+ public:
+  ReduceScatterWork(std::vector<WorkPtr> reductions, Tensors reduced, Tensors out, int rank, int size)
+      : reductions_(std::move(reductions)), reduced_(std::move(reduced)), out_(std::move(out)), rank_(rank), size_(size) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& reduction : reductions_) reduction->wait(timeout);
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < reduced_.size(); ++i) out_[i].copy_(reduced_[i].chunk(size_)[rank_].view(out_[i].sizes()));
+    reduced_.clear();
+    return true;
+  }
+  bool isCompleted() override {
+    return std::all_of(reductions_.begin(), reductions_.end(), [](const WorkPtr& one) { return one->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(reductions_.begin(), reductions_.end(), [](const WorkPtr& one) { return one->isSuccess(); });
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return out_; }
+
+ private:
+  const std::vector<WorkPtr> reductions_;
+  std::mutex mutex_;
+  Tensors reduced_, out_;
+  const int rank_, size_;
+};
+
 class Forward : public Backend {
  public:
   Forward(int rank, int size, std::string name) : Backend(rank, size), name_(std::move(name)) {}
@@ -327,9 +357,12 @@ class Forward : public Backend {
     return run([&](Backend& b) { return b.reduce_scatter(out, in, o); });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
+    Tensors outs{out}, ins{in};
+    if (is_guarded()) return reduce_and_keep_part(outs, ins, o);
     return run([&](Backend& b) { return b._reduce_scatter_base(out, in, o); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
+    if (is_guarded()) return reduce_and_keep_part(out, in, o);
     return run([&](Backend& b) { return b.reduce_scatter_tensor_coalesced(out, in, o); });
   }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
@@ -372,6 +405,30 @@ class Forward : public Backend {
   }
 
  private:
+  bool is_guarded() const {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    return connection_ != nullptr;
+  }
+
+  // gloo makes the same of all-reduces (ProcessGroupGloo::reduce_scatter_tensor_coalesced), but of its work nobody who
+  // waits could be freed: that has neither a future nor an abort().
+  WorkPtr reduce_and_keep_part(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) {
+    TORCH_CHECK(out.size() == in.size(), "reduce_scatter: ", in.size(), " inputs for ", out.size(), " outputs");
+    c10d::AllreduceOptions options;
+    options.reduceOp = o.reduceOp;
+    options.timeout = o.timeout;
+    std::vector<WorkPtr> reductions;
+    Tensors reduced;
+    for (size_t i = 0; i < in.size(); ++i) {
+      TORCH_CHECK(in[i].numel() == out[i].numel() * getSize() && in[i].dtype() == out[i].dtype(),
+                  "reduce_scatter: an input must be as many times as long as its output as there are ranks");
+      reduced.push_back(in[i].detach().flatten().clone());
+      Tensors one{reduced.back()};
+      reductions.push_back(allreduce(one, options));
+    }
+    return c10::make_intrusive<ReduceScatterWork>(std::move(reductions), std::move(reduced), out, getRank(), getSize());
+  }
+
   const std::string name_;
   mutable std::shared_mutex mutex_;
   BackendPtr inner_;

@@ -62,9 +62,38 @@ def total() -> float:
     return tensor.item()
 
 
+def reduce_parts() -> list[list[float]]:
+    """What each kind of reduce-scatter leaves on this rank of three, of inputs that differ from rank to rank."""
+    import torch
+    import torch.distributed as dist
+
+    connect(1)
+    mine = torch.arange(12.0).view(6, 2) * (rank() + 1)
+    out, later = torch.empty(2, 2), torch.empty(4)
+    dist.reduce_scatter_tensor(out, mine)
+    work = dist.reduce_scatter_tensor(later, mine.flatten(), op=dist.ReduceOp.MAX, async_op=True)
+    work.wait()
+    with dist._coalescing_manager(async_ops=True) as manager:
+        parts = [torch.empty(4), torch.empty(1, dtype=torch.int64)]
+        dist.reduce_scatter_tensor(parts[0], mine.flatten())
+        dist.reduce_scatter_tensor(parts[1], torch.tensor([1, 2, 3]))
+    manager.wait()
+    return [out.flatten().tolist(), later.tolist(), *(part.tolist() for part in parts)]
+
+
+@both
+def test_a_reduce_scatter_leaves_this_ranks_part(make_job: MakeJob, mechanism: str) -> None:  # noqa: F811
+    job = make_job(mechanism, 3)
+    job.open_generation(1)
+    for number, found in enumerate(job.results(job.start_all("reduce_parts"))):
+        part = [float(value) for value in range(4 * number, 4 * number + 4)]
+        sums = [6 * value for value in part]
+        assert found == [sums, [3 * value for value in part], sums, [3 * (number + 1)]]
+
+
 # ------------------------------------------------------------------------------------------------ blocked collectives
 
-OPERATIONS = ["all_reduce", "recv", "async", "barrier", "subgroup", "big_send", "backward"]
+OPERATIONS = ["all_reduce", "recv", "async", "barrier", "subgroup", "big_send", "backward", "reduce_scatter"]
 
 
 def block_and_be_freed() -> list[list[Any]]:
@@ -102,6 +131,8 @@ def block_and_be_freed() -> list[list[Any]]:
                     dist.all_reduce(torch.ones(8), group=subgroup)
                 elif operation == "big_send":
                     dist.send(torch.ones(1 << 24), 2)
+                elif operation == "reduce_scatter":
+                    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(12))
                 else:
                     model(torch.ones(2, 64)).sum().backward()
                 outcome.append([operation, None, time.time()])

@@ -21,7 +21,9 @@ from swift_recovery.plan import Plan
 class Worker:
     """Two models, one optimizer each, tracked under a supervisor whose agent is this test."""
 
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], num: int) -> None:
+    def __init__(
+        self, make: Callable[[Any], torch.optim.Optimizer], num: int, agree: Callable[[], None] | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.models = [nn.Linear(3, 2) for _ in range(num)]
         self.optimizers = [make(model.parameters()) for model in self.models]
@@ -29,7 +31,8 @@ class Worker:
         self.agent = Channel(theirs)
         self.agent.sock.settimeout(5.0)
         self.supervisor = Supervisor(Channel(ours), 0)
-        self.tracker = UpdateTracker({str(i): opt for i, opt in enumerate(self.optimizers)}, self.supervisor)
+        named = {str(i): opt for i, opt in enumerate(self.optimizers)}
+        self.tracker = UpdateTracker(named, self.supervisor, agree)
         self.heard = threading.Event()
         self.supervisor.start({}, self.report, lambda why, generation: self.heard.set())
         assert self.agent.receive()["op"] == "hello"
@@ -98,8 +101,10 @@ def make() -> Iterator[Callable[..., Worker]]:
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, 0.1)
 
-    def build(optimizer: Callable[[Any], torch.optim.Optimizer] = adam, num: int = 1) -> Worker:
-        made.append(Worker(optimizer, num))
+    def build(
+        optimizer: Callable[[Any], torch.optim.Optimizer] = adam, num: int = 1, agree: Callable[[], None] | None = None
+    ) -> Worker:
+        made.append(Worker(optimizer, num, agree))
         return made[-1]
 
     yield build
@@ -316,3 +321,60 @@ def test_without_an_agent_nothing_is_in_the_way() -> None:
     optimizer.step()
     assert tracker.updated
     tracker.finish()
+
+
+# ---- several replica sets: nobody updates before all can ----
+
+
+def test_all_agree_once_and_before_the_first_step(make: Callable[..., Worker]) -> None:
+    seen: list[tuple[bool, int]] = []
+    worker = make(num=2, agree=lambda: seen.append((worker.tracker.reduced, worker.tracker.num_steps)))
+    for _ in range(3):
+        worker.iteration()
+        assert not worker.tracker.reduced
+    # In the first iteration it is not known yet that no backward lies between the steps.
+    assert seen == [(False, 1), (True, 0), (True, 0)]
+    worker.tracker.begin(ghost=True)
+    worker.optimizers[0].step()
+    worker.tracker.cut()
+    assert len(seen) == 3, "a ghost has no effect, and asks nobody"
+
+
+def test_steps_with_a_backward_between_them_are_agreed_on_before_the_last(make: Callable[..., Worker]) -> None:
+    seen: list[tuple[bool, int]] = []
+    worker = make(num=2, agree=lambda: seen.append((worker.tracker.reduced, worker.tracker.num_steps)))
+    for _ in range(3):
+        worker.iteration(apart=True)
+    assert seen == [(False, 1)] * 3
+
+
+def test_who_was_cut_while_agreeing_can_still_make_the_update(make: Callable[..., Worker]) -> None:
+    def cut() -> None:
+        if worker.stops:
+            worker.stop()
+            raise PeerFailure("a peer is lost")
+
+    worker, undisturbed = make(agree=cut), make()
+    worker.stops = False  # type: ignore[attr-defined]
+    worker.iteration(), undisturbed.iteration()
+    worker.stops = True  # type: ignore[attr-defined]
+    worker.tracker.begin()
+    worker.backward(0)
+    with pytest.raises(PeerFailure):
+        worker.optimizers[0].step()
+    worker.tracker.cut()
+    assert worker.tracker.reduced and not worker.tracker.updated and not worker.tracker.mixed
+    worker.tracker.finish_update()
+    undisturbed.iteration()
+    assert worker.tracker.updated and worker.values() == undisturbed.values()
+
+
+def test_a_stop_between_agreement_and_step_leaves_the_same(make: Callable[..., Worker]) -> None:
+    worker = make(agree=lambda: worker.stop())
+    worker.tracker.begin()
+    worker.backward(0)
+    before = worker.values()
+    with pytest.raises(PeerFailure):
+        worker.optimizers[0].step()
+    worker.tracker.cut()
+    assert worker.tracker.reduced and worker.values() == before

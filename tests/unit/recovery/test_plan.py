@@ -327,3 +327,45 @@ def test_a_report_in_the_middle_of_an_update_travels_as_it_is() -> None:
     report = mixed(1, {0, 2})
     assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert "updated" not in holding(0, 5).to_json()
+
+
+# ---- several replica sets, cut around the update ----
+
+
+def reduced(rank: int, replicas: Sequence[int]) -> RankReport:
+    return RankReport(rank, "holding", 5, 0, tuple(replicas), reduced=True)
+
+
+def test_who_has_all_gradients_finishes_the_update_that_another_set_has_made() -> None:
+    plan = make_plan([holding(0, 6, (0, 2)), reduced(1, (1, 3))], 4)
+    assert (plan.kind, plan.iteration, plan.sources) == ("copy", 6, {2: 0, 3: 1})
+    plan = make_plan([reduced(0, (0, 2)), reduced(1, (1, 3))], 4)
+    assert (plan.iteration, plan.sources) == (6, {2: 0, 3: 1}), "nothing need be computed again"
+
+
+def test_gradients_that_are_complete_in_one_set_only_are_of_no_use() -> None:
+    plan = make_plan([reduced(0, (0, 2)), holding(1, 5, (1, 3))], 4)
+    assert (plan.kind, plan.iteration, plan.sources) == ("copy", 5, {2: 0, 3: 1})
+
+
+def test_whatever_ranks_agree_on_before_an_update_two_sets_reach_one_iteration() -> None:
+    """If any rank has made it, all have their gradients: then every combination of survivors can go on."""
+    choices: list[Any] = [None, "before", "reduced", "after"]
+    for situation in itertools.product(choices, repeat=4):
+        if "after" in situation and "before" in situation:
+            continue  # cannot be: who has not called `agree` holds back all others
+        sets = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}
+        reports = [
+            reduced(rank, sets[rank]) if at == "reduced" else holding(rank, 6 if at == "after" else 5, sets[rank])
+            for rank, at in enumerate(situation)
+            if at is not None
+        ]
+        if not all(any(situation[rank] for rank in members) for members in ((0, 2), (1, 3))):
+            continue  # a set without a survivor
+        plan = make_plan(reports, 4)
+        assert plan.kind == "copy" and (plan.iteration == 6 or "after" not in situation), (situation, plan)
+        held = {r.rank: r.iteration + (r.reduced and plan.iteration == 6) for r in reports}
+        for target, source in plan.sources.items():
+            assert held[source] == plan.iteration and sets[source] == sets[target]
+            held[target] = plan.iteration
+        assert held == dict.fromkeys(range(4), plan.iteration), (situation, plan)

@@ -1,0 +1,87 @@
+"""FSDP2 on a mesh of two replicas of two shards: a lost rank gets its shards from the rank that holds the same ones.
+
+Each test asserts that its faults fired, that survivors kept their processes, and that the whole model and optimizer
+state at the end are bit for bit those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.job import ROOT, Agents, Outcome
+
+SCRIPT = ROOT / "tests" / "support" / "hsdp_train.py"
+Start = Callable[..., Outcome]
+
+# Places in an iteration; a node is lost at each pair of them in one job, first ranks 2 and 3, then 0 and 1.
+PLACES = [
+    ("forward", "backward"),
+    ("backward", "before_step"),
+    ("before_step", "after_step"),
+    ("after_step", "between"),
+    ("agree", "agreed"),
+]
+
+
+@pytest.fixture
+def run(make_agents: Callable[..., Agents]) -> Start:
+    def train(faults: list[dict[str, Any]], model: str = "hsdp", nodes: str = "ab", **options: Any) -> Outcome:
+        agents = make_agents(orders={"model": model, "faults": faults}, script=SCRIPT, **options)
+        for node in nodes:
+            agents.start(node)
+        outcome = agents.wait()
+        assert outcome.fired == set(range(len(faults))), outcome.text()
+        return outcome
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> str:
+    agents = Agents(tmp_path_factory.mktemp("hsdp"), etcd, job_id="hsdp", orders={"model": "hsdp"}, script=SCRIPT)
+    for node in ("a", "b"):
+        agents.start(node)
+    outcome = agents.wait()
+    assert set(outcome.exit_codes.values()) == {0} and len(outcome.hashes) == 1, outcome.text()
+    return outcome.hashes.pop()
+
+
+def assert_same(outcome: Outcome, expected: str, lost: set[int]) -> None:
+    text = outcome.text()
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
+    assert sorted(outcome.results) == [0, 1, 2, 3] and outcome.hashes == {expected}, text
+    assert "replicas have equal checksums" in text
+
+
+def test_workers(run: Start, undisturbed: str) -> None:
+    """Each rank once, in the first iterations too."""
+    faults = [
+        {"at": "forward", "iteration": 0, "rank": 1, "scope": "worker"},
+        {"at": "backward", "iteration": 1, "rank": 2, "scope": "worker"},
+        {"at": "before_step", "iteration": 5, "rank": 0, "scope": "worker"},
+        {"at": "after_step", "iteration": 8, "rank": 3, "scope": "worker"},
+    ]
+    outcome = run(faults, max_restarts=6)
+    assert_same(outcome, undisturbed, {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize("places", PLACES, ids=" and ".join)
+def test_nodes(places: tuple[str, str], run: Start, undisturbed: str) -> None:
+    faults = [
+        {"at": places[0], "iteration": 4, "rank": 2, "scope": "node"},
+        {"at": places[1], "iteration": 7, "rank": 0, "scope": "node"},
+    ]
+    outcome = run(faults, nodes="abcd", options=("--spares", "2"))
+    assert_same(outcome, undisturbed, {0, 1, 2, 3})
+    assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0], outcome.text()
+
+
+def test_shards_without_replicas_are_told_at_the_start(run: Start) -> None:
+    """And a loss restarts all workers, as under torchrun."""
+    outcome = run([{"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"}], model="fsdp")
+    text = outcome.text()
+    assert "the model is sharded, and no rank holds a replica of another one's shards" in text
+    assert set(outcome.exit_codes.values()) == {0} and all(len(pids) == 2 for pids in outcome.pids.values()), text

@@ -1,0 +1,106 @@
+"""The training script of test_hsdp: FSDP2 on a mesh (replicate, shard), with the faults of fault_train's orders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import swift_agent as swift
+from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, now
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.norm = nn.LayerNorm(31)  # of a size that shards do not divide
+        self.wide = nn.Linear(31, 31)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.number == 1:
+            fault("forward")
+        out = x + self.drop(F.gelu(self.wide(self.norm(x))))
+        if out.requires_grad and self.number == 1:
+            out.register_hook(lambda grad: fault("backward"))
+        return out
+
+
+def arm_agreement() -> None:
+    """Places right before and after all ranks agree to make an update."""
+    from swift_agent import tracking, transfer
+
+    def armed() -> None:
+        fault("agree")
+        transfer.agree()
+        fault("agreed")
+
+    class Transfer:
+        agree = staticmethod(armed)
+
+    tracking.transfer = Transfer  # type: ignore[assignment]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    arm_private_places()
+    arm_agreement()
+    job = swift.init()
+    torch.manual_seed(7)
+    net = nn.Sequential(*(Block(number) for number in range(3)), nn.Linear(31, 4))
+    sizes, names = ((2, 2), ("replicate", "shard")) if ORDERS.get("model") == "hsdp" else ((4,), ("shard",))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
+    job.track(model=net, optimizer=optimizer, scheduler=scheduler)
+
+    @job.iteration
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        now["iteration"] = job.iteration_number
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        fault("before_step")
+        optimizer.step()
+        fault("after_step")
+        optimizer.zero_grad()
+        scheduler.step()
+        return loss.detach()
+
+    for number in job.iterations(ITERATIONS):
+        generator = torch.Generator().manual_seed(100 * number + RANK)
+        x = torch.randn(8, 31, generator=generator)
+        train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long())
+        fault("between", job.iteration_number - 1)
+    digest = hashlib.sha256()
+    for name, value in sorted(net.state_dict().items()):
+        digest.update(name.encode() + full(value))
+    for state in optimizer.state.values():
+        for key in sorted(state):
+            digest.update(full(state[key]))
+    result = {"rank": RANK, "pid": os.getpid(), "iterations": job.iteration_number, "hash": digest.hexdigest()}
+    (DIR / f"result.{RANK}.json").write_text(json.dumps(result))
+
+
+def full(tensor: Any) -> bytes:
+    """All of it, gathered from its shards: the same on all ranks."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return bytes(whole.detach().numpy().tobytes())
+
+
+if __name__ == "__main__":
+    with open(DIR / f"pids.{RANK}", "a") as stream:
+        print(os.getpid(), file=stream)
+    main()
+    sys.exit(0)
