@@ -121,7 +121,7 @@ class Agent:
         config = self._config
         listeners = Listeners(
             view=lambda view: self._post(lambda: self._on_view(view)),
-            peer_lost=lambda incarnation, why: self._post(lambda: self._event(msg.PeerLost(incarnation, why))),
+            peer_lost=lambda *lost: self._post(lambda: self._event(msg.PeerLost(*lost))),
             lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
             reclaimed=lambda incarnation: self._post(lambda: self._on_reclaimed(incarnation)),
             place_lost=lambda incarnation, why: self._post(lambda: self._on_place_lost(incarnation, why)),
@@ -355,7 +355,7 @@ class Agent:
             case msg.WriteFailure(generation, failure):
                 log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
             case msg.ForgetSpare(node_id, incarnation):
-                log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation])
+                log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation].evidence)
             case msg.Reclaim():
                 self._reclaim()
             case msg.PauseWorkers(why):

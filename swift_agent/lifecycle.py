@@ -129,7 +129,7 @@ class AgentState:
     """At the last tick nobody had answered for too long."""
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
-    lost_peers: Mapping[str, str] = field(default_factory=dict)
+    lost_peers: Mapping[str, PeerLost] = field(default_factory=dict)
     restarts_used: int = 0
     restarts_counted_in: int = 0
     store_started: int = 0
@@ -208,8 +208,8 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return _update(state, local_rank, pid, unfit=why)
         case WorkerExited(exit_):
             return _update(state, exit_.local_rank, exit_.pid, exit=exit_)
-        case PeerLost(incarnation, evidence):
-            return replace(state, lost_peers={**state.lost_peers, incarnation: evidence})
+        case PeerLost(incarnation):
+            return replace(state, lost_peers={**state.lost_peers, incarnation: event})
         case PeerDoubted(incarnation):
             return _doubt(state, incarnation)
         case PlaceReclaimed():
@@ -224,7 +224,7 @@ def _fold(state: AgentState, event: Event) -> AgentState:
 def _doubt(state: AgentState, incarnation: str) -> AgentState:
     generation = state.view.generation
     slot = generation.slot_of(incarnation) if generation is not None else None
-    lost = {peer: evidence for peer, evidence in state.lost_peers.items() if peer != incarnation}
+    lost = {peer: what for peer, what in state.lost_peers.items() if peer != incarnation}
     return replace(state, lost_peers=lost, issued=state.issued - {("node", slot), ("spare", incarnation)})
 
 
@@ -336,10 +336,12 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
 def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     view = state.view
     for other, owner in enumerate(generation.slots if state.lost_peers else ()):
-        evidence = state.lost_peers.get(owner.incarnation)
+        lost = state.lost_peers.get(owner.incarnation)
         known = view.failures.get(other)
-        if evidence is not None and other != slot and (known is None or known.kind != "node"):
-            failure = FailureRecord("node", other, owner.incarnation, (), evidence, state.node_id)
+        if lost is not None and other != slot and (known is None or known.kind != "node"):
+            failure = FailureRecord(
+                "node", other, owner.incarnation, (), lost.evidence, state.node_id, is_dead=lost.is_dead
+            )  # fmt: skip
             state = _issue(state, commands, ("node", other), WriteFailure(generation.number, failure))
     left = state.max_restarts - state.restarts_used
     dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= generation.epoch]

@@ -112,8 +112,11 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class PeerLost:
+    """*is_dead*: its machine says that the process is gone; else only the way to it may be."""
+
     incarnation: str
     evidence: str
+    is_dead: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Listeners:
     """Called from the threads of a presence, with its incarnation first where it matters which one it was."""
 
     view: Callable[[View], None]
-    peer_lost: Callable[[str, str], None]
+    peer_lost: Callable[[str, str, bool], None]
     lease_lost: Callable[[str, str], None]
     reclaimed: Callable[[str], None]
     place_lost: Callable[[str, str], None]

@@ -40,6 +40,7 @@ from swift_rendezvous.membership import (
     PublishResult,
     Rules,
     absent,
+    believed_failures,
     decide,
     missing,
     stage_of,
@@ -206,8 +207,9 @@ class Coordinator:
         if node is None or node.incarnation != holder.incarnation:
             return True
         slot = view.generation.slot_of(holder.incarnation) if view.generation is not None else None
-        # The report itself and not `losses`: where all workers have exited nothing is lost with the node but this.
-        failure = view.failures.get(slot) if slot is not None else None
+        # The report itself and not `losses`: where all workers have exited nothing is lost with the node but this. Who
+        # is not believed must not elect itself either: it and the holder would take the place from each other in turn.
+        failure = believed_failures(view).get(slot) if slot is not None else None
         return failure is not None and failure.kind == "node" and failure.incarnation == holder.incarnation
 
     def _elect(self, view: View) -> None:

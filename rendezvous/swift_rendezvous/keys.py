@@ -86,7 +86,8 @@ class GenerationRecord:
     a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
     a process that is older must not live on. *handover* maps a slot to the drained node that had it and still keeps
     its workers: they hold the state until the new owner has it. With mode `resize` all workers are started anew, but
-    the newest state that any of them held goes on (see `resizing`).
+    the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
+    are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
     """
 
     number: int
@@ -99,6 +100,7 @@ class GenerationRecord:
     lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_restarts: int = 0
     handover: dict[int, Owner] = field(default_factory=dict)
+    bare: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -123,8 +125,9 @@ FailureKind = Literal["node", "workers", "restart"]
 class FailureRecord:
     """What was lost in one slot during one generation.
 
-    `node`: the whole node. `workers`: processes of a healthy node. `restart`: the processes live, but the job cannot go
-    on in place (a collective outside an iteration was cut, for example).
+    `node`: the whole node; *is_dead*: its machine says that the process is gone. `workers`: processes of a healthy
+    node. `restart`: the processes live, but the job cannot go on in place (a collective outside an iteration was cut,
+    for example).
     """
 
     kind: FailureKind
@@ -135,6 +138,7 @@ class FailureRecord:
     reporter: str
     restarts_left: int = 0
     exits: tuple[WorkerExit, ...] = ()
+    is_dead: bool = False
 
 
 @dataclass(frozen=True)

@@ -84,12 +84,13 @@ class _Peer:
 
 
 class Liveness:
-    """Runs in daemon threads. `on_lost(incarnation, evidence)` is called from one of them, once per lost incarnation
-    (once more after `reconsider`). *key*: `JobKey.heartbeat`.
+    """Runs in daemon threads. `on_lost(incarnation, evidence, is_dead)` is called from one of them, once per lost
+    incarnation (once more after `reconsider`); *is_dead*: its machine says that nobody listens there any more. *key*:
+    `JobKey.heartbeat`.
     """
 
     def __init__(
-        self, host: str, on_lost: Callable[[str, str], None], limits: Limits | None = None, *, key: bytes = b""
+        self, host: str, on_lost: Callable[[str, str, bool], None], limits: Limits | None = None, *, key: bytes = b""
     ) -> None:
         self._on_lost = on_lost
         self._limits = limits or Limits()
@@ -362,7 +363,7 @@ class Liveness:
         ).start()
 
     def _probe(self, node: NodeRecord, evidence: str) -> None:
-        answer = self._answer_of(node)
+        answer, is_dead = self._answer_of(node)
         with self._lock:
             self._probed.discard(node.incarnation)
             # It may have left, or been taken out of the job, while it was asked.
@@ -371,10 +372,11 @@ class Liveness:
             if lost:
                 self._reported.add(node.incarnation)
         if lost:
-            self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}")
+            self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}", is_dead)
 
-    def _answer_of(self, node: NodeRecord) -> str | None:
-        """None if the kernel of *node* keeps a connection open for us, else what it says instead."""
+    def _answer_of(self, node: NodeRecord) -> tuple[str | None, bool]:
+        """None if the kernel of *node* keeps a connection open for us, else what it says instead, and whether that is
+        that nobody listens there any more: a way that is closed says nothing of who is at its end."""
         deadline_s = time.monotonic() + self._limits.probe_s
         answer = "nothing"
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -385,13 +387,13 @@ class Liveness:
                 answer = "nothing"
                 continue
             except OSError as error:
-                return str(error.strerror or error)
+                return str(error.strerror or error), isinstance(error, ConnectionRefusedError)
             self._life_s = time.monotonic()
             with sock:
                 if _is_kept(sock, deadline_s):
-                    return None
+                    return None, False
             answer = "it hangs up"
-        return answer
+        return answer, False
 
 
 def _is_kept(sock: socket.socket, deadline_s: float) -> bool:

@@ -185,6 +185,33 @@ def missing(
     return Decision(tuple(late), waiting=waiting, deadline_s=min(next_s) if next_s else None)
 
 
+def _bare(view: View, old: GenerationRecord) -> dict[int, set[int]]:
+    """By slot, the local ranks that hold no state, as far as *old*, the current generation, and what came since say."""
+    bare = {slot: set(ranks) for slot, ranks in old.bare.items() if slot not in view.resumed}
+    for slot, failure in view.failures.items():
+        if failure.kind == "workers" and failure.incarnation == old.slots[slot].incarnation:
+            bare.setdefault(slot, set()).update(failure.local_ranks)
+    return bare
+
+
+def _empty(view: View, generation: GenerationRecord) -> list[int]:
+    """Slots none of whose workers holds state."""
+    return [slot for slot, ranks in _bare(view, generation).items() if len(ranks) == generation.num_workers]
+
+
+@once_per_view
+def believed_failures(view: View) -> Mapping[int, FailureRecord]:
+    """By slot, what was said to be lost in the current generation, as far as it is believed (see `accusations`)."""
+    generation = view.generation
+    if generation is None:
+        return {}
+    left = [slot for slot in range(len(generation.slots)) if slot not in view.exited]
+    gone = {slot for slot in left if not draining.is_alive(view, generation.slots[slot])}
+    empty = gone.union(_empty(view, generation))
+    holders = [slot for slot in left if slot not in empty]
+    return believed(generation, view.failures, empty, holders)
+
+
 @once_per_view
 def losses(view: View) -> Losses:
     """Everything the records say was lost in the current generation; a node without a record counts as lost.
@@ -208,7 +235,7 @@ def _losses(view: View, with_absent: bool) -> Losses:
     nodes: dict[int, str] = {}
     workers: dict[int, FailureRecord] = {}
     restart: FailureRecord | None = None
-    failures = believed(generation, view.failures)
+    failures = believed_failures(view)
     for slot, owner in enumerate(generation.slots):
         failure = failures.get(slot)
         if failure is not None and failure.incarnation != owner.incarnation:
@@ -343,6 +370,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
             epoch=generation.number + 1,
             num_restarts=generation.num_restarts + 1,
             handover={},
+            bare={},
         )
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):
@@ -390,6 +418,7 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         why=what,
         lost={slot: tuple(range(generation.num_workers)) for slot in moves},
         handover={slot: generation.slots[slot] for slot in moves},
+        bare={slot: tuple(range(generation.num_workers)) for slot in moves},
     )
     return Decision((PublishGeneration(new),), why=what)
 
@@ -498,6 +527,9 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     gone = {slot: tuple(range(old.num_workers)) for slot in vacant if slot not in returned}
     gone |= {slot: failure.local_ranks for slot, failure in lost.workers.items() if slot not in vacant}
     counts = bool(lost.workers or lost.restart)
+    bare = _bare(view, old)
+    for slot, ranks in gone.items():
+        bare.setdefault(slot, set()).update(ranks)
     new = GenerationRecord(
         number=old.number + 1,
         mode="restart" if restart else "replace",
@@ -510,6 +542,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         lost=gone,
         num_restarts=old.num_restarts + (1 if restart and counts else 0),
         handover=handover,
+        bare={slot: tuple(sorted(bare[slot])) for slot in sorted(bare) if not restart and slot not in returned},
     )
     publish: tuple[Command, ...] = (PublishGeneration(new), PublishPlan()) if restart else (PublishGeneration(new),)
     return Decision((*publish, *forget), why=why)

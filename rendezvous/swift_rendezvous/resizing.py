@@ -116,4 +116,8 @@ def renewed(
         lost={slot: failure.local_ranks for slot, failure in failed.items()},
         num_restarts=old.num_restarts + (1 if counts else 0),
         handover={},
+        # Who was there has what was kept.
+        bare={} if mode == "restart" else {
+            slot: tuple(range(old.num_workers)) for slot, owner in enumerate(slots) if owner not in old.slots
+        },
     )

@@ -74,11 +74,16 @@ class Node:
 
     def __init__(self, name: str, key: str = "secret", host: str = "127.0.0.1") -> None:
         self.lost: queue.Queue[tuple[str, str, float]] = queue.Queue()
-        self.liveness = Liveness(
-            host, lambda who, why: self.lost.put((who, why, time.monotonic())), key=key.encode()
-        )
+        self.dead: set[str] = set()
+        """Those whose machine said so."""
+        self.liveness = Liveness(host, self._on_lost, key=key.encode())
         self.record = NodeRecord(name, name, host, self.liveness.port, 1)
         self.liveness.start(self.record)
+
+    def _on_lost(self, who: str, why: str, is_dead: bool) -> None:
+        if is_dead:
+            self.dead.add(who)
+        self.lost.put((who, why, time.monotonic()))
 
     def connected(self) -> set[str]:
         return {peer.incarnation for peer in list(self.liveness._peers.values())}
@@ -125,6 +130,7 @@ def test_a_killed_peer_is_seen_within_a_second(start: Callable[..., Node | Proce
     peer.kill()  # type: ignore[union-attr]
     who, why, seen_s = me.next_lost()
     assert who == "b" and seen_s - killed_s < 1.0 and "refused" in why
+    assert me.dead == {"b"}  # its machine says so
     assert me.lost.empty() and me.connected() == {"c"}
 
 
@@ -146,13 +152,14 @@ def test_a_kernel_that_is_still_closing_is_no_life(start: Callable[..., Node | P
     listener = socket.create_server(("127.0.0.1", 0))
     record = NodeRecord("b", "b", "127.0.0.1", listener.getsockname()[1], 1)
     with ThreadPoolExecutor(1) as pool:
-        assert me.liveness._answer_of(record) is None  # nobody accepts, but it is kept: a process that is starved
+        # Nobody accepts, but it is kept: a process that is starved.
+        assert me.liveness._answer_of(record) == (None, False)
         listener.accept()[0].close()
         answer = pool.submit(me.liveness._answer_of, record)
         assert select.select([listener], [], [], 5.0)[0]  # it is connected
         listener.close()
         # Reset in the middle of connect(), or after it and then refused.
-        assert answer.result(5.0) in ("Connection refused", "Connection reset by peer")
+        assert answer.result(5.0) in (("Connection refused", True), ("Connection reset by peer", False))
 
 
 def test_goodbye_is_no_loss(start: Callable[..., Node | Process]) -> None:
@@ -360,7 +367,7 @@ def test_stop_at_any_moment(start: Callable[..., Node | Process]) -> None:
         me.liveness.stop()
         other.liveness.stop()
         assert not me.liveness._thread.is_alive()
-    never = Liveness("127.0.0.1", lambda who, why: None)
+    never = Liveness("127.0.0.1", lambda *lost: None)
     never.stop()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", never.port), timeout=1.0)
@@ -400,6 +407,7 @@ def test_a_machine_that_is_cut_off_is_lost_before_its_lease_is(
             network.hosts[0].deafen(network.address, from_inside=False)
     who, why, seen_s = me.next_lost()
     assert who == "b" and "silent" in why
+    assert not me.dead  # it may live, for all that is known
     least_s, most_s = Limits().detection_s
     # The limits are those of an idle machine; the least one holds on any.
     assert least_s - 0.05 < seen_s - cut_s < most_s + 2.0

@@ -50,6 +50,35 @@ def recovering(**changes: Any) -> World:
     return world
 
 
+def joining(**changes: Any) -> World:
+    """The node of slot 0 has crashed; the spare has its slot, and no state yet."""
+    world = training(faults=1, kinds=("crash",), target=2)
+    world.do(("work", 1, 0))
+    world.do(("crash", 0, 0))
+    world.do(("accuse", 1, 0))
+    go_on(world, lambda w: w.view.number == 2)
+    world.kinds = model.FAULTS
+    for name, value in changes.items():
+        setattr(world, name, value)
+    return world
+
+
+def joining_again(**changes: Any) -> World:
+    """As `joining`, with another slot, whose worker has been lost since: one node of three holds state."""
+    world = World(4, 3, ordered=True, faults=2, kinds=("crash", "kill"), target=2)
+    go_on(world, lambda w: sum(n.proc is not None and n.proc.live > 0 for n in w.nodes) == 3)
+    world.do(("work", 1, 0))
+    world.do(("work", 2, 0))
+    world.do(("crash", 0, 0))
+    world.do(("accuse", 1, 0))
+    go_on(world, lambda w: w.view.number == 2)
+    world.do(("kill", 2, 0))
+    go_on(world, lambda w: w.view.number == 3)
+    for name, value in changes.items():
+        setattr(world, name, value)
+    return world
+
+
 def draining_until(what: str, **changes: Any) -> World:
     """The node of slot 0 is drained: until its workers are asked where they are, or the spare has its slot."""
     world = training(faults=1, kinds=("drain",), target=2)
@@ -75,6 +104,10 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "one failure, or the order taken back, on the way to a boundary": lambda: draining_until("pause", faults=1),
     "one failure in a handover": lambda: draining_until("handover", faults=1),
     "one failure in a recovery, every order": lambda: recovering(faults=1, ordered=False),
+    "two links are parted in training": lambda: training(faults=2, kinds=("part", "kill")),
+    "a link is parted while a newcomer has no state": lambda: joining(faults=1, kinds=("part",), ordered=False),
+    "a link is parted while two of three have no state": lambda: joining_again(faults=1, kinds=("part",)),
+    "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
 }
 
 
@@ -126,6 +159,15 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "a boundary that somebody has passed": (
         draining, "boundary", "return max(view", "return min(view",
         lambda: training(faults=1, kinds=("drain",), target=2, ordered=False)),
+    "a newcomer without state is believed": (
+        membership, "believed", "if not holders or not all(", "if True or not all(",
+        lambda: joining(faults=1, kinds=("part",))),
+    "who was a newcomer in an earlier generation is believed": (
+        membership, "_bare", "for slot, ranks in old.bare.items() if slot not in view.resumed", "for slot, ranks in ()",
+        lambda: joining_again(faults=1, kinds=("part",))),
+    "who is not believed elects itself": (
+        coordinator.Coordinator, "_holder_is_lost", "believed_failures(view).get(slot)", "view.failures.get(slot)",
+        lambda: joining(faults=1, kinds=("part",), ordered=False)),
     "nobody notices that a drained node is lost": (
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
         lambda: draining_until("handover", faults=1)),

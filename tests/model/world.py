@@ -51,10 +51,10 @@ EVENTS = KEYS.prefix + "events/"
 TTL_S = 5
 RULES = Rules(1e9, 1e9)  # nobody gives up waiting: who waits although enough nodes live has a defect
 
-Action = tuple[str, int, int]  # what, which node, and a second one for `accuse`
+Action = tuple[str, int, int]  # what, which node, and a second one for `accuse` and `part`
 Response = tuple[Change, ...]
 
-FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse")
+FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse", "part")
 # An operator's, and taking it back: counted like failures.
 ORDERS = ("drain", "cancel")
 
@@ -192,6 +192,7 @@ class Driver(Agent):
         self._events.append(msg.HelloReceived(0, node.num_procs))
 
     def _end_worker(self, local_rank: int, graceful: bool) -> None:
+        self._world.keep_the_last_copy(self._node)
         self._world.end_proc(self._node, -15, self._events)
 
     def _send(self, local_ranks: tuple[int, ...], message: dict[str, Any]) -> None:
@@ -328,6 +329,11 @@ class World:
                 found.append(("drain", index, 0))
             if drain is not None and "cancel" in self.kinds:
                 found.append(("cancel", index, 0))
+            if "part" in self.kinds and node.runs:
+                # One way to another is closed for a moment: this node calls it lost.
+                found += [("part", index, other) for other, peer in enumerate(self.nodes)
+                          if other != index and peer.here
+                          and peer.record.incarnation not in node.state.lost_peers]  # fmt: skip
             if node.proc is not None and node.where != "frozen" and "kill" in self.kinds:
                 found.append(("kill", index, 0))
         return found
@@ -368,8 +374,10 @@ class World:
                 self.store.revoke(self.store._leases[node.lease_id])
             case "notice":
                 self.reclaim(node)
-            case "accuse":
-                self.handle(node, deque([msg.PeerLost(self.nodes[other].record.incarnation, "lost")]))
+            case "accuse" | "part":
+                peer = self.nodes[other]
+                is_dead = what == "accuse" and not peer.here
+                self.handle(node, deque([msg.PeerLost(peer.record.incarnation, "lost", is_dead)]))
             case "see":
                 if node.queue:
                     self._see(node)
@@ -453,6 +461,7 @@ class World:
             node.life = life
 
     def rejoin(self, node: Node) -> None:
+        self.keep_the_last_copy(node)
         self._leave_lease(node)
         node.proc = None
         self.settle_others(node)
@@ -547,14 +556,27 @@ class World:
         )  # fmt: skip
 
     def _sound(self, view: View, puts: list[Put]) -> None:
-        """A new roster has no node that its author knows to be lost. (What it did not know is lost in the next.)"""
-        if view.generation is None:
+        """A new roster has no node that its author knows to be lost. (What it did not know is lost in the next.) And it
+        does not give away the last copy of the state, as far as that is known.
+        """
+        old = view.generation
+        if old is None:
             return
+        holders = {node.record.incarnation for node in self.nodes if node.where in ("up", "late") and node.proc
+                   and node.proc.status == "holding" and node.lease_id in self.store._leases
+                   and old.slot_of(node.record.incarnation) is not None}  # fmt: skip
+        # Who has not trained yet in the first generation has what the others began with. A death may be untold yet.
+        unknown = any((node.proc is not None and node.proc.status == "setup")
+                      or any(write.what == "failure" for write in node.writes) for node in self.nodes)  # fmt: skip
         lost = {view.generation.slots[slot].incarnation for slot in losses(view).nodes}
         for put in puts:
             if put.key == KEYS.generation:
-                owners = {owner.incarnation for owner in decode(GenerationRecord, put.value).slots}
+                new = decode(GenerationRecord, put.value)
+                owners = {owner.incarnation for owner in new.slots}
                 demand(not lost & owners, f"a slot is given to {lost & owners}, known to be lost")
+                kept = owners | {owner.incarnation for owner in new.handover.values()}
+                demand(not holders or unknown or bool(holders & kept),
+                       f"{holders} hold the state, and all lose their slots")  # fmt: skip
 
     def _decide(self, node: Node) -> None:
         decision, node.decided = node.decided[0], node.decided[1:]
@@ -703,6 +725,13 @@ class World:
             ended = all(slot in view.exited or (view.released and slot in view.finished) for slot in self.ranks)
             demand(ended, f"succeeded, but only {sorted(view.exited)} have exited")
 
+    def keep_the_last_copy(self, node: Node) -> None:
+        """Before *node* ends its worker: where nobody dies, and only links break, no state may be lost."""
+        if self.kinds != ("part",) or node.proc is None or node.proc.status != "holding":
+            return
+        others = [other.proc.status for other in self.nodes if other is not node and other.proc is not None]
+        demand("holding" in others or "setup" in others, f"{node.name} ends the last worker that holds the state")
+
     def check(self) -> None:
         ranks = [node.proc.rank for node in self.nodes if node.proc is not None and node.proc.inside
                  and node.where != "frozen" and node.proc.go == self.view.number and not node.proc.leaves]  # fmt: skip
@@ -802,11 +831,13 @@ def _content(view: View) -> int:
     g, plan = view.generation, view.plan
     return hash((
         g and (g.number, g.mode, tuple(o.incarnation for o in g.slots), g.store_slot, g.epoch,
-               repr(sorted(g.lost.items())), g.num_restarts, repr(sorted(g.handover.items()))),
+               repr(sorted(g.lost.items())), g.num_restarts, repr(sorted(g.handover.items())),
+               repr(sorted(g.bare.items()))),
         view.coordinator and view.coordinator.incarnation,
         view.job is not None, view.tracked, view.store is not None, view.released, view.result and view.result.state,
         plan and (plan.restart, repr({**plan.content, "why": ""})),
-        tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left) for s, f in view.failures.items())),
+        tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left, f.reporter, f.is_dead)
+                     for s, f in view.failures.items())),
         tuple(sorted((s, p.incarnation, repr(p.reports)) for s, p in view.progress.items())),
         tuple(sorted(view.resumed)), tuple(sorted(view.finished)), tuple(sorted(view.exited)),
         tuple(sorted((n, d.incarnation) for n, d in view.drains.items())), view.pause,

@@ -393,7 +393,7 @@ class SimNode:
         self.sim.graves.append(self)
         for other in self.sim.living():
             if self.sim.rng.random() < 0.6:
-                other.peers_lost.append(lc.PeerLost(self.record.incarnation, "connection closed"))
+                other.peers_lost.append(lc.PeerLost(self.record.incarnation, "connection closed", is_dead=True))
 
 
 class Sim:

@@ -11,8 +11,8 @@ from swift_rendezvous.liveness import Liveness
 
 
 def main(incarnation: str, key: str, host: str = "127.0.0.1") -> None:
-    def lost(peer: str, evidence: str) -> None:
-        print(json.dumps({"lost": peer, "evidence": evidence}), flush=True)
+    def lost(peer: str, evidence: str, is_dead: bool) -> None:
+        print(json.dumps({"lost": peer, "evidence": evidence, "is_dead": is_dead}), flush=True)
 
     liveness = Liveness(host, lost, key=key.encode())
     me = NodeRecord(incarnation, incarnation, host, liveness.port, 1)

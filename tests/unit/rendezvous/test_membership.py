@@ -389,5 +389,61 @@ def test_a_node_that_is_accused_by_others_is_not_kept() -> None:
     mutual = {0: replace(failure("node", 0), reporter="n1"), 1: replace(failure("node", 1), reporter="n0")}
     old = {**mutual, 0: replace(mutual[0], incarnation="n0.0")}
     assert losses(view(names=("n0", "n1", "n2"), failures=old)).nodes.keys() == {1}
-    # The kept one's lease is over: it is lost after all.
-    assert losses(without(view(names=("n0", "n1", "n2", "n3"), failures=mutual), "n0")).nodes.keys() == {0, 1}
+    # The one with the lower slot is kept, but not if its lease is over, or the other's machine says that it is dead.
+    assert losses(without(view(names=("n0", "n1", "n2", "n3"), failures=mutual), "n0")).nodes.keys() == {0}
+    dead = {**mutual, 0: replace(mutual[0], is_dead=True)}
+    assert losses(view(names=("n0", "n1", "n2", "n3"), failures=dead)).nodes.keys() == {0, 1}
+
+
+def three(bare: dict[int, tuple[int, ...]], *accusations: tuple[int, int], **changes: Any) -> View:
+    """Slots 0 to 2 of two workers each, a spare, and who accuses whom."""
+    failures = {of: replace(failure("node", of), reporter=f"n{by}") for by, of in accusations}
+    v = view(names=("n0", "n1", "n2", "n3"), failures=failures, generation=generation(2, "replace", ["n0", "n1", "n2"]))
+    assert v.generation is not None
+    return replace(v, generation=replace(v.generation, bare=bare), **changes)
+
+
+def test_of_two_nodes_that_accuse_each_other_the_one_with_state_is_kept() -> None:
+    assert losses(three({}, (0, 1), (1, 0))).nodes.keys() == {1}
+    assert losses(three({0: (0, 1)}, (0, 1), (1, 0))).nodes.keys() == {0}
+    assert losses(three({0: (0,)}, (0, 1), (1, 0))).nodes.keys() == {1}  # one of its workers has it
+
+
+def test_a_node_without_state_does_not_cost_the_job_the_last_copies() -> None:
+    """A newcomer that cannot reach those who have the state is the one to replace."""
+    newcomers = {0: (0, 1), 2: (0, 1)}
+    v = three(newcomers, (0, 1))
+    assert losses(v).nodes.keys() == told_losses(v).nodes.keys() == {0}
+    assert "cannot reach n1" in losses(v).nodes[0]
+    assert [o.node_id for o in published(ask(v)).slots] == ["n3", "n1", "n2"]
+    assert published(ask(v)).bare == newcomers  # the new owner of slot 0 has no more than the one before
+    # There is another who has it; or the accuser has it itself; or it has trained since; or a spare says it.
+    assert losses(three({0: (0, 1)}, (0, 1))).nodes.keys() == {1}
+    assert losses(three({2: (0, 1)}, (0, 1))).nodes.keys() == {1}
+    assert losses(three({2: (0, 1)}, (2, 0), (2, 1))).nodes.keys() == {2}
+    assert losses(replace(v, resumed=frozenset({0}))).nodes.keys() == {1}
+    assert losses(three(newcomers, (3, 1))).nodes.keys() == {1}
+    # Its workers were lost in this very generation.
+    died = failure("workers", 0, (0, 1))
+    assert losses(replace(three({2: (0, 1)}, (0, 1)), failures={0: died, **v.failures})).nodes.keys() == {0}
+
+
+def test_a_node_without_state_is_believed_where_a_death_is_certain() -> None:
+    newcomers = {0: (0, 1), 2: (0, 1)}
+    v = three(newcomers, (0, 1))
+    dead = replace(v.failures[1], is_dead=True)
+    assert losses(replace(v, failures={1: dead})).nodes.keys() == {1}
+    assert losses(without(v, "n1")).nodes.keys() == {1}  # its lease says so
+    exited = {1: ExitedRecord(1, "n1.1")}
+    assert losses(replace(v, exited=exited)).nodes.keys() == set()
+
+
+def test_who_holds_no_state_is_told_from_generation_to_generation() -> None:
+    one = published(ask(three({}, (0, 1))))
+    assert one.bare == {1: (0, 1)}
+    worker = replace(three({1: (0, 1)}), failures={2: failure("workers", 2, (1,))})
+    assert published(ask(worker)).bare == {1: (0, 1), 2: (1,)}
+    assert published(ask(replace(worker, resumed=frozenset({1})))).bare == {2: (1,)}
+    again = replace(three({1: (0,)}), failures={1: failure("workers", 1, (1,))})
+    assert published(ask(again)).bare == {1: (0, 1)}
+    assert published(ask(replace(worker, tracked=False))).bare == {}  # all begin anew
