@@ -101,6 +101,9 @@ class Agent:
             self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
             self._writer = Writer(self._store, lambda why: self._post(lambda: self._stop(why)))
             stack.callback(self._writer.stop)
+            if self._workers.forks_all:  # it imports torch while the job forms
+                with self._watching_server():
+                    self._workers.start_server()
             self._enter(None)
             try:
                 self._on_view(self._presence.first_view)
@@ -428,7 +431,7 @@ class Agent:
             generation.number,
             slot,
             ranks,
-            "standby" if warm else "new processes",
+            "standby" if warm else "forks" if self._workers.forks_all else "new processes",
         )
         with self._watching_server():
             started = self._workers.start(place, local_ranks, warm)

@@ -68,7 +68,13 @@ class Presence:
         self._ended = threading.Event()
         self._abandoned = False
         with contextlib.ExitStack() as undo:
-            self.liveness = Liveness(address, listeners.peer_lost, Limits(config.heartbeat_s), key=config.key.heartbeat)
+            self.liveness = Liveness(
+                address,
+                listeners.peer_lost,
+                Limits(config.heartbeat_s),
+                key=config.key.heartbeat,
+                ask=self._ask_store,
+            )
             undo.callback(self.liveness.stop)
             self.me = NodeRecord(
                 node_id=config.node_id,
@@ -127,6 +133,9 @@ class Presence:
     def overdue_s(self) -> float:
         """For how long this node's lease may have been over, as far as it can tell without the store."""
         return self._keep_alive.overdue_s()
+
+    def _ask_store(self) -> None:
+        self._store.get(self._keys.generation)
 
     def reclaim(self) -> None:
         """Get another lease for this incarnation, in a thread; `reclaimed` or `place_lost` of the listeners says how it

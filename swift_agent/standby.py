@@ -18,8 +18,10 @@ from typing import Any
 from swift_agent.channel import Channel, Message
 from swift_agent.worker_env import Placement
 
-# A fork takes milliseconds; a server that is still importing is not ready. Longer than that, and an import hangs.
+# A fork takes milliseconds, and so does an order to a server that is ready; longer than that, and an import of the
+# script's modules hangs. Until it is ready it imports torch: a process that is started cold would be no faster.
 ANSWER_TIMEOUT_S = 15.0
+READY_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class StandbyServer:
         self._channel = Channel(ours)
         self._orders: dict[int, Order] = {}
         self._num_orders = 0
+        self._ready_s: float | None = None
         self.preloaded: tuple[str, ...] = ()
         self.num_wanted = 0
 
@@ -71,7 +74,10 @@ class StandbyServer:
 
     def receive(self) -> list[Message]:
         """What it has said; for an event loop."""
-        return self._channel.receive_ready()
+        messages = self._channel.receive_ready()
+        if any(message.get("op") == "ready" for message in messages):
+            self._ready_s = time.monotonic()
+        return messages
 
     # ---- orders ----
 
@@ -91,7 +97,10 @@ class StandbyServer:
         self._orders.clear()
 
     def is_overdue(self, now_s: float) -> bool:
-        return any(now_s - order.ordered_s > ANSWER_TIMEOUT_S for order in self._orders.values())
+        ready_s = self._ready_s
+        if ready_s is None:
+            return any(now_s - order.ordered_s > READY_TIMEOUT_S for order in self._orders.values())
+        return any(now_s - max(order.ordered_s, ready_s) > ANSWER_TIMEOUT_S for order in self._orders.values())
 
     # ---- end ----
 

@@ -1,4 +1,4 @@
-"""The processes of one node: starts them cold (as torchrun) or warm (from the standby server), signals and reaps them.
+"""The processes of one node: starts them cold (as torchrun) or as forks of the standby server, signals and reaps them.
 
 Every process leads a session of its own, so that it is stopped together with what it started (data loader processes).
 Deaths are seen through pidfds, which the agent's loop polls. This module must never decide who is started or stopped.
@@ -76,9 +76,10 @@ class Workers:
     def start(self, place: Placement, local_ranks: tuple[int, ...], warm: bool) -> list[WorkerProcess]:
         """Start processes for *local_ranks* and return those that run at once.
 
-        Warm ones follow through `on_server_message`, as soon as the standby server is ready. They are started cold if
-        the entry point cannot be run from a fork.
+        Warm ones, and all of them with `--start-method forkserver`, are forks: they follow through `on_server_message`,
+        as soon as the standby server is ready. They are started cold if the entry point cannot be run from a fork.
         """
+        warm = (warm and self._can_fork()) or self.forks_all
         envs = {rank: worker_env(place, rank, os.environ) for rank in range(place.num_workers)}
         self._open_logs(place, envs)
         started = []
@@ -86,12 +87,20 @@ class Workers:
             old = self.processes.pop(local_rank, None)
             if old is not None:
                 self.forget(old)
-            if not (warm and self._can_fork() and self._order_warm(place, local_rank, envs[local_rank])):
+            if not (warm and self._order_warm(place, local_rank, envs[local_rank])):
                 started.append(self._start_cold(place, local_rank, envs[local_rank]))
         return started
 
+    @property
+    def forks_all(self) -> bool:
+        """Also the first workers are forks of the standby server, and not only those that replace another."""
+        return self._config.launch.start_method == "forkserver" and self._can_fork()
+
     def _can_fork(self) -> bool:
-        return self._config.entry_kind in ("script", "module") and "PYTHON_EXEC" not in os.environ
+        """A fork runs a script or module in this very interpreter, and is bound to no NUMA node."""
+        config = self._config
+        is_python = config.entry_kind in ("script", "module") and "PYTHON_EXEC" not in os.environ
+        return is_python and config.launch.numa_options is None
 
     def _start_cold(self, place: Placement, local_rank: int, env: dict[str, str]) -> WorkerProcess:
         dest = self._logs()

@@ -3,7 +3,9 @@
 Every agent keeps a connection to the next few nodes of a ring, the ones it watches; these send it a heartbeat ten times
 a second. When a process dies its kernel closes its sockets, and both ends learn of it in milliseconds. When a machine
 or a link dies there is silence. Either way the suspect's listener is probed before it is called lost: its *kernel*
-connects us and keeps us, so a starved process, or a connection that was merely reset, is never taken for a death.
+connects us and keeps us, so a starved process, or a connection that was merely reset, is never taken for a death. And
+who has heard from nobody at all meanwhile may be the one that is cut off: it finds nobody lost before it hears again,
+and gives them time to be found again.
 
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
                                ^------------------- its kernel answers --'
@@ -37,6 +39,7 @@ _HEARTBEAT = b"."  # one byte is sent whole or not at all
 _GOODBYE = b"bye\n"
 _NUM_PROBES = 2  # at least: on a lossy network one may get lost
 _MAX_PATIENCE_S = 2.0
+_RETURN_S = 1.5  # a network that is back finds its hosts again: a lost request for an address is repeated after 1 s
 _MAX_STRANGERS = 32  # who have connected and not proved themselves yet
 
 
@@ -54,6 +57,11 @@ class Limits:
     @property
     def probe_s(self) -> float:
         """The kernel of a suspect has this long to answer, over all probes."""
+        return 2 * self.heartbeat_s
+
+    @property
+    def alone_s(self) -> float:
+        """If nobody else is heard for this long after the last word of a peer, it may be this node that is cut off."""
         return 2 * self.heartbeat_s
 
     @property
@@ -86,13 +94,21 @@ class _Peer:
 class Liveness:
     """Runs in daemon threads. `on_lost(incarnation, evidence, is_dead)` is called from one of them, once per lost
     incarnation (once more after `reconsider`); *is_dead*: its machine says that nobody listens there any more. *key*:
-    `JobKey.heartbeat`.
+    `JobKey.heartbeat`. *ask*: returns once somebody who is no peer (the store) has answered, or raises; called in
+    threads of their own where all peers are silent. Without it such a silence counts like any other.
     """
 
     def __init__(
-        self, host: str, on_lost: Callable[[str, str, bool], None], limits: Limits | None = None, *, key: bytes = b""
+        self,
+        host: str,
+        on_lost: Callable[[str, str, bool], None],
+        limits: Limits | None = None,
+        *,
+        key: bytes = b"",
+        ask: Callable[[], None] | None = None,
     ) -> None:
         self._on_lost = on_lost
+        self._ask = ask
         self._limits = limits or Limits()
         self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -108,6 +124,7 @@ class Liveness:
         self._reported: set[str] = set()
         self._departed: set[str] = set()
         self._life_s = time.monotonic()
+        self._back_s = -_RETURN_S  # when somebody was heard again after nobody had been
         # Of the loop's thread.
         self._peers: dict[socket.socket, _Peer] = {}
         self._heartbeat_due_s = 0.0
@@ -131,6 +148,8 @@ class Liveness:
     def update(self, nodes: Iterable[NodeRecord]) -> None:
         """Tell which nodes are in the job now; connections follow."""
         with self._lock:
+            if len(self._known) < 2:  # there was nobody who could have been heard
+                self._life_s = time.monotonic()
             self._known = {node.incarnation: node for node in nodes}
             self._targets = None
         if not self._stopped:
@@ -234,7 +253,7 @@ class Liveness:
             # If its kernel answers it is asked again, less and less often.
             peer.patience_s = min(max(self._limits.silence_s, 2 * peer.patience_s), _MAX_PATIENCE_S)
             peer.check_s = now_s + self._limits.probe_s + peer.patience_s
-            self._suspect(peer.incarnation, f"its agent was silent for {silent_s:.2f} s")
+            self._suspect(peer.incarnation, f"its agent was silent for {silent_s:.2f} s", peer.heard_s)
 
     def _dial(self) -> None:
         assert self._me is not None
@@ -256,12 +275,13 @@ class Liveness:
             threading.Thread(target=self._dial_one, args=(node,), name="swift-liveness-dial", daemon=True).start()
 
     def _dial_one(self, node: NodeRecord) -> None:
+        began_s = time.monotonic()
         try:
             assert self._me is not None
             sock, rest = handshake.dial(node, self._me, self._key)
         except (OSError, ValueError) as error:
             why = f"cannot connect to its agent: {getattr(error, 'strerror', None) or error}"
-            self._suspect(node.incarnation, why)
+            self._suspect(node.incarnation, why, began_s)
             time.sleep(self._limits.silence_s)  # a peer that lives but does not let us in is not stormed
             with self._lock:
                 self._dialled.discard(node.incarnation)
@@ -322,10 +342,10 @@ class Liveness:
             return
         except OSError as error:
             self._drop(peer)
-            self._suspect(peer.incarnation, f"its agent's connection broke: {error.strerror or error}")
+            self._suspect(peer.incarnation, f"its agent's connection broke: {error.strerror or error}", peer.heard_s)
             return
         if data:
-            peer.heard_s = self._life_s = time.monotonic()
+            peer.heard_s = self._heard()
             peer.patience_s = 0.0
             if _GOODBYE in data:
                 # Its record may outlive its listener by a moment: not to be found there is no loss.
@@ -335,7 +355,7 @@ class Liveness:
             return
         self._drop(peer)
         if not peer.said_goodbye:
-            self._suspect(peer.incarnation, "its agent's connection was closed by the kernel")
+            self._suspect(peer.incarnation, "its agent's connection was closed by the kernel", peer.heard_s)
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.sock)
@@ -351,7 +371,7 @@ class Liveness:
 
     # ---- suspects ----
 
-    def _suspect(self, incarnation: str, evidence: str) -> None:
+    def _suspect(self, incarnation: str, evidence: str, silent_since_s: float) -> None:
         """Probe the listener of the suspect, in a thread; only a node that does not answer there either is lost."""
         with self._lock:
             node = self._known.get(incarnation)
@@ -359,11 +379,11 @@ class Liveness:
                 return
             self._probed.add(incarnation)
         threading.Thread(
-            target=self._probe, args=(node, evidence), name="swift-liveness-probe", daemon=True
+            target=self._probe, args=(node, evidence, silent_since_s), name="swift-liveness-probe", daemon=True
         ).start()
 
-    def _probe(self, node: NodeRecord, evidence: str) -> None:
-        answer, is_dead = self._answer_of(node)
+    def _probe(self, node: NodeRecord, evidence: str, silent_since_s: float) -> None:
+        answer, is_dead = self._verdict(node, silent_since_s + self._limits.alone_s)
         with self._lock:
             self._probed.discard(node.incarnation)
             # It may have left, or been taken out of the job, while it was asked.
@@ -373,6 +393,48 @@ class Liveness:
                 self._reported.add(node.incarnation)
         if lost:
             self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}", is_dead)
+
+    def _verdict(self, node: NodeRecord, sign_s: float) -> tuple[str | None, bool]:
+        """As `_answer_of`, of a probe before which somebody else was heard, later than *sign_s*: who is cut off is told
+        nothing. A refusal is an answer, so that a death that the kernel has told waits for nobody.
+        """
+        if self._ask is not None:
+            if time.monotonic() < sign_s:
+                answer, is_dead = self._answer_of(node)
+                if answer is None or is_dead:
+                    return answer, is_dead
+            if not self._wait_for_life(node.incarnation, sign_s):
+                return None, False
+        while True:
+            answer, is_dead = self._answer_of(node)
+            if answer is None or is_dead or time.monotonic() > self._back_s + _RETURN_S:
+                return answer, is_dead
+
+    def _wait_for_life(self, incarnation: str, sign_s: float) -> bool:
+        """Until anybody at all was heard after *sign_s*. False if that does not matter any more."""
+        assert self._ask is not None
+        asked_s = time.monotonic()
+        while self._life_s <= sign_s:
+            with self._lock:
+                if self._stopped or incarnation not in self._known:
+                    return False
+            try:
+                self._ask()
+                # At once: then the line was never cut, there was only nobody else who speaks by himself.
+                self._heard(was_there=time.monotonic() - asked_s < self._limits.alone_s)
+            except Exception as error:
+                log.debug("%s is silent, and so is everybody else: %s", incarnation, error)
+            if self._life_s <= sign_s:
+                time.sleep(self._limits.heartbeat_s / 2)
+        return True
+
+    def _heard(self, was_there: bool = False) -> float:
+        """Somebody gives a sign of life. *was_there*: and would have done so before."""
+        now_s = time.monotonic()
+        if not was_there and now_s - self._life_s > self._limits.silence_s:
+            self._back_s = now_s
+        self._life_s = now_s
+        return now_s
 
     def _answer_of(self, node: NodeRecord) -> tuple[str | None, bool]:
         """None if the kernel of *node* keeps a connection open for us, else what it says instead, and whether that is
@@ -388,7 +450,7 @@ class Liveness:
                 continue
             except OSError as error:
                 return str(error.strerror or error), isinstance(error, ConnectionRefusedError)
-            self._life_s = time.monotonic()
+            self._heard()
             with sock:
                 if _is_kept(sock, deadline_s):
                     return None, False

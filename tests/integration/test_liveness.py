@@ -72,11 +72,13 @@ class Process:
 class Node:
     """A peer in this process."""
 
-    def __init__(self, name: str, key: str = "secret", host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, name: str, key: str = "secret", host: str = "127.0.0.1", ask: Callable[[], None] | None = None
+    ) -> None:
         self.lost: queue.Queue[tuple[str, str, float]] = queue.Queue()
         self.dead: set[str] = set()
         """Those whose machine said so."""
-        self.liveness = Liveness(host, self._on_lost, key=key.encode())
+        self.liveness = Liveness(host, self._on_lost, key=key.encode(), ask=ask)
         self.record = NodeRecord(name, name, host, self.liveness.port, 1)
         self.liveness.start(self.record)
 
@@ -425,6 +427,42 @@ def test_a_short_cut_is_no_loss(make_network: Callable[[int], Network], start: C
     assert me.lost.empty()
     network.hosts[0].cut()
     assert me.next_lost()[0] == "b"
+
+
+def test_who_is_cut_off_finds_nobody_lost(
+    make_network: Callable[[int], Network], start: Callable[..., Node | Process]
+) -> None:
+    """Its own cable is out, so that all are silent: what it thinks of them meanwhile must not outlive the cut."""
+    network = make_network(3)
+
+    def ask() -> None:
+        """Somebody who is no peer, at the other end of the same cable."""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((network.hosts[2].address, 9), timeout=0.2)
+
+    me = start(Node, "a", host=network.address, ask=ask)
+    peers = {name: start(Process, name, host=host.address, prefix=host.prefix)
+             for name, host in zip("bc", network.hosts[:2], strict=True)}  # fmt: skip
+    assert isinstance(me, Node)
+    records = [me.record, *(peer.record for peer in peers.values())]
+    for peer in peers.values():
+        peer.tell(*records)  # type: ignore[union-attr]
+    me.liveness.update(records)
+    wait_for(lambda: len(me.liveness._peers) == 4, 10.0, "all connections")
+    for cut_s in (0.5, 0.7, 0.9):
+        network.cut()
+        time.sleep(cut_s)
+        network.heal()
+        time.sleep(1.5)
+        assert me.lost.empty(), (cut_s, me.lost.get())
+    # One of them is gone, while the other is heard; then that one too, of which only the third can tell.
+    for name, host in zip("bc", network.hosts, strict=False):
+        began_s = time.monotonic()
+        host.cut()
+        who, why, seen_s = me.next_lost()
+        assert who == name and "silent" in why
+        least_s, most_s = Limits().detection_s
+        assert least_s - 0.05 < seen_s - began_s < most_s + 2.0
 
 
 def test_a_loss_that_is_over_can_be_looked_at_again(

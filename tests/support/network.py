@@ -97,6 +97,17 @@ class Network:
             self.close()
             raise
 
+    def cut(self) -> None:
+        """All hosts at once: what is outside is alone."""
+        self._set_links("down")
+
+    def heal(self) -> None:
+        self._set_links("up")
+
+    def _set_links(self, state: str) -> None:
+        lines = "".join(f"link set {host.link} {state}\n" for host in self.hosts)
+        subprocess.run(["ip", "-batch", "-"], input=lines, text=True, check=True)
+
     def close(self) -> None:
         for host in self.hosts:
             # A process that is left in it would keep the namespace, and its address, alive.
