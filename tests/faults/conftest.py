@@ -40,8 +40,8 @@ def make_agents(tmp_path: Path, etcd: str) -> Iterator[Callable[..., Agents]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[..., str]:
-    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made
-    once.
+    """The hash of parameters, buffers and optimizer state after a run without failure, of processes that torchrun would
+    have started; each kind of run is made once.
     """
     known: dict[tuple[Any, ...], str] = {}
 
@@ -49,7 +49,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable
         key = tuple(sorted(orders.items()))
         if key not in known:
             directory = tmp_path_factory.mktemp("undisturbed")
-            agents = Agents(directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders))
+            agents = Agents(
+                directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders), start_method="spawn"
+            )
             for node in ("a", "b"):
                 agents.start(node)
             outcome = agents.wait()

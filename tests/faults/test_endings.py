@@ -43,7 +43,9 @@ def keys_left(endpoint: str, job_id: str) -> list[str]:
 def test_signal_ends_the_whole_job(
     signum: signal.Signals, make_agents: Callable[..., Agents], etcd: str, tmp_path: Path
 ) -> None:
-    agents = make_agents(orders={"iterations": 400, "pause_s": 0.05}, environment={"TMPDIR": str(tmp_path)})
+    agents = make_agents(
+        start_method="spawn", orders={"iterations": 400, "pause_s": 0.05}, environment={"TMPDIR": str(tmp_path)}
+    )
     for node in ("a", "b", "c"):
         agents.start(node)
     wait_until(training(agents), "training begins", 60)
@@ -61,7 +63,7 @@ def test_signal_ends_the_whole_job(
 
 
 def test_workers_die_with_their_agent(make_agents: Callable[..., Agents]) -> None:
-    agents = make_agents(orders={"iterations": 400, "pause_s": 0.05})
+    agents = make_agents(start_method="spawn", orders={"iterations": 400, "pause_s": 0.05})
     for node in ("a", "b"):
         agents.start(node)
     wait_until(training(agents), "training begins", 60)
@@ -80,7 +82,9 @@ def test_frozen_node_is_fenced(make_agents: Callable[..., Agents], undisturbed: 
     iterations = 200
     expected = undisturbed(iterations=iterations)
     agents = make_agents(
-        orders={"iterations": iterations, "pause_s": 0.05}, options=("--lease-ttl", "2", "--spares", "1")
+        start_method="spawn",
+        orders={"iterations": iterations, "pause_s": 0.05},
+        options=("--lease-ttl", "2", "--spares", "1"),
     )
     for node in ("a", "b"):
         agents.start(node)
@@ -108,7 +112,7 @@ def test_frozen_node_is_fenced(make_agents: Callable[..., Agents], undisturbed: 
 def test_no_replacement_in_time(make_agents: Callable[..., Agents], etcd: str) -> None:
     """Nobody takes the slot of a lost node: the job ends with an error that says what was waited for."""
     faults = [{"at": "forward", "iteration": 3, "rank": 2, "scope": "node"}]
-    agents = make_agents(orders={"faults": faults}, options=("--replacement-timeout", "2"))
+    agents = make_agents(start_method="spawn", orders={"faults": faults}, options=("--replacement-timeout", "2"))
     for node in ("a", "b"):
         agents.start(node)
     outcome = agents.wait(60)
@@ -121,7 +125,7 @@ def test_no_replacement_in_time(make_agents: Callable[..., Agents], etcd: str) -
 def test_late_node_takes_the_slot(make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
     """Without a spare the survivors wait, with their state in memory, until a node is started with the same command."""
     faults = [{"at": "forward", "iteration": 3, "rank": 2, "scope": "node"}]
-    agents = make_agents(orders={"faults": faults})
+    agents = make_agents(start_method="spawn", orders={"faults": faults})
     for node in ("a", "b"):
         agents.start(node)
     wait_until(
@@ -136,7 +140,7 @@ def test_late_node_takes_the_slot(make_agents: Callable[..., Agents], undisturbe
 def test_restarts_used_up(make_agents: Callable[..., Agents]) -> None:
     """A worker that fails more often than --max-restarts ends the job with torchrun's report of the root cause."""
     faults = [{"at": "forward", "iteration": i, "rank": 1, "scope": "worker"} for i in (2, 4)]
-    agents = make_agents(orders={"faults": faults}, max_restarts=1)
+    agents = make_agents(start_method="spawn", orders={"faults": faults}, max_restarts=1)
     for node in ("a", "b"):
         agents.start(node)
     outcome = agents.wait(60)

@@ -67,7 +67,8 @@ def assert_survived(
 @pytest.mark.parametrize("point", POINTS)
 def test_node(point: str, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
     """The node of rank 0 is lost: agent, workers, the c10d store, and often the coordinator."""
-    agents = make_agents(orders={"faults": [{**POINTS[point], "rank": 0, "scope": "node"}]}, options=("--spares", "1"))
+    faults = [{**POINTS[point], "rank": 0, "scope": "node"}]
+    agents = make_agents(start_method="spawn", orders={"faults": faults}, options=("--spares", "1"))
     for node in ("a", "b", "c"):
         agents.start(node)
     outcome = agents.wait()

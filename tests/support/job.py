@@ -58,6 +58,8 @@ class Agents:
     script: Path = SCRIPT
     prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """node -> what its command begins with: what puts it into a network namespace."""
+    start_method: str = "forkserver"
+    """It costs one import of torch per node instead of one per worker; the default of the product is `spawn`."""
     program: tuple[str, ...] = ("-m", "swift_agent.run")
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -71,7 +73,8 @@ class Agents:
         orders = {"dir": str(self.directory), **self.orders}
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1",
-            "FAULT_ORDERS": json.dumps(orders), "PYTHONWARNINGS": "ignore", **self.environment,
+            "FAULT_ORDERS": json.dumps(orders), "PYTHONWARNINGS": "ignore", "PET_START_METHOD": self.start_method,
+            **self.environment,
         }  # fmt: skip
         path = self.directory / f"agent.{node_id}.log"
         if path.exists():  # of an earlier life of this node

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from swift_agent import process as process_module
+from swift_agent import workers as workers_module
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.options import parse_args
@@ -23,7 +24,7 @@ from swift_agent.worker_env import Placement
 from swift_agent.workers import MAX_SERVER_DEATHS, WorkerProcess, Workers
 
 TIMEOUT_S = 60.0
-SCRIPT = """
+SCRIPT = f"""#!{sys.executable}
 import os, sys
 with open(sys.argv[1], "a") as out:
     print(os.getpid(), os.environ["RANK"], *(name for name in ("csv_ahead", "threads_ahead") if name in sys.modules),
@@ -35,20 +36,21 @@ sys.exit(7)
 class Bench:
     """An agent's loop, reduced to its standby server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         become_subreaper()
         script = folder / "train.py"
         script.write_text(SCRIPT)
+        script.chmod(0o755)  # --no-python runs it by itself
         self.out = folder / "out"
-        args = parse_args(["--standalone", "--nproc-per-node", "2", str(script), str(self.out)])
+        args = parse_args(["--standalone", "--nproc-per-node", "2", *options, str(script), str(self.out)])
         self.workers = Workers(AgentConfig.from_args(args), "127.0.0.1")
         self.started: list[WorkerProcess] = []
 
     def place(self, generation: int = 2) -> Placement:
         return Placement(0, 1, 2, "default", "job", "127.0.0.1", 1, 0, 3, generation, "/nowhere", False)
 
-    def start(self, local_rank: int, generation: int = 2) -> None:
-        self.started += self.workers.start(self.place(generation), (local_rank,), warm=True)
+    def start(self, local_rank: int, generation: int = 2, warm: bool = True) -> None:
+        self.started += self.workers.start(self.place(generation), (local_rank,), warm)
 
     def turn(self, timeout_s: float = 0.05) -> None:
         server = self.workers.server
@@ -92,9 +94,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """*param*, if any: options of the command line."""
     before = set(psutil.Process().children())  # of fixtures of a wider scope
-    made = Bench(tmp_path)
+    made = Bench(tmp_path, *getattr(request, "param", ()))
     yield made
     made.workers.close()
     # The orphans of other tests are none of this process's.
@@ -112,6 +115,23 @@ def test_a_standby_becomes_the_worker(bench: Bench) -> None:
     bench.start(1)
     assert bench.ends() == [(1, 7)]
     assert bench.lines() == [[str(standby.pid), "1"]]
+
+
+@pytest.mark.parametrize(
+    ("bench", "forks"),
+    [((), [False, True]), (("--start-method", "forkserver"), [True, True]),
+     (("--start-method", "forkserver", "--no-python"), [False, False]), (("--numa-binding", "node"), [False, False])],
+    ids=["as torchrun", "forkserver", "no python", "bound"], indirect=["bench"],
+)  # fmt: skip
+def test_which_workers_are_forks(bench: Bench, forks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first worker, and one that replaces another."""
+    # Only a machine with GPUs can be asked which nodes they are at.
+    monkeypatch.setattr(workers_module, "_bind_to_numa_node", lambda command, *_: command)
+    for local_rank, warm in enumerate((False, True)):
+        bench.start(local_rank, warm=warm)
+    bench.wait(lambda: len(bench.started) == 2)
+    assert sorted(bench.ends()) == [(0, 7), (1, 7)]
+    assert [process.popen is None for process in sorted(bench.started, key=lambda p: p.local_rank)] == forks
 
 
 def test_a_standby_that_died_while_it_waited_is_not_used(bench: Bench) -> None:
