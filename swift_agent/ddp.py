@@ -37,6 +37,11 @@ def check_supported(ddp: DDP) -> None:
         raise UnsupportedModule("DDP with the python_reducer of torch.compile is not supported")
     if torch_private.expects_sparse_gradients(ddp):
         raise UnsupportedModule("DDP over sparse embeddings (sparse=True) is not supported")
+    if torch_private.hides_dtensors(ddp):
+        raise UnsupportedModule(
+            "DDP over a module whose DTensors torch's _pre_dp_module_transform hides is not supported: they are no "
+            "parameters of it any more after its first forward; use fully_shard on a mesh (replicate, shard) instead"
+        )
 
 
 def bucket_layout(ddp: DDP) -> Layout:

@@ -122,6 +122,7 @@ class Protected:
             self._phases_s["set-up"] = time.monotonic() - self._created_s
             self._recover()
             return
+        self._phases_s = {}  # of no recovery
         with place.lock:
             place.status = "holding"
         try:

@@ -230,6 +230,11 @@ def expects_sparse_gradients(ddp: DDP) -> bool:
     return any(_parameters(ddp)[1])
 
 
+def hides_dtensors(ddp: DDP) -> bool:
+    """Whether `torch.distributed.tensor.parallel.ddp._pre_dp_module_transform` was applied to the module."""
+    return any(hasattr(parameter, "_st_info") for parameter in ddp.module.parameters())
+
+
 def uses_python_reducer(ddp: DDP) -> bool:
     """torch.compile's own reduction of gradients, which does not use the reducer."""
     return bool(ddp._use_python_reducer)
@@ -406,5 +411,15 @@ def step_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
 
 def reset_fsdp(root: FSDPModule) -> None:
     """Make FSDP forget a forward or backward that was cut; nothing before the first forward, where torch cannot."""
-    if root._get_fsdp_state()._is_root is not None:
-        root.reset_iter_state()
+    if root._get_fsdp_state()._is_root is None:
+        return
+    root.reset_iter_state()
+    assert isinstance(root, torch.nn.Module)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    # torch leaves what a layer has accumulated before its reduction, and would add to it.
+                    parameter.unsharded_accumulated_grad = None
+                    if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                        unsharded.grad = None

@@ -294,6 +294,10 @@ def test_a_module_that_cannot_be_carried_over_is_refused(world: None) -> None:
     sparse = DDP(torch.nn.Embedding(4, 4, sparse=True))
     with pytest.raises(surgery.UnsupportedModule, match="sparse"):
         surgery.BucketKeeper(sparse)
+    localized = torch.nn.Linear(4, 4)
+    localized.weight._st_info = "of torch's _pre_dp_module_transform"  # type: ignore[attr-defined]
+    with pytest.raises(surgery.UnsupportedModule, match="use fully_shard on a mesh"):
+        surgery.BucketKeeper(DDP(localized))
     with pytest.raises(surgery.UnsupportedModule, match="another model"):
         surgery.adopt_layout(small(), [[0, 1, 2]])
     unused = small(find_unused_parameters=True)

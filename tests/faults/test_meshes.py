@@ -1,0 +1,89 @@
+"""Data parallel in one dimension of a mesh, tensor or pipeline parallel in the other: the mesh says who replaces whom.
+
+Nodes hold one replica each. Each test asserts that its faults fired, that survivors kept their processes, and that each
+rank's part of the state at the end is bit for bit that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.job import ROOT, Agents, Outcome
+
+SCRIPT = ROOT / "tests" / "support" / "mesh_train.py"
+LAYOUTS = ("tensor", "dtensor", "pipeline")
+# A node is lost at the first place, and later another at the second.
+PLACES = [("forward", "before_step"), ("backward", "after_step"), ("agree", "agreed")]
+Start = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(make_agents: Callable[..., Agents]) -> Start:
+    def train(layout: str, faults: list[dict[str, Any]], nodes: str = "ab", **options: Any) -> Outcome:
+        agents = make_agents(orders={"model": layout, "faults": faults}, script=SCRIPT, **options)
+        for node in nodes:
+            agents.start(node)
+        outcome = agents.wait()
+        assert outcome.fired == set(range(len(faults))), outcome.text()
+        return outcome
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[[str], dict[int, str]]:
+    """By rank, the hash of its part of the state after a run without failure."""
+    known: dict[str, dict[int, str]] = {}
+
+    def run(layout: str) -> dict[int, str]:
+        if layout not in known:
+            agents = Agents(
+                tmp_path_factory.mktemp(layout), etcd, job_id=f"mesh-{layout}", orders={"model": layout},
+                script=SCRIPT, start_method="spawn",
+            )  # fmt: skip
+            for node in ("a", "b"):
+                agents.start(node)
+            outcome = agents.wait()
+            assert set(outcome.exit_codes.values()) == {0} and len(outcome.results) == 4, outcome.text()
+            known[layout] = {rank: result["hash"] for rank, result in outcome.results.items()}
+            # Ranks 0 and 2 hold one part, 1 and 3 the other.
+            assert known[layout][0] == known[layout][2] != known[layout][1] == known[layout][3]
+        return known[layout]
+
+    return run
+
+
+def assert_same(outcome: Outcome, expected: dict[int, str], lost: set[int]) -> None:
+    text = outcome.text()
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
+    assert {rank: result["hash"] for rank, result in outcome.results.items()} == expected, text
+    assert "replicas have equal checksums" in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_workers(layout: str, run: Start, undisturbed: Callable[[str], dict[int, str]]) -> None:
+    """Each rank once, in the first iterations too."""
+    faults = [
+        {"at": "forward", "iteration": 0, "rank": 1, "scope": "worker"},
+        {"at": "backward", "iteration": 1, "rank": 2, "scope": "worker"},
+        {"at": "before_step", "iteration": 5, "rank": 0, "scope": "worker"},
+        {"at": "after_step", "iteration": 8, "rank": 3, "scope": "worker"},
+    ]
+    assert_same(run(layout, faults, max_restarts=6), undisturbed(layout), {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("places", PLACES, ids=" and ".join)
+def test_nodes(
+    places: tuple[str, str], layout: str, run: Start, undisturbed: Callable[[str], dict[int, str]]
+) -> None:
+    """Every rank of a node gets its part from the other node, first those of one, then those of the other."""
+    faults = [
+        {"at": places[0], "iteration": 4, "rank": 2, "scope": "node"},
+        {"at": places[1], "iteration": 7, "rank": 1, "scope": "node"},
+    ]
+    outcome = run(layout, faults, nodes="abcd", options=("--spares", "2"))
+    assert_same(outcome, undisturbed(layout), {0, 1, 2, 3})
