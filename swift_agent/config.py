@@ -17,7 +17,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.launcher.api import LaunchConfig
@@ -25,6 +25,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size
 
 from swift_agent import job_secret, torch_private
 from swift_agent.errors import SwiftError
+from swift_recovery.plan import Way
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.liveness import Limits
@@ -83,6 +84,7 @@ class AgentConfig:
     lease_ttl_s: int
     heartbeat_s: float
     stop_deadline_s: float
+    recovery: str
     key: JobKey = field(repr=False)
     keep_logs: bool = True
     journal: str | None = None
@@ -103,6 +105,8 @@ class AgentConfig:
         kind = _entry_kind(ns, mistakes)
         _check_entry(kind, ns.training_script, environ, mistakes)
         preload = _preload(ns.preload, mistakes)
+        if ns.recovery not in get_args(Way):
+            mistakes.append(f"--recovery {ns.recovery}: there is no such way; type one of {', '.join(get_args(Way))}")
         etcd = _etcd(ns, max_nodes, environ, mistakes)
         host = socket.gethostname()
         node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
@@ -150,6 +154,7 @@ class AgentConfig:
             lease_ttl_s=ns.lease_ttl,
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
+            recovery=ns.recovery,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
             journal=journal,

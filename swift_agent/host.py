@@ -23,6 +23,7 @@ def fingerprint(config: AgentConfig) -> str:
         config.entry_kind,
         config.training_script,
         list(config.training_script_args),
+        config.recovery,
     ]
     return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
 

@@ -72,6 +72,7 @@ def _add_ours(parser: _Parser) -> None:
     add("--preload", "A,B", "", "Modules to import ahead in the warm workers, besides torch.")
     add("--standbys", "N", 1, "Number of warm worker processes on an active node; a spare keeps --nproc-per-node.", int)
     add("--stop-deadline", "S", 10.0, "Seconds that a worker has to stop for a recovery, else it is replaced.", float)
+    add("--recovery", "WAY", "exact", "What becomes of a half-done update: exact, immediate-rollback, lossy-forward.")
     add("--node-id", "NAME", None, "Name of this node, unique in the job. Default: $SWIFT_NODE_ID, else host-pid.")
     add("--job-secret-file", "FILE", None, "File that holds the job's secret, the same on all its nodes.")
     add("--journal", "DIR", None, "Write every event and decision of the agent into a file there. Or $SWIFT_JOURNAL.")

@@ -78,6 +78,19 @@ def mistakes(
     return found
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """How an iteration that was cut is repeated where that is not to be exact (see `swift_recovery.lossy`).
+
+    *numbers*: parameters that have its update already. *is_silent*: this rank's gradients do not count in it;
+    *num_silent*: those of so many ranks do not.
+    """
+
+    numbers: frozenset[int] = frozenset()
+    is_silent: bool = False
+    num_silent: int = 0
+
+
 class OverlappedUpdates(UpdateTracker):
     """See the module. *names*: of the parameters, by id. Raises `UsageError` where `mistakes` finds any.
 
@@ -104,6 +117,7 @@ class OverlappedUpdates(UpdateTracker):
         self._before_update: dict[int, Kept | tuple[Tensor, dict[str, Any] | None]] = {}
         self._versions: dict[int, tuple[int, int]] = {}
         self._hyper: dict[str, list[dict[str, Any]]] = {}
+        self._resumption = self._expected = Resumption()
         for ddp in ddps:
             # DDP reads annotations, and takes none for the right ones.
             ddp.register_comm_hook(ddp, lambda ddp, bucket: self._reduce(ddp, bucket))
@@ -114,7 +128,9 @@ class OverlappedUpdates(UpdateTracker):
         super().begin(ghost=ghost)
         if not ghost:
             self._attempt += 1
-            self.settle()
+            super().settle()
+            self._forget()
+            self._done.update(self._resumption.numbers)
 
     def finish(self) -> None:
         left_out = {self.members[number].optimizer for number in self._done} - set(self._stepped)
@@ -125,9 +141,11 @@ class OverlappedUpdates(UpdateTracker):
                 "after the backward."
             )
         super().finish()
+        self._expected = Resumption()
         self.settle()
 
     def cut(self) -> None:
+        self._expected = Resumption()
         if self._supervisor is not None:
             with self._supervisor.changed:
                 self._attempt += 1  # what was reduced too late must not be updated any more
@@ -143,6 +161,16 @@ class OverlappedUpdates(UpdateTracker):
     def settle(self) -> None:
         super().settle()
         self._forget()
+        self.resume()
+
+    def expect(self, resumption: Resumption) -> None:
+        """The state that is about to come is one to go on from in that way; see `resume`."""
+        self._expected = resumption
+
+    def resume(self) -> None:
+        """The state that was to come is here; part of an update may be in it."""
+        self._resumption = self._expected
+        self._done.update(self._resumption.numbers)
 
     def _forget(self) -> None:
         self._hyper.clear()
@@ -271,12 +299,17 @@ class OverlappedUpdates(UpdateTracker):
             buffer.div_(group.size())
         else:
             buffer.mul_(1.0 / group.size())
+        resumption = self._resumption
+        if resumption.num_silent and self._in_iteration and not self._ghost:
+            if resumption.is_silent:
+                buffer.zero_()
+            buffer.mul_(group.size() / (group.size() - resumption.num_silent))
         future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
         if self._ghost or not self._in_iteration:
             return future.then(_tensor_of)  # type: ignore[no-any-return]
         attempt, parameters, gradients = self._attempt, bucket.parameters(), bucket.gradients()
         numbers = [self._numbers[id(parameter)] for parameter in parameters if id(parameter) in self._numbers]
-        if again := self._done.intersection(numbers):
+        if again := (self._done - resumption.numbers).intersection(numbers):
             raise UsageError(
                 f"a second backward reduces the gradient of {self.members[min(again)].name} in one iteration, but "
                 "overlap_update has made the update after the first: put all but the last under model.no_sync()."
@@ -285,7 +318,7 @@ class OverlappedUpdates(UpdateTracker):
         pairs = [
             (self._numbers[id(parameter)], gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
-            if id(parameter) in self._numbers
+            if id(parameter) in self._numbers and self._numbers[id(parameter)] not in resumption.numbers
         ]
         return future.then(lambda done: self._update(attempt, pairs, done))  # type: ignore[no-any-return]
 

@@ -227,6 +227,18 @@ class Place:
         # The point is before the update: a newcomer that gets it runs the iteration as a ghost, and catches up here.
         self.keep_start()
 
+    def adopt(self, install: Callable[[], Any]) -> None:
+        """A survivor gets the state of another one before the same iteration, by *install*, in the place of its own;
+        what its own script has done to small things stays."""
+        assert self.tracked is not None
+        mine = self.tracked.script_side()
+        mine.take()
+        with self.lock:
+            install()
+            mine.restore(buffers=False)
+            self.tracked.updates.mixed = False
+            self.tracked.updates.settle()
+
     def next_iteration(self) -> int:
         """The first iteration that this rank has not begun; called by the supervisor's thread with the lock held."""
         return self.here.iteration + (self.inside == "iteration")

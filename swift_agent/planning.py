@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import get_args
 
-from swift_recovery.plan import Plan, make_plan
+from swift_recovery.plan import Plan, Way, make_plan
 from swift_recovery.progress import RankReport
 from swift_recovery.resize import Held, make_resize_plan
 from swift_rendezvous.keys import GenerationRecord, PlanRecord, ProgressRecord
@@ -26,7 +27,9 @@ def plan_generation(
     elif generation.mode != "replace":
         plan = Plan("fresh", generation.why)
     else:
-        plan = make_plan(_reports(progress), generation.world_size, _reports(handovers))
+        ways: dict[str, Way] = {way: way for way in get_args(Way)}
+        way = ways.get(generation.recovery, "exact")
+        plan = make_plan(_reports(progress), generation.world_size, _reports(handovers), way)
     return PlanRecord(generation.number, plan.to_json(), plan.why, restart=plan.kind == "restart")
 
 

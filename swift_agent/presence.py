@@ -86,8 +86,9 @@ class Presence:
             )
             most = config.max_nodes if config.max_nodes > config.nnodes else 0
             job = JobRecord(
-                config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof, most
-            )
+                config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof, most,
+                config.recovery,
+            )  # fmt: skip
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
             self.job: int = entry.job
             self._lease: Lease = entry.lease

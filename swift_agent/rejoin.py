@@ -26,7 +26,7 @@ from swift_agent import handover, kept_state
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
-from swift_agent.overlap import OverlappedUpdates
+from swift_agent.overlap import OverlappedUpdates, Resumption
 from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
@@ -129,6 +129,7 @@ class Rejoin:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         if place.rank in plan.loads:
             place.take_over(kept_state.load(go.kept, plan.iteration, self._tracked), plan.iteration)
+        self._expect(plan)
         self._mend(plan)
         targets = plan.targets_of(place.rank)
         if targets:
@@ -137,10 +138,21 @@ class Rejoin:
             return
         link = self._link(plan.sources[place.rank])
         skips = place.owed is not None and place.owed.iteration < plan.iteration
-        if place.status == "holding" and (skips or not self._tracked.updates.mixed):
+        mixed = self._tracked.updates.mixed
+        if place.status == "holding" and not skips and not mixed and place.here.iteration == plan.iteration:
+            place.adopt(receive(state, link, staged=True).commit)
+        elif place.status == "holding" and (skips or not mixed):
             place.roll_forward(plan.iteration, receive(state, link, staged=True).commit)
         else:
             place.take_over(receive_state(state, link, staged=False), plan.iteration)
+
+    def _expect(self, plan: Plan) -> None:
+        """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""
+        rank, deviation, updates = self._place.rank, plan.deviation, self._tracked.updates
+        if isinstance(updates, OverlappedUpdates):
+            silent = set(deviation.silent).intersection(self._tracked.replicas)
+            numbers = frozenset(deviation.resumed.get(rank, ()))
+            updates.expect(Resumption(numbers, rank in silent, len(silent)))
 
     def _mend(self, plan: Plan) -> None:
         """Leave a half-done update, forward or back; what is whole here already stays as it is."""
@@ -148,13 +160,19 @@ class Rejoin:
         if isinstance(updates, OverlappedUpdates):
             if place.rank in plan.undone and (said := updates.take_back(plan.undone[place.rank])):
                 self._supervisor.note(f"update {plan.iteration}: {said}")
+            is_forward = plan.iteration > place.here.iteration or place.rank in plan.deviation.resumed
             for patch in plan.patches:
                 if place.rank == patch.source:
                     links = [self._link(target) for target in patch.targets]
                     send_state(updates.patch_of(patch.parameters), None, links)
                 elif place.rank in patch.targets:
                     incoming = receive(updates.patch_of(patch.parameters), self._link(patch.source), staged=True)
-                    updates.install(patch.parameters, incoming, updated=plan.iteration > place.here.iteration)
+                    updates.install(patch.parameters, incoming, updated=is_forward)
+            with place.lock:
+                if place.rank in plan.deviation.keeps:
+                    updates.settle()
+                elif place.rank not in plan.sources:
+                    updates.resume()
             owes = place.owed is not None and place.owed.iteration < plan.iteration
             if owes and place.rank not in plan.sources:
                 place.roll_forward(plan.iteration, lambda: None)

@@ -3,8 +3,8 @@
 Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished,
 or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
 survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
-all have updated: these are undone (see `consistency`). Logs and checkpoints are not planned here yet: where they would
-be needed the plan is a restart of all workers, and says so.
+all have updated: these are undone (see `consistency`; `lossy` has other ways, for who asks for them). Logs and
+checkpoints are not planned here yet: where they would be needed the plan is a restart of all workers, and says so.
 
 This module must never look at tensors, clocks or files.
 """
@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swift_recovery.consistency import Patch, back, can_finish, forward
+from swift_recovery.lossy import Deviation, immediate_rollback, lossy_forward
 from swift_recovery.progress import RankReport, ranges_of, ranks_of
 
 PlanKind = Literal["fresh", "copy", "restart"]
+# What becomes of a half-done update (`--recovery`): see `consistency` and `lossy`.
+Way = Literal["exact", "immediate-rollback", "lossy-forward"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Plan:
     `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over (of a rank in *handovers*: its predecessor's);
     a rank that is no key leads its replica set.
     *undone*, *patches*: how survivors cut in the middle of an update leave it, before anything else is sent: each rank
-    undoes these parameters, then the patches move, in this order.
+    undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
     `restart`: state cannot be brought back in place. *keepers*, *loads*: when the job goes on with another number of
     ranks (see `resize`): by slot, which local rank of the former workers keeps its state in a file (or that it is there
     already), and the ranks that load one.
@@ -49,6 +52,7 @@ class Plan:
     loads: tuple[int, ...] = ()
     undone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     patches: tuple[Patch, ...] = ()
+    deviation: Deviation = field(default_factory=Deviation)
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -70,6 +74,11 @@ class Plan:
                 {"parameters": ranges_of(patch.parameters), "source": patch.source, "targets": list(patch.targets)}
                 for patch in self.patches
             ],
+            "deviation": {
+                "keeps": list(self.deviation.keeps),
+                "resumed": {str(rank): ranges_of(numbers) for rank, numbers in self.deviation.resumed.items()},
+                "silent": list(self.deviation.silent),
+            },
         }
 
     @classmethod
@@ -89,10 +98,21 @@ class Plan:
                 Patch(ranks_of(one["parameters"]), int(one["source"]), tuple(int(rank) for rank in one["targets"]))
                 for one in data.get("patches", ())
             ),
+            deviation=_deviation_of(data.get("deviation", {})),
         )
 
 
-def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iterable[RankReport] = ()) -> Plan:
+def _deviation_of(data: Mapping[str, Any]) -> Deviation:
+    return Deviation(
+        tuple(int(rank) for rank in data.get("keeps", ())),
+        {int(rank): ranks_of(numbers) for rank, numbers in data.get("resumed", {}).items()},
+        tuple(int(rank) for rank in data.get("silent", ())),
+    )
+
+
+def make_plan(
+    reports: Iterable[RankReport], world_size: int, predecessors: Iterable[RankReport] = (), way: Way = "exact"
+) -> Plan:
     """Plan the recovery of a job of *world_size* ranks; a rank without a report is a new process.
 
     *predecessors*: what processes hold whose ranks are taken over by others, on nodes that leave. Such a state goes to
@@ -128,11 +148,22 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
     layouts: dict[int, int] = {}
     undone: dict[int, tuple[int, ...]] = {}
     patches: list[Patch] = []
+    deviation = Deviation()
     for members in sets:
         sound = [rank for rank in members if rank in holding and _holds(holding[rank], iteration)]
         mixed = {rank: holding[rank] for rank in members if rank in holding and holding[rank].updated}
-        if mixed:
-            sound = _mend(mixed, sound, iteration, undone, patches)
+        updated = {rank: frozenset(report.updated) for rank, report in mixed.items()}
+        if way == "exact" or leaving or any(report.iteration < iteration for report in mixed.values()):
+            if mixed:
+                sound = _mend(mixed, sound, iteration, undone, patches)
+        elif way == "immediate-rollback":
+            sound, inexact = immediate_rollback(updated, sound)
+            deviation |= inexact
+        else:
+            new = [rank for rank in members if rank not in holding]
+            sound, found, inexact = lossy_forward(updated, sound, members, new)
+            patches.extend(found)
+            deviation |= inexact
         needy = sorted(set(members) - set(sound))
         # Who gets its own state from elsewhere passes it on only if nobody else has it.
         sound = [rank for rank in sound if rank not in leaving] or sound
@@ -147,9 +178,10 @@ def make_plan(reports: Iterable[RankReport], world_size: int, predecessors: Iter
     moved = sorted(set(sources) - set(new))
     handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
     why = _why(iteration, new, moved, sources, handovers)
-    why = "; ".join([*_why_mended(iteration, undone, patches), why])
+    why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why])
     return Plan(
-        "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches)
+        "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches),
+        deviation=deviation,
     )  # fmt: skip
 
 
@@ -240,4 +272,15 @@ def _why_mended(iteration: int, undone: Mapping[int, tuple[int, ...]], patches: 
     for patch in patches:
         parts.append(f"ranks {list(patch.targets)} get parameters {ranges_of(patch.parameters)} of iteration "
                      f"{iteration} from rank {patch.source}")
+    return parts
+
+
+def _why_inexact(iteration: int, deviation: Deviation) -> list[str]:
+    parts = []
+    if deviation.keeps:
+        parts.append(f"ranks {list(deviation.keeps)} keep half of update {iteration} as it is, and it is made again")
+    for numbers in {ranges_of(numbers) for numbers in deviation.resumed.values()}:
+        parts.append(f"parameters {numbers} keep update {iteration}")
+    if deviation.silent:
+        parts.append(f"the gradients of ranks {list(deviation.silent)} do not count in iteration {iteration}")
     return parts

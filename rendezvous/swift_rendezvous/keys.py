@@ -43,6 +43,7 @@ class JobRecord:
     """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
 
     *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
+    *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
     """
 
     num_nodes: int
@@ -51,6 +52,7 @@ class JobRecord:
     max_restarts: int = 0
     secret_proof: str = ""
     max_nodes: int = 0
+    recovery: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class GenerationRecord:
     its workers: they hold the state until the new owner has it. With mode `resize` all workers are started anew, but
     the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
     are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
+    *recovery*: the job's.
     """
 
     number: int
@@ -101,6 +104,7 @@ class GenerationRecord:
     num_restarts: int = 0
     handover: dict[int, Owner] = field(default_factory=dict)
     bare: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    recovery: str = ""
 
     @property
     def world_size(self) -> int:

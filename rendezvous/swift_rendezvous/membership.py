@@ -321,6 +321,7 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
         num_workers=job.num_workers,
         store_slot=0,
         why=why,
+        recovery=job.recovery,
     )
     return Decision((PublishGeneration(generation), PublishPlan()), why=why)
 
@@ -543,6 +544,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         num_restarts=old.num_restarts + (1 if restart and counts else 0),
         handover=handover,
         bare={slot: tuple(sorted(bare[slot])) for slot in sorted(bare) if not restart and slot not in returned},
+        recovery=old.recovery,
     )
     publish: tuple[Command, ...] = (PublishGeneration(new), PublishPlan()) if restart else (PublishGeneration(new),)
     return Decision((*publish, *forget), why=why)

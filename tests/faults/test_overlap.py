@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +39,11 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Run:
-    def train(**orders: Any) -> Outcome:
-        agents = make_agents(orders={"iterations": ITERATIONS, **orders}, script=SCRIPT, max_restarts=6)
+    def train(directory: Path | None = None, **orders: Any) -> Outcome:
+        options = ("--recovery", orders.pop("recovery", "exact"))
+        agents = make_agents(
+            directory, orders={"iterations": ITERATIONS, **orders}, script=SCRIPT, max_restarts=6, options=options
+        )
         for node in ("a", "b"):
             agents.start(node)
         outcome = agents.wait()
@@ -68,6 +72,13 @@ def of_plain_ddp(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callabl
         return outcome.hashes.pop()
 
     return train
+
+
+# All survivors have updated bucket 0; then bucket 0, and two of them bucket 1 as well.
+INEXACT = [
+    {"iteration": 3, "victim": 1, "bucket": 1},
+    {"iteration": 6, "victim": 3, "bucket": 2, "refused": {"0": [1]}},
+]
 
 
 def lost(outcome: Outcome) -> set[int]:
@@ -116,3 +127,33 @@ def test_who_received_an_update_passes_it_on_with_what_is_small(run: Run, of_pla
     assert "ranks [0, 1] take over the state of iteration 5 from ranks [2]" in text
     assert "ranks [2] are new and get the state of iteration 5 from ranks [0]" in text
     assert outcome.hashes == {of_plain_ddp("sgd")}, text
+
+
+def test_immediate_rollback(run: Run, of_plain_ddp: Callable[[str], str]) -> None:
+    """A survivor's half-done update stays as it is, and is made again: parameters of bucket 0 move twice."""
+    outcome = run(optimizer="adamw", overlap=True, recovery="immediate-rollback", faults=INEXACT)
+    text = outcome.text()
+    assert lost(outcome) == {1, 3} and "undo" not in text and "from copies" not in text, text
+    assert "ranks [0] keep half of update 3 as it is, and it is made again" in text, text
+    for values in outcome.results[2]["found"].values():  # it has lived through both
+        assert values["changed"] and values["made"] == list(range(10)), outcome.results
+    assert outcome.hashes != {of_plain_ddp("adamw")}
+
+
+def test_lossy_forward(run: Run, of_plain_ddp: Callable[[str], str], tmp_path: Path) -> None:
+    """What anybody has updated stays; the rest is made without the gradients of who was lost, whatever they are."""
+    hashes = set()
+    for noise in (False, True):
+        (directory := tmp_path / str(noise)).mkdir()
+        outcome = run(
+            directory, optimizer="adamw", overlap=True, recovery="lossy-forward", faults=INEXACT, noise=noise
+        )  # fmt: skip
+        text = outcome.text()
+        assert lost(outcome) == {1, 3} and "undo" not in text and "from copies" not in text, text
+        assert "the gradients of ranks [1] do not count in iteration 3" in text, text
+        found = outcome.results[2]["found"]
+        for values in found.values():
+            assert values["changed"] and sorted(values["changed"] + values["made"]) == list(range(10)), found
+        assert len(found["6"]["changed"]) > len(found["3"]["changed"])
+        hashes |= outcome.hashes
+    assert len(hashes) == 1 and hashes != {of_plain_ddp("adamw")}, hashes

@@ -1,15 +1,16 @@
 """The training script of test_overlap: updates overlap the backward, and ranks die between two chosen buckets of one.
 
-Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "faults": [{"iteration",
-"victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In that iteration the victim kills
-itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every other rank has
-updated all earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in the recovery,
-after it has undone what it had to, or has got the first parameters from another rank. *verify*: that rank kills itself
-when all have the state again.
+Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "noise", "faults":
+[{"iteration", "victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In that iteration the
+victim kills itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every
+other rank has updated all earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in
+the recovery, after it has undone what it had to, or has got the first parameters from another rank. *verify*: that
+rank kills itself when all have the state again. *noise*: a replacement sees other data in the iteration that is
+repeated.
 
 Leaves `result.{rank}.json`: hash of the state at the end, pid, iterations, and for each fault, on a survivor,
-`exact`: whether the iteration began again with the same bits, and `excess`: by how much the parameters differ beyond
-the bound of an undo.
+`exact`: whether the iteration began again with the same bits, `excess`: by how much the parameters differ beyond the
+bound of an undo, `changed`: which ones differ at all, and `made`: which ones the repeated iteration has changed.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def arm() -> None:
 
     def armed_update(self: OverlappedUpdates, attempt: int, pairs: Any, future: Any) -> Any:
         future.value()  # as the original does first: a reduction that failed raises
+        if not pairs:  # its update was made before the iteration was cut
+            return update(self, attempt, pairs, future)
         number = now["buckets"][id(self.members[pairs[0][0]].parameter)]
         if now["fault"] is not None and number in refused(now["fault"][1], RANK):
             wait_until(lambda: self._supervisor.interrupted)
@@ -179,12 +182,16 @@ def main() -> None:
             differences = [(old - value).abs() for old, value in zip(again, values, strict=True)]
             found[iteration] = {
                 "exact": not any(bool(d.any()) for d in differences),
+                "changed": [number for number, d in enumerate(differences) if bool(d.any())],
+                "made": [number for number, (p, value) in enumerate(zip(net.parameters(), values, strict=True))
+                         if not torch.equal(p, value)],
                 "excess": max(float((d - b).max()) for d, b in zip(differences, bounds, strict=True)),
             }
         return loss.detach()
 
     for number in job.iterations(ORDERS["iterations"]):
-        generator = torch.Generator().manual_seed(100 * number + RANK)
+        first = not before and number > 0
+        generator = torch.Generator().manual_seed(100 * number + RANK + (50 if first and ORDERS.get("noise") else 0))
         x = torch.randn(16, 16, generator=generator)
         assert torch.isfinite(train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long()))
     digest = hashlib.sha256()

@@ -29,6 +29,7 @@ OURS = {
     "preload": "",
     "standbys": 1,
     "stop_deadline": 10.0,
+    "recovery": "exact",
     "node_id": None,
     "journal": None,
     "job_secret_file": None,
