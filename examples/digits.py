@@ -62,21 +62,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small CNN on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--overlap", action="store_true", help="update parameters while the backward goes on")
     parser.add_argument("--out", type=Path, help="where rank 0 saves the final weights")
     parser.add_argument("--progress", type=Path, metavar="DIR", help="directory for one line per step, for watchers")
     args = parser.parse_args()
 
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     job = swift.init()  # swift: instead of dist.init_process_group()
     progress = Progress(args.progress, job.rank)
 
     train_set, test_set = load()
     sampler = DistributedSampler(train_set, job.world_size, job.rank, drop_last=True)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(make_net().to(job.device))
+    # Small buckets: with overlap each is updated as soon as it is reduced.
+    model = DistributedDataParallel(make_net().to(job.device), bucket_cap_mb=0.02 if args.overlap else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=args.epochs * len(loader))
-    job.track(model=model, optimizer=optimizer, scheduler=scheduler)  # swift: what a replacement has to be given
+    # swift: what a replacement has to be given
+    job.track(model=model, optimizer=optimizer, scheduler=scheduler, overlap_update=args.overlap)
 
     @job.iteration  # swift: one update; run again if a peer is lost inside it
     def train(images: Tensor, labels: Tensor) -> Tensor:

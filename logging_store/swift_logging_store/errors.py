@@ -1,0 +1,13 @@
+"""Errors of this room. One base, so that a caller can tell ours from the user's own."""
+
+
+class LogError(Exception):
+    """Base of all errors that ``swift_logging_store`` raises."""
+
+
+class Damaged(LogError):
+    """Bytes of a segment are not those that were written; the message says where. Nothing of them was handed out."""
+
+
+class NotLoggable(LogError):
+    """A message that a record cannot hold; the message says why."""

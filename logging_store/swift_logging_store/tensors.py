@@ -1,0 +1,49 @@
+"""Tensors as payloads of records: any dtype that has plain memory, as the bytes that it is. Nothing is converted."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from swift_logging_store.errors import Damaged, NotLoggable
+from swift_logging_store.record import Header
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def payload_of(tensor: Tensor) -> memoryview:
+    """The elements in the order of the indices; a view of *tensor* if it is contiguous and on the CPU. Raises
+    `NotLoggable` for one without plain memory (sparse, quantized, meta, a tensor subclass)."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise NotLoggable(f"a {type(tensor).__name__} of layout {tensor.layout} has no plain memory")
+    if tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        raise NotLoggable(f"a quantized, conjugated or meta tensor ({tensor.dtype}) has no plain memory")
+    try:
+        here = tensor.detach().contiguous().cpu()
+    except (NotImplementedError, RuntimeError) as error:
+        raise NotLoggable(f"a tensor of {tensor.dtype} cannot be made contiguous: {error}") from None
+    return _bytes_of(here).numpy().data
+
+
+def tensor_of(header: Header, payload: memoryview) -> Tensor:
+    """A new tensor on the CPU. Raises `Damaged` if the header cannot be that of this payload."""
+    dtype = getattr(torch, header.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise Damaged(f"{header.channel}: this torch has no dtype {header.dtype!r}")
+    if math.prod(header.shape) * dtype.itemsize != len(payload):
+        raise Damaged(f"{header.channel}: {len(payload)} bytes are no {header.dtype} {list(header.shape)}")
+    tensor = torch.empty(header.shape, dtype=dtype)
+    if len(payload):
+        _bytes_of(tensor).numpy().data[:] = payload
+    return tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, shape (bytes,) uint8: for dtypes too on which torch has no operations."""
+    offset, length = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), offset, (length,), (1,))
