@@ -93,6 +93,7 @@ class Agent:
     # ---- life ----
 
     def run(self) -> None:
+        config = self._config
         expect_children()
         become_subreaper()
         with contextlib.ExitStack() as stack:
@@ -103,7 +104,7 @@ class Agent:
             stack.callback(self._writer.stop)
             if self._workers.forks_all:  # it imports torch while the job forms
                 with self._watching_server():
-                    self._workers.start_server()
+                    self._workers.prepare(0, config.preload)
             self._enter(None)
             try:
                 self._on_view(self._presence.first_view)
@@ -431,7 +432,7 @@ class Agent:
             generation.number,
             slot,
             ranks,
-            "standby" if warm else "forks" if self._workers.forks_all else "new processes",
+            "standby" if warm and self._workers.can_fork else "forks" if self._workers.forks_all else "new processes",
         )
         with self._watching_server():
             started = self._workers.start(place, local_ranks, warm)
@@ -511,7 +512,7 @@ class Agent:
     def _prepare_standbys(self, view: View) -> None:
         """A spare warms up at once; an active node when its workers train, so that it does not slow their start."""
         generation = view.generation
-        if generation is None or self._config.entry_kind not in ("script", "module"):
+        if generation is None or not self._workers.can_fork:
             return
         spare = generation.slot_of(self._state.incarnation) is None
         if not spare and not view.preload:

@@ -48,6 +48,7 @@ from swift_agent.lifecycle_messages import (
     WorkerAt,
     WorkerExited,
     WorkerFinished,
+    WorkerHolds,
     WorkerKept,
     WorkerParked,
     WorkerPromised,
@@ -81,7 +82,7 @@ class Worker:
     *generation*: in which it was started. *current*: the last generation it was told to enter, 0 before the first.
     *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that
     one. *asked*, *promised_in*, *told*, *parked*: the generation in which that part of a drain was last done; *keeps*:
-    that in which it was told to keep its state in a file.
+    that in which it was told to keep its state in a file. *holds*: it has the state of some iteration, whichever.
     """
 
     local_rank: int
@@ -95,6 +96,7 @@ class Worker:
     report: Mapping[str, Any] | None = None
     resumed: int = 0
     resumed_iteration: int = 0
+    holds: bool = False
     phases_s: Mapping[str, float] = field(default_factory=dict)
     finished: Mapping[str, Any] | None = None
     asked: int = 0
@@ -192,7 +194,10 @@ def _fold(state: AgentState, event: Event) -> AgentState:
                 return state
             return _update(state, local_rank, pid, stopped=generation, report=report, finished=None)
         case WorkerResumed(local_rank, pid, generation, iteration, phases_s):
-            return _update(state, local_rank, pid, resumed=generation, resumed_iteration=iteration, phases_s=phases_s)
+            what = {"resumed": generation, "resumed_iteration": iteration, "phases_s": phases_s, "holds": True}
+            return _update(state, local_rank, pid, **what)
+        case WorkerHolds(local_rank, pid):
+            return _update(state, local_rank, pid, holds=True)
         case WorkerFinished(local_rank, pid, generation, end):
             worker = state.workers.get(local_rank)
             if worker is None or generation != worker.current or worker.stop_sent == worker.current:
@@ -333,6 +338,12 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
     return state
 
 
+def _is_empty(state: AgentState, generation: GenerationRecord, slot: int) -> bool:
+    """None of this node's workers has the state: all were started since the slot last trained, and wait for it."""
+    bare = generation.bare.get(slot, ())
+    return len(bare) == generation.num_workers and not any(w.alive and w.holds for w in state.workers.values())
+
+
 def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     view = state.view
     for other, owner in enumerate(generation.slots if state.lost_peers else ()):
@@ -340,7 +351,8 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         known = view.failures.get(other)
         if lost is not None and other != slot and (known is None or known.kind != "node"):
             failure = FailureRecord(
-                "node", other, owner.incarnation, (), lost.evidence, state.node_id, is_dead=lost.is_dead
+                "node", other, owner.incarnation, (), lost.evidence, state.node_id, is_dead=lost.is_dead,
+                is_empty=_is_empty(state, generation, slot),
             )  # fmt: skip
             state = _issue(state, commands, ("node", other), WriteFailure(generation.number, failure))
     left = state.max_restarts - state.restarts_used

@@ -42,6 +42,14 @@ class ReportReceived:
 
 
 @dataclass(frozen=True)
+class WorkerHolds:
+    """It has got the state, compared with that of the other replicas; it does not train yet."""
+
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
 class WorkerResumed:
     local_rank: int
     pid: int
@@ -112,7 +120,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """*is_dead*: its machine says that the process is gone; else only the way to it may be."""
+    """*is_dead*: its kernel has closed the connection and refuses another; else only the way to it may be closed."""
 
     incarnation: str
     evidence: str
@@ -149,6 +157,7 @@ Event = (
     | WorkerStarted
     | HelloReceived
     | ReportReceived
+    | WorkerHolds
     | WorkerResumed
     | WorkerFinished
     | WorkerPromised

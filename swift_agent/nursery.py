@@ -9,7 +9,8 @@ wait for it.
           <--"ready", "started", "preloaded"---
 
 The server must stay single-threaded and must never initialise CUDA or run a torch kernel: neither survives a fork.
-Run as `python -u -m swift_agent.nursery FD AGENT_PID`.
+Run as `python -P -u -m swift_agent.nursery FD AGENT_PID`: -P, because `-m` would put the current directory first among
+the places of modules, where a script has its own.
 """
 
 from __future__ import annotations

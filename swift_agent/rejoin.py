@@ -89,6 +89,7 @@ class Rejoin:
         self._exchange_state(go)
         clock.mark("transfer")
         self._compare()
+        self._supervisor.send({"op": "holds"})
         clock.mark("verify")
         self._pay_debt(plan.iteration)
         place.ghost_sections = max(place.ghost_sections, plan.sections)
@@ -139,7 +140,8 @@ class Rejoin:
         link = self._link(plan.sources[place.rank])
         skips = place.owed is not None and place.owed.iteration < plan.iteration
         mixed = self._tracked.updates.mixed
-        if place.status == "holding" and not skips and not mixed and place.here.iteration == plan.iteration:
+        here = max(place.here.iteration, place.ghost_iterations)
+        if place.status == "holding" and not skips and not mixed and here == plan.iteration:
             place.adopt(receive(state, link, staged=True).commit)
         elif place.status == "holding" and (skips or not mixed):
             place.roll_forward(plan.iteration, receive(state, link, staged=True).commit)

@@ -39,7 +39,7 @@ class StandbyServer:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-m", "swift_agent.nursery", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-u", "-m", "swift_agent.nursery", str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._channel = Channel(ours)

@@ -417,7 +417,9 @@ def reset_fsdp(root: FSDPModule) -> None:
     assert isinstance(root, torch.nn.Module)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state = module._get_fsdp_state()
+            one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+            for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
                 for parameter in group.fsdp_params:
                     # torch leaves what a layer has accumulated before its reduction, and would add to it.
                     parameter.unsharded_accumulated_grad = None

@@ -81,6 +81,11 @@ class Tracked:
         ddps, optimizers = _ddps(pending), pending["optimizers"]
         self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
         several_sets = 1 < len(self.replicas) < world_size
+        if overlap_update and len(self.replicas) < world_size:
+            raise UsageError(
+                "job.track(): overlap_update=True needs one set of replicas, of all ranks: of several sets one could "
+                "have made an update that another one cannot make any more; leave it out."
+            )
         self.updates = (
             overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, exact=exact)
             if overlap_update

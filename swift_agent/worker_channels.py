@@ -116,6 +116,8 @@ class WorkerChannels:
                 generation = int(message["generation"])
                 self._patience.settled(local_rank)
                 self._on_event(msg.ReportReceived(local_rank, pid, generation, message["report"]))
+            case "holds":
+                self._on_event(msg.WorkerHolds(local_rank, pid))
             case "resumed":
                 generation, iteration = int(message["generation"]), int(message["iteration"])
                 self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, message["phases_s"]))

@@ -79,7 +79,7 @@ class Workers:
         Warm ones, and all of them with `--start-method forkserver`, are forks: they follow through `on_server_message`,
         as soon as the standby server is ready. They are started cold if the entry point cannot be run from a fork.
         """
-        warm = (warm and self._can_fork()) or self.forks_all
+        warm = (warm and self.can_fork) or self.forks_all
         envs = {rank: worker_env(place, rank, os.environ) for rank in range(place.num_workers)}
         self._open_logs(place, envs)
         started = []
@@ -94,9 +94,10 @@ class Workers:
     @property
     def forks_all(self) -> bool:
         """Also the first workers are forks of the standby server, and not only those that replace another."""
-        return self._config.launch.start_method == "forkserver" and self._can_fork()
+        return self._config.launch.start_method == "forkserver" and self.can_fork
 
-    def _can_fork(self) -> bool:
+    @property
+    def can_fork(self) -> bool:
         """A fork runs a script or module in this very interpreter, and is bound to no NUMA node."""
         config = self._config
         is_python = config.entry_kind in ("script", "module") and "PYTHON_EXEC" not in os.environ

@@ -46,11 +46,11 @@ def lossy_forward(
     updated: Mapping[int, frozenset[int]], sound: list[int], members: Collection[int], new: Collection[int]
 ) -> tuple[list[int], tuple[Patch, ...], Deviation]:
     """Who holds the state that all others of a set get, and what it has to get for that. *new*: those of *members* that
-    replace a lost one."""
-    silent = tuple(sorted(new))
+    replace a lost one. Where no update was begun all is exact."""
     made = frozenset().union(*updated.values())
     if not made:
-        return sound, (), Deviation(silent=silent)
+        return sound, (), Deviation()  # nothing is lost: the replacement takes part as anybody else
+    silent = tuple(sorted(new))
     # As if there were no other parameters than these: the set goes forward with them.
     order = sorted(made)
     number_of = {number: index for index, number in enumerate(order)}

@@ -6,9 +6,12 @@ What one node says of another may be true of the link between them only. Two kin
   made. To believe both would give away two slots, and with them maybe every copy of the state, where one node is enough
   to part the two. The one that holds state is kept, else the one with the lower slot; should it be lost as well, the
   next generation hears of it from others.
-- A node without state, a newcomer mostly, cannot reach those who have it: it would cost the job the last copies, with
-  nothing to lose itself. So it is given up instead, unless the machine of the accused says that the process is gone. If
-  the accused is lost indeed its lease tells.
+- A node without state, a newcomer that has not got it yet, cannot reach those who have it: it would cost the job the
+  last copies, with nothing to lose itself. So it is given up instead, unless the kernel of the accused has closed the
+  connection and refuses another one. If the accused is lost indeed its lease tells.
+
+Who holds no state is in the record of the generation (`GenerationRecord.bare`), which is older than what happens in
+it; so who accuses somebody says of itself whether it has the state by now (`FailureRecord.is_empty`).
 """
 
 from __future__ import annotations
@@ -16,15 +19,29 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from swift_rendezvous.keys import FailureRecord, GenerationRecord
+from swift_rendezvous.view import View
+
+
+def bare_ranks(view: View, generation: GenerationRecord) -> dict[int, set[int]]:
+    """By slot, the local ranks that hold no state, as far as *generation*, the current one, and what came since say.
+
+    Only the coordinator sees who has `resumed`; that all have, everybody does.
+    """
+    done = view.recovered >= generation.number
+    bare = {slot: set(ranks) for slot, ranks in generation.bare.items() if not done and slot not in view.resumed}
+    for slot, failure in view.failures.items():
+        if failure.kind == "workers" and failure.incarnation == generation.slots[slot].incarnation:
+            bare.setdefault(slot, set()).update(failure.local_ranks)
+    return bare
 
 
 def believed(
-    generation: GenerationRecord, failures: Mapping[int, FailureRecord], empty: Collection[int],
+    generation: GenerationRecord, failures: Mapping[int, FailureRecord], gone: Collection[int],
     holders: Collection[int],
 ) -> Mapping[int, FailureRecord]:  # fmt: skip
     """*failures* without what is not believed, but with what it says of those who said it.
 
-    *empty*: slots whose nodes hold no state, or are gone with it. *holders*: slots whose nodes are there and hold some.
+    *gone*: slots whose nodes have no record any more. *holders*: slots whose nodes are there and hold state.
     """
     slot_of = {owner.node_id: slot for slot, owner in enumerate(generation.slots)}
     accused = {
@@ -37,14 +54,17 @@ def believed(
     found = dict(failures)
     for slot, failure in accused.items():
         other = slot_of.get(failure.reporter)
-        mutual = other is not None and other in accused and slot_of.get(accused[other].reporter) == slot
-        if mutual and not failure.is_dead and (slot in empty, slot) < (other in empty, other):
+        if other is None or other not in accused or slot_of.get(accused[other].reporter) != slot or failure.is_dead:
+            continue
+        # Each says of itself whether it is empty, in what it says of the other.
+        mine, theirs = (slot in gone or accused[other].is_empty), (other in gone or failure.is_empty)
+        if (mine, slot) < (theirs, other):
             del found[slot]
     if not holders or not all(slot in accused and slot in found for slot in holders):
         return found
     for slot in holders:
         failure, other = accused[slot], slot_of.get(accused[slot].reporter)
-        if other is None or other not in empty or failure.is_dead:
+        if other is None or failure.is_dead or not (failure.is_empty or other in gone):
             continue
         del found[slot]
         if other not in accused or other not in found:

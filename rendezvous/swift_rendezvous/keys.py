@@ -129,7 +129,8 @@ FailureKind = Literal["node", "workers", "restart"]
 class FailureRecord:
     """What was lost in one slot during one generation.
 
-    `node`: the whole node; *is_dead*: its machine says that the process is gone. `workers`: processes of a healthy
+    `node`: the whole node; *is_dead*: its kernel has closed the connection and refuses another one; *is_empty*: the
+    reporter's workers hold no state. `workers`: processes of a healthy
     node. `restart`: the processes live, but the job cannot go on in place (a collective outside an iteration was cut,
     for example).
     """
@@ -143,6 +144,7 @@ class FailureRecord:
     restarts_left: int = 0
     exits: tuple[WorkerExit, ...] = ()
     is_dead: bool = False
+    is_empty: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ _GOODBYE = b"bye\n"
 _NUM_PROBES = 2  # at least: on a lossy network one may get lost
 _MAX_PATIENCE_S = 2.0
 _RETURN_S = 1.5  # a network that is back finds its hosts again: a lost request for an address is repeated after 1 s
+_AT_ONCE_S = 0.2  # what TCP has to send again, because the line was cut, comes later than that
 _MAX_STRANGERS = 32  # who have connected and not proved themselves yet
 
 
@@ -93,9 +94,9 @@ class _Peer:
 
 class Liveness:
     """Runs in daemon threads. `on_lost(incarnation, evidence, is_dead)` is called from one of them, once per lost
-    incarnation (once more after `reconsider`); *is_dead*: its machine says that nobody listens there any more. *key*:
-    `JobKey.heartbeat`. *ask*: returns once somebody who is no peer (the store) has answered, or raises; called in
-    threads of their own where all peers are silent. Without it such a silence counts like any other.
+    incarnation (once more after `reconsider`); *is_dead*: its kernel has closed the connection and refuses another.
+    *key*: `JobKey.heartbeat`. *ask*: returns once somebody who is no peer (the store) has answered, or raises; called
+    in threads of their own where all peers are silent. Without it such a silence counts like any other.
     """
 
     def __init__(
@@ -342,7 +343,8 @@ class Liveness:
             return
         except OSError as error:
             self._drop(peer)
-            self._suspect(peer.incarnation, f"its agent's connection broke: {error.strerror or error}", peer.heard_s)
+            why = f"its agent's connection broke: {error.strerror or error}"
+            self._suspect(peer.incarnation, why, peer.heard_s, was_closed=True)
             return
         if data:
             peer.heard_s = self._heard()
@@ -355,7 +357,8 @@ class Liveness:
             return
         self._drop(peer)
         if not peer.said_goodbye:
-            self._suspect(peer.incarnation, "its agent's connection was closed by the kernel", peer.heard_s)
+            why = "its agent's connection was closed by the kernel"
+            self._suspect(peer.incarnation, why, peer.heard_s, was_closed=True)
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.sock)
@@ -371,19 +374,24 @@ class Liveness:
 
     # ---- suspects ----
 
-    def _suspect(self, incarnation: str, evidence: str, silent_since_s: float) -> None:
-        """Probe the listener of the suspect, in a thread; only a node that does not answer there either is lost."""
+    def _suspect(self, incarnation: str, evidence: str, silent_since_s: float, was_closed: bool = False) -> None:
+        """Probe the listener of the suspect, in a thread; only a node that does not answer there either is lost.
+
+        *was_closed*: its kernel has ended a connection. If it refuses the next one as well the process is gone; a
+        refusal alone may come from a firewall.
+        """
         with self._lock:
             node = self._known.get(incarnation)
             if node is None or self._stopped or incarnation in self._reported | self._departed | self._probed:
                 return
             self._probed.add(incarnation)
         threading.Thread(
-            target=self._probe, args=(node, evidence, silent_since_s), name="swift-liveness-probe", daemon=True
-        ).start()
+            target=self._probe, args=(node, evidence, silent_since_s, was_closed), name="swift-liveness-probe",
+            daemon=True,
+        ).start()  # fmt: skip
 
-    def _probe(self, node: NodeRecord, evidence: str, silent_since_s: float) -> None:
-        answer, is_dead = self._verdict(node, silent_since_s + self._limits.alone_s)
+    def _probe(self, node: NodeRecord, evidence: str, silent_since_s: float, was_closed: bool) -> None:
+        answer, refuses = self._verdict(node, silent_since_s + self._limits.alone_s)
         with self._lock:
             self._probed.discard(node.incarnation)
             # It may have left, or been taken out of the job, while it was asked.
@@ -392,23 +400,24 @@ class Liveness:
             if lost:
                 self._reported.add(node.incarnation)
         if lost:
-            self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}", is_dead)
+            self._on_lost(node.incarnation, f"{evidence}; its port answers: {answer}", refuses and was_closed)
 
     def _verdict(self, node: NodeRecord, sign_s: float) -> tuple[str | None, bool]:
-        """As `_answer_of`, of a probe before which somebody else was heard, later than *sign_s*: who is cut off is told
+        """As `_answer_of`, of a probe before which anybody was heard, later than *sign_s*: who is cut off is told
         nothing. A refusal is an answer, so that a death that the kernel has told waits for nobody.
         """
         if self._ask is not None:
             if time.monotonic() < sign_s:
-                answer, is_dead = self._answer_of(node)
-                if answer is None or is_dead:
-                    return answer, is_dead
+                answer, refuses = self._answer_of(node)
+                if answer is None or refuses:
+                    return answer, refuses
             if not self._wait_for_life(node.incarnation, sign_s):
                 return None, False
+        until_s = self._back_s + _RETURN_S
         while True:
-            answer, is_dead = self._answer_of(node)
-            if answer is None or is_dead or time.monotonic() > self._back_s + _RETURN_S:
-                return answer, is_dead
+            answer, refuses = self._answer_of(node)
+            if answer is None or refuses or time.monotonic() > until_s:
+                return answer, refuses
 
     def _wait_for_life(self, incarnation: str, sign_s: float) -> bool:
         """Until anybody at all was heard after *sign_s*. False if that does not matter any more."""
@@ -421,7 +430,7 @@ class Liveness:
             try:
                 self._ask()
                 # At once: then the line was never cut, there was only nobody else who speaks by himself.
-                self._heard(was_there=time.monotonic() - asked_s < self._limits.alone_s)
+                self._heard(was_there=time.monotonic() - asked_s < _AT_ONCE_S)
             except Exception as error:
                 log.debug("%s is silent, and so is everybody else: %s", incarnation, error)
             if self._life_s <= sign_s:
@@ -450,7 +459,7 @@ class Liveness:
                 continue
             except OSError as error:
                 return str(error.strerror or error), isinstance(error, ConnectionRefusedError)
-            self._heard()
+            self._heard(was_there=True)
             with sock:
                 if _is_kept(sock, deadline_s):
                     return None, False

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from swift_rendezvous import draining, resizing
-from swift_rendezvous.accusations import believed
+from swift_rendezvous.accusations import bare_ranks, believed
 from swift_rendezvous.keys import (
     FailureRecord,
     GenerationRecord,
@@ -185,20 +185,6 @@ def missing(
     return Decision(tuple(late), waiting=waiting, deadline_s=min(next_s) if next_s else None)
 
 
-def _bare(view: View, old: GenerationRecord) -> dict[int, set[int]]:
-    """By slot, the local ranks that hold no state, as far as *old*, the current generation, and what came since say."""
-    bare = {slot: set(ranks) for slot, ranks in old.bare.items() if slot not in view.resumed}
-    for slot, failure in view.failures.items():
-        if failure.kind == "workers" and failure.incarnation == old.slots[slot].incarnation:
-            bare.setdefault(slot, set()).update(failure.local_ranks)
-    return bare
-
-
-def _empty(view: View, generation: GenerationRecord) -> list[int]:
-    """Slots none of whose workers holds state."""
-    return [slot for slot, ranks in _bare(view, generation).items() if len(ranks) == generation.num_workers]
-
-
 @once_per_view
 def believed_failures(view: View) -> Mapping[int, FailureRecord]:
     """By slot, what was said to be lost in the current generation, as far as it is believed (see `accusations`)."""
@@ -207,9 +193,14 @@ def believed_failures(view: View) -> Mapping[int, FailureRecord]:
         return {}
     left = [slot for slot in range(len(generation.slots)) if slot not in view.exited]
     gone = {slot for slot in left if not draining.is_alive(view, generation.slots[slot])}
-    empty = gone.union(_empty(view, generation))
-    holders = [slot for slot in left if slot not in empty]
-    return believed(generation, view.failures, empty, holders)
+    bare = bare_ranks(view, generation)
+    # A script that tracks nothing has no state that could be lost.
+    holders = [
+        slot
+        for slot in left
+        if view.tracked and slot not in gone and len(bare.get(slot, ())) < generation.num_workers
+    ]
+    return believed(generation, view.failures, gone, holders)
 
 
 @once_per_view
@@ -496,7 +487,8 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         if left is not None:
             workers = {} if lost.nodes else lost.workers  # their slots may be others now
             counts = restart and bool(workers or lost.restart)
-            new = resizing.renewed(old, left, what, workers, "restart" if restart else "resize", counts=counts)
+            bare = bare_ranks(view, old)
+            new = resizing.renewed(old, left, what, workers, "restart" if restart else "resize", bare, counts=counts)
             plan = (PublishPlan(),) if restart else ()
             return Decision((PublishGeneration(new), *plan, *forget), why=new.why)
     if short > 0:
@@ -528,7 +520,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     gone = {slot: tuple(range(old.num_workers)) for slot in vacant if slot not in returned}
     gone |= {slot: failure.local_ranks for slot, failure in lost.workers.items() if slot not in vacant}
     counts = bool(lost.workers or lost.restart)
-    bare = _bare(view, old)
+    bare = bare_ranks(view, old)
     for slot, ranks in gone.items():
         bare.setdefault(slot, set()).update(ranks)
     new = GenerationRecord(

@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from swift_rendezvous.accusations import bare_ranks
 from swift_rendezvous.keys import FailureRecord, GenerationRecord, JobRecord, NodeRecord, Owner
 from swift_rendezvous.view import View
 
@@ -87,7 +88,8 @@ def grown(view: View, free: Sequence[NodeRecord]) -> GenerationRecord | None:
     slots = roster(job, old.slots, (), free)
     assert slots is not None
     what = f"{', '.join(node.node_id for node in free[:count])} came late"
-    return renewed(old, slots, what, {}, "resize" if view.tracked else "restart", counts=False)
+    mode: Literal["restart", "resize"] = "resize" if view.tracked else "restart"
+    return renewed(old, slots, what, {}, mode, bare_ranks(view, old), counts=False)
 
 
 def is_under_way(view: View) -> bool:
@@ -98,10 +100,10 @@ def is_under_way(view: View) -> bool:
 
 def renewed(
     old: GenerationRecord, slots: tuple[Owner, ...], what: str, failed: Mapping[int, FailureRecord],
-    mode: Literal["restart", "resize"], *, counts: bool,
+    mode: Literal["restart", "resize"], bare: Mapping[int, Collection[int]], *, counts: bool,
 ) -> GenerationRecord:  # fmt: skip
-    """All workers start again, on *slots*. *failed*: by old slot, whose own workers failed; *counts*: it is one of
-    --max-restarts."""
+    """All workers start again, on *slots*. *failed*: by old slot, whose own workers failed; *bare*: by old slot, the
+    local ranks that hold no state; *counts*: it is one of --max-restarts."""
     number = old.number + 1
     done = "all workers restart on" if mode == "restart" else "the job goes on with"
     return replace(
@@ -116,8 +118,18 @@ def renewed(
         lost={slot: failure.local_ranks for slot, failure in failed.items()},
         num_restarts=old.num_restarts + (1 if counts else 0),
         handover={},
-        # Who was there has what was kept.
-        bare={} if mode == "restart" else {
-            slot: tuple(range(old.num_workers)) for slot, owner in enumerate(slots) if owner not in old.slots
-        },
+        bare={} if mode == "restart" else _bare_after(old, slots, bare),
     )
+
+
+def _bare_after(
+    old: GenerationRecord, slots: tuple[Owner, ...], bare: Mapping[int, Collection[int]]
+) -> dict[int, tuple[int, ...]]:
+    """By new slot: who was there has what was kept, if it had any state; who comes has none."""
+    found = {}
+    for slot, owner in enumerate(slots):
+        before = old.slot_of(owner.incarnation)
+        ranks = range(old.num_workers) if before is None else bare.get(before, ())
+        if ranks:
+            found[slot] = tuple(sorted(ranks))
+    return found

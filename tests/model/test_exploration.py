@@ -107,6 +107,7 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "two links are parted in training": lambda: training(faults=2, kinds=("part", "kill")),
     "a link is parted while a newcomer has no state": lambda: joining(faults=1, kinds=("part",), ordered=False),
     "a link is parted while two of three have no state": lambda: joining_again(faults=1, kinds=("part",)),
+    "a node is cut off while a newcomer has no state": lambda: joining(faults=1, kinds=("cut",), ordered=False),
     "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
 }
 
@@ -163,7 +164,8 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         membership, "believed", "if not holders or not all(", "if True or not all(",
         lambda: joining(faults=1, kinds=("part",))),
     "who was a newcomer in an earlier generation is believed": (
-        membership, "_bare", "for slot, ranks in old.bare.items() if slot not in view.resumed", "for slot, ranks in ()",
+        membership, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
+        "for slot, ranks in ()",
         lambda: joining_again(faults=1, kinds=("part",))),
     "who is not believed elects itself": (
         coordinator.Coordinator, "_holder_is_lost", "believed_failures(view).get(slot)", "view.failures.get(slot)",

@@ -6,6 +6,7 @@ Real are the cores (membership, lifecycle, planning, view), the transactions (th
 
 - What a node does by itself is one step with what caused it: its worker answers at once, a view is acted on at once.
 - Each transaction is a step of its own, so that anything may fail between any two of them, and any may come too late.
+- Every node sees all keys, also those that only a coordinator follows (`Keys.for_coordinator`).
 - A node sees changes at once unless it is late, frozen or cut off: these are failures, and are counted as such.
 
 `World.check` holds after every step; `World.settled` where nothing more can happen.
@@ -836,7 +837,7 @@ def _content(view: View) -> int:
         view.coordinator and view.coordinator.incarnation,
         view.job is not None, view.tracked, view.store is not None, view.released, view.result and view.result.state,
         plan and (plan.restart, repr({**plan.content, "why": ""})),
-        tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left, f.reporter, f.is_dead)
+        tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left, f.reporter, f.is_dead, f.is_empty)
                      for s, f in view.failures.items())),
         tuple(sorted((s, p.incarnation, repr(p.reports)) for s, p in view.progress.items())),
         tuple(sorted(view.resumed)), tuple(sorted(view.finished)), tuple(sorted(view.exited)),
@@ -852,7 +853,7 @@ def _worker_key(w: lc.Worker) -> tuple[Any, ...]:
     return (w.local_rank, w.generation, w.pid, w.hello, w.current, w.stop_sent, w.stopped,
             repr(w.report) if w.report else "", w.resumed, w.resumed_iteration, w.finished is not None, w.released,
             w.unfit, w.killed, w.exit and w.exit.exit_code, w.asked, w.promised_in, w.promised, w.told,
-            w.parked)  # fmt: skip
+            w.parked, w.holds)  # fmt: skip
 
 
 def _ops_key(ops: tuple[Op, ...]) -> tuple[Any, ...]:

@@ -134,6 +134,19 @@ def test_which_workers_are_forks(bench: Bench, forks: list[bool], monkeypatch: p
     assert [process.popen is None for process in sorted(bench.started, key=lambda p: p.local_rank)] == forks
 
 
+def test_modules_in_the_current_directory_are_not_those_of_the_server(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("queue.py", "typing.py", "sympy.py"):  # torch imports all of them
+        (tmp_path / name).write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    bench.workers.prepare(1, ())
+    (standby,) = bench.standbys(1)
+    bench.start(1)
+    assert bench.ends() == [(1, 7)]
+    assert bench.lines() == [[str(standby.pid), "1"]]
+
+
 def test_a_standby_that_died_while_it_waited_is_not_used(bench: Bench) -> None:
     bench.workers.prepare(2, ())
     first = bench.standbys(2)[0]

@@ -396,8 +396,11 @@ def test_a_node_that_is_accused_by_others_is_not_kept() -> None:
 
 
 def three(bare: dict[int, tuple[int, ...]], *accusations: tuple[int, int], **changes: Any) -> View:
-    """Slots 0 to 2 of two workers each, a spare, and who accuses whom."""
-    failures = {of: replace(failure("node", of), reporter=f"n{by}") for by, of in accusations}
+    """Slots 0 to 2 of two workers each, a spare, and who accuses whom, with its own workers as *bare* says."""
+    failures = {
+        of: replace(failure("node", of), reporter=f"n{by}", is_empty=len(bare.get(by, ())) == 2)
+        for by, of in accusations
+    }
     v = view(names=("n0", "n1", "n2", "n3"), failures=failures, generation=generation(2, "replace", ["n0", "n1", "n2"]))
     assert v.generation is not None
     return replace(v, generation=replace(v.generation, bare=bare), **changes)
@@ -421,11 +424,17 @@ def test_a_node_without_state_does_not_cost_the_job_the_last_copies() -> None:
     assert losses(three({0: (0, 1)}, (0, 1))).nodes.keys() == {1}
     assert losses(three({2: (0, 1)}, (0, 1))).nodes.keys() == {1}
     assert losses(three({2: (0, 1)}, (2, 0), (2, 1))).nodes.keys() == {2}
-    assert losses(replace(v, resumed=frozenset({0}))).nodes.keys() == {1}
+    told = replace(v.failures[1], is_empty=False)  # it has got the state in this very generation
+    assert losses(replace(v, failures={1: told})).nodes.keys() == {1}
+    # All have trained; who is not the coordinator hears only that.
+    assert losses(replace(three({2: (0, 1)}, (2, 0)), recovered=2)).nodes.keys() == {0}
+    assert losses(replace(three({0: (0, 1)}, (2, 1)), recovered=2)).nodes.keys() == {1}
     assert losses(three(newcomers, (3, 1))).nodes.keys() == {1}
     # Its workers were lost in this very generation.
     died = failure("workers", 0, (0, 1))
     assert losses(replace(three({2: (0, 1)}, (0, 1)), failures={0: died, **v.failures})).nodes.keys() == {0}
+    # A script that tracks nothing has no state that could be lost.
+    assert losses(replace(v, tracked=False)).nodes.keys() == {1}
 
 
 def test_a_node_without_state_is_believed_where_a_death_is_certain() -> None:
