@@ -1,0 +1,181 @@
+"""Writes a log on a node-local disk: asynchronously, in order, with bounded memory.
+
+    append --copy--> queue (at most so many bytes) --thread--> segment file 0, 1, 2, ...
+
+The caller only copies. If the disk is slower than the sends the queue fills up, and then `append` waits: no message is
+ever dropped, and how long was waited is counted. What fails in the thread is raised by the next call.
+
+Must never read a log; that is the `reader`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from torch import Tensor
+
+from swift_logging_store.errors import LogError
+from swift_logging_store.record import Buffer, Channel, Header
+from swift_logging_store.segment import SegmentWriter
+from swift_logging_store.tensors import dtype_name, payload_of
+
+SUFFIX = ".seg"
+
+
+def segment_path(directory: Path, name: str, number: int) -> Path:
+    """*name*: of the log, unique for each process that writes one; *number*: of the segment, from 0."""
+    return directory / f"{name}.{number:08d}{SUFFIX}"
+
+
+class LogWriter:
+    """One log of one process. A context manager; its end closes the last segment.
+
+    *budget_bytes*: what may wait to be written; one message may be larger, and then waits alone. *segment_bytes*: a
+    segment that has become as large is closed, and another one begun. Raises `LogError` if *directory* cannot be
+    written, or has segments of that name.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, *, budget_bytes: int = 256 << 20, segment_bytes: int = 256 << 20
+    ) -> None:
+        self._directory, self._name = directory, name
+        self._budget_bytes, self._segment_bytes = budget_bytes, segment_bytes
+        self._changed = threading.Condition()
+        # Guarded by the condition.
+        self._queue: deque[tuple[Header, memoryview]] = deque()
+        self._queued_bytes = 0
+        self._num_accepted = self._num_written = 0
+        self._closing = False
+        self._error: LogError | None = None
+        self.wait_s = 0.0
+        """Seconds that `append` has waited for the disk, in all."""
+        # Of the thread, once it runs.
+        self._number = -1
+        self._file_fd = -1
+        self._segment: SegmentWriter | None = None
+        self._begin_segment()
+        self._thread = threading.Thread(target=self._run, name="swift-log-writer", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def append(
+        self, channel: Channel, sequence: int, tensor: Tensor, *, iteration: int, generation: int, micro_batch: int = -1
+    ) -> None:
+        """Log a message; *tensor* may be changed as soon as this returns. Waits while the queue is full.
+
+        Raises `NotLoggable` for a tensor without plain memory, `LogError` if the log cannot be written any more.
+        """
+        payload = memoryview(bytes(payload_of(tensor)))
+        header = Header(
+            channel, sequence, iteration, generation, dtype_name(tensor.dtype), tuple(tensor.shape), len(payload),
+            micro_batch,
+        )  # fmt: skip
+        with self._changed:
+            if not self._has_room(len(payload)):
+                began_s = time.monotonic()
+                self._changed.wait_for(lambda: self._error is not None or self._has_room(len(payload)))
+                self.wait_s += time.monotonic() - began_s
+            self._check()
+            self._queue.append((header, payload))
+            self._queued_bytes += len(payload)
+            self._num_accepted += 1
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Return when all that was appended is on the disk (fsync). Raises `LogError`."""
+        with self._changed:
+            goal = self._num_accepted
+            self._changed.wait_for(lambda: self._error is not None or self._num_written >= goal)
+            self._check()
+            try:
+                os.fsync(self._file_fd)
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Write what is left and close the segment. May be repeated. Raises `LogError`; then the last segment has no
+        end mark, and what was written before is whole."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._file_fd >= 0:
+            os.close(self._file_fd)
+            self._file_fd = -1
+        with self._changed:
+            self._check()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self._queue or self._queued_bytes + num_bytes <= self._budget_bytes
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self._closing)
+                    if not self._queue:
+                        break
+                    header, payload = self._queue[0]  # it counts until it is written
+                assert self._segment is not None
+                self._segment.append(header, payload)
+                if self._segment.num_bytes >= self._segment_bytes:
+                    self._end_segment()
+                    self._begin_segment()
+                with self._changed:
+                    self._queue.popleft()
+                    self._queued_bytes -= len(payload)
+                    self._num_written += 1
+                    self._changed.notify_all()
+            self._end_segment()
+        except Exception as error:  # whatever it is: nobody may wait for this thread any more
+            with self._changed:
+                self._error = error if isinstance(error, LogError) else self._failed(error)
+                self._changed.notify_all()
+
+    def _failed(self, error: Exception) -> LogError:
+        why = getattr(error, "strerror", None) or error
+        return LogError(f"the log in {self._directory} cannot be written: {why}")
+
+    def _begin_segment(self) -> None:
+        path = segment_path(self._directory, self._name, self._number + 1)
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._failed(error) from error
+        directory_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory_fd)  # or a crash of the machine could leave no name for what is flushed
+        finally:
+            os.close(directory_fd)
+        self._number += 1
+        with self._changed:  # `flush` may be about to use it
+            if self._file_fd >= 0:
+                os.close(self._file_fd)
+            self._file_fd = fd
+        self._segment = SegmentWriter(self._write, secrets.randbits(64))
+
+    def _end_segment(self) -> None:
+        assert self._segment is not None
+        self._segment.finish()
+        os.fsync(self._file_fd)
+
+    def _write(self, data: Buffer) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file_fd, view) :]
