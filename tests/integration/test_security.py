@@ -168,6 +168,7 @@ def test_a_job_over_tls_with_a_role_of_its_own_leaks_no_secret(
     logs = ("--log-dir", str(tmp_path / "logs"), "--tee", "3", "--journal", str(tmp_path / "journal"))
     agents = make_agents(
         endpoint=locked.endpoint, job_id="gpt", num_workers=1,
+        start_method="spawn",  # of a fork the system shows the environment of what it was forked from
         options=(*locked.flags(), *logs, "--job-secret-file", secret_file, "--local-addr", "127.0.0.2"),
         orders={"faults": [{"at": "forward", "iteration": 5, "rank": 1, "scope": "worker"}], "pause_s": 0.05},
     )  # fmt: skip
