@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from swift_agent import host, kept_state, records, timeline
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
@@ -37,6 +35,7 @@ from swift_agent.patience import Patience, probe
 from swift_agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.process import become_subreaper, expect_children, reap_strangers
 from swift_agent.rate import TELL_S
+from swift_agent.signals import CaughtSignals
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement
@@ -63,15 +62,16 @@ SUCCESS_GRACE_S = 5.0
 
 
 class Agent:
-    def __init__(self, config: AgentConfig, store: KeyValueStore) -> None:
+    def __init__(
+        self, config: AgentConfig, store: KeyValueStore, directories: Directories, signals: CaughtSignals
+    ) -> None:
         self._config, self._store = config, store
         self._keys = Keys(config.job_id)
         self._host = host.local_host(config)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._directories = Directories(config)
-        self._directory = self._directories.socket
+        self._directory = directories.socket
         self._workers = Workers(config, self._host)
         self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._channels = WorkerChannels(
@@ -83,8 +83,7 @@ class Agent:
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
         self._end: ResultRecord | None = None
-        self._signal: SignalException | None = None
-        self._num_signals = 0
+        self._signals = signals
         self._last_reap_s = 0.0
         self._rejoin_delay_s = 0.0
         self._closed = False
@@ -98,7 +97,7 @@ class Agent:
         become_subreaper()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            stack.callback(self._install_signal_handlers())
+            stack.enter_context(self._signals.listening(self._on_signal))
             self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
             self._writer = Writer(self._store, lambda why: self._post(lambda: self._stop(why)))
             stack.callback(self._writer.stop)
@@ -116,8 +115,7 @@ class Agent:
                 self._presence.abandon()
                 raise
             self._leave()
-        if self._signal is not None:
-            raise self._signal
+        self._signals.raise_first()
         raise_outcome(self._end, self._config)
 
     def _enter(self, known_job: int | None) -> None:
@@ -157,9 +155,9 @@ class Agent:
         assert self._end is not None
         self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
-        if self._signal is not None:
+        if self._signals.first is not None:
             self._publish_stop(self._end)
-        self._workers.end_all(grace_s, in_hurry=lambda: self._num_signals > 1)
+        self._workers.end_all(grace_s, in_hurry=lambda: self._signals.count > 1)
         self._writer.flush(LEAVE_TIMEOUT_S)
         self._presence.leave()
 
@@ -170,7 +168,6 @@ class Agent:
     def _close(self) -> None:
         """Whatever happens in one of these, the others are done."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._directories.close)
             stack.callback(self._close_wake_fd)
             stack.callback(self._selector.close)
             stack.callback(self._stores.close)
@@ -488,7 +485,7 @@ class Agent:
         left.abandon()
         self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._entered_s)
         self._wait_for_signal(self._rejoin_delay_s)
-        while self._signal is None:
+        while self._signals.first is None:
             try:
                 self._enter(left.job)
                 left.forget()
@@ -504,7 +501,7 @@ class Agent:
 
     def _wait_for_signal(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while self._signal is None and time.monotonic() < deadline_s:
+        while self._signals.first is None and time.monotonic() < deadline_s:
             time.sleep(0.1)
 
     # ---- standbys ----
@@ -552,24 +549,7 @@ class Agent:
 
     # ---- signals ----
 
-    def _install_signal_handlers(self) -> Callable[[], None]:
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-        names = self._config.launch.signals_to_handle.split(",")
-        numbers = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
-        old = {number: signal.signal(number, self._on_signal) for number in numbers}
-
-        def restore() -> None:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-
-        return restore
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        received = signal.Signals(number)
-        self._num_signals += 1
-        if self._signal is None:
-            self._signal = SignalException(f"Process {os.getpid()} got signal: {number}", received)
+    def _on_signal(self, received: signal.Signals) -> None:
         why = f"node {self._config.node_id} got {received.name}"
         # Not `_post`: the main thread may hold its lock.
         self._inbox.put(lambda: self._stop(why))

@@ -19,6 +19,7 @@ from swift_agent import job_secret
 from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.errors import JobStopped
 from swift_agent.options import SWIFT_BACKEND, LaunchCommand, parse_args
+from swift_agent.signals import CaughtSignals
 from swift_rendezvous.kv import RendezvousError
 
 
@@ -33,13 +34,14 @@ def run(ns: argparse.Namespace) -> None:
         with job_secret.hidden():
             _torchrun(ns)
         return
-    config = AgentConfig.from_args(ns)
-    from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded
+    with CaughtSignals(ns.signals_to_handle) as signals:
+        config = AgentConfig.from_args(ns)
+        from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded
 
-    # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
-    with job_secret.hidden():
-        launch_agent(config)
+        # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
+        with job_secret.hidden():
+            launch_agent(config, signals)
 
 
 def _torchrun(ns: argparse.Namespace) -> None:

@@ -84,4 +84,7 @@ def test_shards_without_replicas_are_told_at_the_start(run: Start) -> None:
     outcome = run([{"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"}], model="fsdp")
     text = outcome.text()
     assert "the model is sharded, and no rank holds a replica of another one's shards" in text
-    assert set(outcome.exit_codes.values()) == {0} and all(len(pids) == 2 for pids in outcome.pids.values()), text
+    assert "all workers restart: ranks [1] are lost" in text
+    # The first replacement of rank 1 may or may not have got to the script before all were ended.
+    starts = {rank: len(pids) for rank, pids in outcome.pids.items()}
+    assert set(outcome.exit_codes.values()) == {0} and starts in ({0: 2, 1: n, 2: 2, 3: 2} for n in (2, 3)), text
