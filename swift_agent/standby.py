@@ -34,14 +34,19 @@ class Order:
     ordered_s: float
 
 
+def start_process(control: socket.socket) -> subprocess.Popen[bytes]:
+    """The server's process, with its end of the control channel."""
+    command = [sys.executable, "-P", "-u", "-m", "swift_agent.nursery", str(control.fileno()), str(os.getpid())]
+    return subprocess.Popen(command, pass_fds=[control.fileno()], stdin=subprocess.DEVNULL)
+
+
 class StandbyServer:
     """One process. *preloaded*: the modules that it was asked to import; *num_wanted*: how many standbys."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-u", "-m", "swift_agent.nursery", str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = start_process(theirs)
         self._channel = Channel(ours)
         self._orders: dict[int, Order] = {}
         self._num_orders = 0

@@ -7,15 +7,18 @@ tests/unit/agent/test_torch_private.py has a test per function that fails when a
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Backend = Any  # c10d::Backend and its subclasses; torch exports no common Python name for them
 Layout = list[list[int]]  # bucket -> indices into the reducer's parameters, in reduction order
@@ -409,6 +412,12 @@ def step_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
 # -------------------------------------------------------------------------------------------------------------- FSDP2
 
 
+def is_fsdp(module: torch.nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether `fully_shard` was applied to *module*. FSDP is not imported for it: that takes 0.6 s, in agents too."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def reset_fsdp(root: FSDPModule) -> None:
     """Make FSDP forget a forward or backward that was cut; nothing before the first forward, where torch cannot."""
     if root._get_fsdp_state()._is_root is None:
@@ -416,7 +425,7 @@ def reset_fsdp(root: FSDPModule) -> None:
     root.reset_iter_state()
     assert isinstance(root, torch.nn.Module)
     for module in root.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             state = module._get_fsdp_state()
             one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
             for group in getattr(state, "_fsdp_param_groups", [one] if one else []):

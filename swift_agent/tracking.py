@@ -10,11 +10,10 @@ import contextlib
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_agent import ddp, overlap, torch_private, transfer
@@ -26,6 +25,9 @@ from swift_recovery.errors import StateError
 from swift_recovery.sharded import is_sharded, local_of, replicas_of
 from swift_recovery.snapshot import Snapshot
 from swift_recovery.state import TrainingState
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Pending = Mapping[str, Mapping[str, Any]]
 
@@ -194,7 +196,7 @@ def _sharded_roots(pending: Pending) -> list[FSDPModule]:
     below: set[int] = set()
     for model in pending["models"].values():
         for module in model.modules():  # parents first
-            if isinstance(module, FSDPModule) and id(module) not in below:
+            if torch_private.is_fsdp(module) and id(module) not in below:
                 roots.append(module)
                 below |= {id(child) for child in nn.Module.modules(module)}  # type: ignore[arg-type]
     return roots

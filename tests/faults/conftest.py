@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swift_rendezvous.private_etcd import PrivateEtcd
+from tests.support.agent_forks import ForkServer
 from tests.support.job import Agents, Outcome
 
 _job_numbers = itertools.count()
@@ -22,13 +23,22 @@ def etcd() -> Iterator[str]:
         yield ",".join(server.config.endpoints)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[ForkServer]:
+    """What agents are forked from that may be."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def make_agents(tmp_path: Path, etcd: str) -> Iterator[Callable[..., Agents]]:
+def make_agents(tmp_path: Path, etcd: str, forks: ForkServer) -> Iterator[Callable[..., Agents]]:
     """Makes the agents of a job; whatever they leave running is killed at the end of the test."""
     made: list[Agents] = []
 
     def make(directory: Path | None = None, **options: Any) -> Agents:
         options.setdefault("endpoint", etcd)
+        options.setdefault("forks", forks)
         job = Agents(directory or tmp_path, job_id=f"job-{next(_job_numbers)}", **options)
         made.append(job)
         return job

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.agent_forks import Fork, ForkServer
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "fault_train.py"
 SOURCE_ROOTS = [str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store")]
@@ -59,16 +61,17 @@ class Agents:
     prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """node -> what its command begins with: what puts it into a network namespace."""
     start_method: str = "forkserver"
-    """It costs one import of torch per node instead of one per worker; the default of the product is `spawn`."""
+    """It costs one import of torch per node instead of one per worker; the default of the product is `spawn`. With
+    `spawn` agents are processes of their own from the start, too, not forks."""
+    forks: ForkServer | None = None
     program: tuple[str, ...] = ("-m", "swift_agent.run")
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    running: dict[str, subprocess.Popen[bytes] | Fork] = field(default_factory=dict)
 
-    def start(self, node_id: str) -> subprocess.Popen[bytes]:
+    def start(self, node_id: str) -> subprocess.Popen[bytes] | Fork:
         where = ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.job_id] if self.endpoint else ["--standalone"]
-        command = [
-            *self.prefixes.get(node_id, ()), sys.executable, *self.program, "--nnodes", str(self.num_nodes),
-            "--nproc-per-node", str(self.num_workers), "--max-restarts", str(self.max_restarts),
-            "--node-id", node_id, *where, *self.options, str(self.script),
+        program = [
+            *self.program, "--nnodes", str(self.num_nodes), "--nproc-per-node", str(self.num_workers),
+            "--max-restarts", str(self.max_restarts), "--node-id", node_id, *where, *self.options, str(self.script),
         ]  # fmt: skip
         orders = {"dir": str(self.directory), **self.orders}
         environment = {
@@ -79,9 +82,14 @@ class Agents:
         path = self.directory / f"agent.{node_id}.log"
         if path.exists():  # of an earlier life of this node
             path.rename(path.with_suffix(f".{len(list(self.directory.glob(f'agent.{node_id}.*.log')))}.log"))
-        log = open(path, "wb")  # noqa: SIM115 - closed below
-        self.running[node_id] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.directory)
-        log.close()
+        prefix = self.prefixes.get(node_id, ())
+        with open(path, "wb") as log:
+            if self.forks is not None and not prefix and self.start_method != "spawn":
+                self.running[node_id] = self.forks.start(program, environment, self.directory, log.fileno())
+            else:
+                self.running[node_id] = subprocess.Popen(
+                    [*prefix, sys.executable, *program], env=environment, stdout=log, stderr=log, cwd=self.directory
+                )
         return self.running[node_id]
 
     def kill_node(self, node_id: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -409,3 +411,11 @@ def test_a_step_of_some_parameters_is_that_of_the_optimizer_without_its_hooks() 
         torch_private.step_groups(optimizer, groups)
     assert all(map(torch.equal, whole, parts)) and not hooks
     assert set(optimizer.state) == set(parts) and [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+
+
+def test_an_agent_does_not_import_what_only_models_need() -> None:
+    """FSDP, the compiler and sympy take a second, which every node would pay at its start."""
+    code = "import swift_agent.run, swift_agent.launch, sys; print(sys.modules.keys() & set(sys.argv))"
+    heavy = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy"]
+    done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
