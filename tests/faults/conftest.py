@@ -62,9 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable
             agents = Agents(
                 directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders), start_method="spawn"
             )
-            for node in ("a", "b"):
-                agents.start(node)
-            outcome = agents.wait()
+            outcome = agents.run()
             assert set(outcome.exit_codes.values()) == {0}, outcome.text()
             assert len(outcome.hashes) == 1 and len(outcome.results) == 4, outcome.results
             known[key] = outcome.hashes.pop()

@@ -29,12 +29,7 @@ PLACES = [
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(faults: list[dict[str, Any]], model: str = "hsdp", nodes: str = "ab", **options: Any) -> Outcome:
-        agents = make_agents(orders={"model": model, "faults": faults}, script=SCRIPT, **options)
-        for node in nodes:
-            agents.start(node)
-        outcome = agents.wait()
-        assert outcome.fired == set(range(len(faults))), outcome.text()
-        return outcome
+        return make_agents(orders={"model": model, "faults": faults}, script=SCRIPT, **options).run(nodes)
 
     return train
 
@@ -42,9 +37,7 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> str:
     agents = Agents(tmp_path_factory.mktemp("hsdp"), etcd, job_id="hsdp", orders={"model": "hsdp"}, script=SCRIPT)
-    for node in ("a", "b"):
-        agents.start(node)
-    outcome = agents.wait()
+    outcome = agents.run()
     assert set(outcome.exit_codes.values()) == {0} and len(outcome.hashes) == 1, outcome.text()
     return outcome.hashes.pop()
 

@@ -23,12 +23,7 @@ Start = Callable[..., Outcome]
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(layout: str, faults: list[dict[str, Any]], nodes: str = "ab", **options: Any) -> Outcome:
-        agents = make_agents(orders={"model": layout, "faults": faults}, script=SCRIPT, **options)
-        for node in nodes:
-            agents.start(node)
-        outcome = agents.wait()
-        assert outcome.fired == set(range(len(faults))), outcome.text()
-        return outcome
+        return make_agents(orders={"model": layout, "faults": faults}, script=SCRIPT, **options).run(nodes)
 
     return train
 
@@ -44,9 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable
                 tmp_path_factory.mktemp(layout), etcd, job_id=f"mesh-{layout}", orders={"model": layout},
                 script=SCRIPT, start_method="spawn",
             )  # fmt: skip
-            for node in ("a", "b"):
-                agents.start(node)
-            outcome = agents.wait()
+            outcome = agents.run()
             assert set(outcome.exit_codes.values()) == {0} and len(outcome.results) == 4, outcome.text()
             known[layout] = {rank: result["hash"] for rank, result in outcome.results.items()}
             # Ranks 0 and 2 hold one part, 1 and 3 the other.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from typing import Any
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import swift_agent as swift
-from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, now
+from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, leave_result, now
 
 
 class Block(nn.Module):
@@ -83,20 +81,12 @@ def main() -> None:
         x = torch.randn(8, 31, generator=generator)
         train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long())
         fault("between", job.iteration_number - 1)
-    digest = hashlib.sha256()
-    for name, value in sorted(net.state_dict().items()):
-        digest.update(name.encode() + full(value))
-    for state in optimizer.state.values():
-        for key in sorted(state):
-            digest.update(full(state[key]))
-    result = {"rank": RANK, "pid": os.getpid(), "iterations": job.iteration_number, "hash": digest.hexdigest()}
-    (DIR / f"result.{RANK}.json").write_text(json.dumps(result))
+    leave_result(job, net, [optimizer], full)
 
 
-def full(tensor: Any) -> bytes:
+def full(tensor: Any) -> Any:
     """All of it, gathered from its shards: the same on all ranks."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return bytes(whole.detach().numpy().tobytes())
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 if __name__ == "__main__":

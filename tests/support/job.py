@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,14 @@ class Agents:
                     [*prefix, sys.executable, *program], env=environment, stdout=log, stderr=log, cwd=self.directory
                 )
         return self.running[node_id]
+
+    def run(self, nodes: Iterable[str] = ("a", "b")) -> Outcome:
+        """From the start to the end; asserts that all faults of the orders have fired."""
+        for node in nodes:
+            self.start(node)
+        outcome = self.wait()
+        assert outcome.fired == set(range(len(self.orders.get("faults", ())))), outcome.text()
+        return outcome
 
     def kill_node(self, node_id: str) -> None:
         """The agent first: it must not see its workers die."""

@@ -6,8 +6,6 @@ replicates them; "pipeline": two stages of `torch.distributed.pipelining`, 1F1B 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import swift_agent as swift
-from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, now
+from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, leave_result, now
 from tests.support.hsdp_train import arm_agreement
 
 WIDTH, HIDDEN, BATCH, NUM_CHUNKS = 16, 32, 8, 4
@@ -181,20 +179,12 @@ def main() -> None:
         x = torch.randn(BATCH, WIDTH, generator=generator)
         train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long())
         fault("between", job.iteration_number - 1)
-    digest = hashlib.sha256()
-    for name, value in sorted(net.state_dict().items()):
-        digest.update(name.encode() + local(value))
-    for state in optimizer.state.values():
-        for key in sorted(state):
-            digest.update(local(state[key]))
-    result = {"rank": RANK, "pid": os.getpid(), "iterations": job.iteration_number, "hash": digest.hexdigest()}
-    (DIR / f"result.{RANK}.json").write_text(json.dumps(result))
+    leave_result(job, net, [optimizer], local)
 
 
-def local(tensor: Any) -> bytes:
+def local(tensor: Any) -> Any:
     """This rank's part of it."""
-    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return bytes(part.detach().numpy().tobytes())
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 if __name__ == "__main__":
