@@ -19,6 +19,7 @@ from swift_agent import torch_private
 
 _FIRST_NUMBER = 64  # BackendType is a uint8; torch uses the small values
 _LAST_NUMBER = 253
+_REFUSING_NUMBER = 255
 _FORWARD_NUMBER = 254  # of a forwarding backend to gloo
 NUM_SWAPS = _LAST_NUMBER - _FIRST_NUMBER + 1
 
@@ -51,6 +52,9 @@ class Exchange(Protocol):
     def local(self) -> None:
         """Like `ghost`, for a group that is connected and stays so. Undone by `end_local`."""
 
+    def refuse(self, why: str) -> None:
+        """Like `local`, but operations raise where that is possible. Undone by `end_local`."""
+
     def end_local(self) -> None:
         """Back to the connected backend."""
 
@@ -67,6 +71,8 @@ class NativeExchange:
         self._fake = torch_private.make_fake(group.rank(), group.size())
         self._forward = library.Forward(group.rank(), group.size(), kind)
         self._forward.exchange(self._fake)
+        self._library, self._kind = library, kind
+        self._refusing: Any = None
         is_nccl = kind == "nccl"
         self._guarded = not is_nccl  # NCCL's own abort ends its works
         self.default_number = torch_private.backend_number("nccl") if is_nccl else torch_private.FAKE_NUMBER
@@ -80,6 +86,13 @@ class NativeExchange:
 
     def local(self) -> None:
         self._route(torch_private.FAKE_NUMBER)  # where torch's own fake backend is registered since the creation
+
+    def refuse(self, why: str) -> None:
+        if self._refusing is None:
+            self._refusing = self._library.Forward(self._group.rank(), self._group.size(), self._kind)
+        self._refusing.exchange(None, why)
+        torch_private.register_backend(self._group, self._devices, _REFUSING_NUMBER, self._refusing)
+        torch_private.set_names(self._group, self._name, self._description)
 
     def end_local(self) -> None:
         self._route(self._number)
@@ -144,6 +157,9 @@ class PythonExchange:
         self._route(self._current or self._fake)
 
     def local(self) -> None:
+        self.ghost()
+
+    def refuse(self, why: str) -> None:
         self.ghost()
 
     def end_local(self) -> None:

@@ -102,7 +102,8 @@ class Place:
 
     *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
     newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
-    effect, and what is small comes into force when the script gets there. *units*: of the batches of *here*;
+    effect, and what is small comes into force when the script gets there. *replays_before*: a newcomer repeats the
+    iterations before that one from logs; *replays_alone*: and needs nobody for it. *units*: of the batches of *here*;
     *target_units*: of those of *target*, which may be those of a job of another size.
     """
 
@@ -114,6 +115,8 @@ class Place:
         self.target: Position | None = None
         self.owed: Owed | None = None
         self.ghost_iterations = 0
+        self.replays_before = 0
+        self.replays_alone = True
         self.ghost_sections = 0
         self.tracked: Tracked | None = None
         self.units = Units()
@@ -208,6 +211,17 @@ class Place:
             self._point_at, self._point_units = astuple(target), Units(**offer["units"])
             self.status = "holding"
 
+    def begin_replay(self, iteration: int, alone: bool) -> None:
+        """A newcomer has the logs to repeat all iterations before *iteration*."""
+        with self.lock:
+            self.status = "holding"
+            self.replays_before, self.replays_alone = iteration, alone
+
+    @property
+    def replays(self) -> bool:
+        """The next iteration is one that is repeated from logs."""
+        return self.here.iteration < self.replays_before
+
     def roll_forward(self, iteration: int, install: Callable[[], Any]) -> None:
         """A survivor that owes the update before *iteration* gets it by *install*, which has all of it at hand, but
         keeps what its own script has done to small things. No report is made while it is half in place."""
@@ -252,6 +266,9 @@ class Place:
             elif self.inside == "iteration" and tracked.updates.updated:
                 iteration += 1
             iteration = max(iteration, self.ghost_iterations)
+            if self.replays:
+                # What it needs is here: it gets there, whoever else is lost. Together with others it may not.
+                status, iteration = ("holding", self.replays_before) if self.replays_alone else ("empty", 0)
         report = RankReport(self.rank, status, iteration, self.here.sections)
         if tracked is not None:
             updates, holds = tracked.updates, status == "holding"
@@ -261,5 +278,6 @@ class Place:
                 updated=updates.done if holds else (),
                 num_parameters=updates.num_parameters,
                 reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
+                logs=tracked.messages is not None and not tracked.messages.incomplete,
             )
         return report.to_json()

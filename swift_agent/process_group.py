@@ -335,6 +335,19 @@ class ProcessGroups:
             for one in everything:
                 one.end_local()
 
+    @contextlib.contextmanager
+    def refused(self, why: str) -> Iterator[None]:
+        """Inside, operations of connected groups raise (without the native backend: return at once with local
+        values); nobody else takes notice."""
+        everything = [one for group in self._groups for one in group.exchanges]
+        for one in everything:
+            one.refuse(why)
+        try:
+            yield
+        finally:
+            for one in everything:
+                one.end_local()
+
     def isend(self, tensor: torch.Tensor, dst_rank: int) -> transfer.Transfer:
         """Start sending a contiguous tensor on the default group; its memory must stay until `wait()` returns."""
         return transfer.isend(tensor, dst_rank)

@@ -26,11 +26,13 @@ from swift_agent import handover, kept_state
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
+from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.overlap import OverlappedUpdates, Resumption
 from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
+from swift_logging_store.errors import LogError
 from swift_recovery.plan import Plan
 from swift_recovery.replica import GroupLink, receive, receive_state, send_state
 
@@ -130,6 +132,7 @@ class Rejoin:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         if place.rank in plan.loads:
             place.take_over(kept_state.load(go.kept, plan.iteration, self._tracked), plan.iteration)
+        self._replay(plan)
         self._expect(plan)
         self._mend(plan)
         targets = plan.targets_of(place.rank)
@@ -147,6 +150,29 @@ class Rejoin:
             place.roll_forward(plan.iteration, receive(state, link, staged=True).commit)
         else:
             place.take_over(receive_state(state, link, staged=False), plan.iteration)
+
+    def _replay(self, plan: Plan) -> None:
+        """Logs go from who has them to who repeats iterations; in one order on all ranks, so that nobody waits for
+        who waits for him."""
+        place, messages = self._place, self._tracked.messages
+        if not plan.replays:
+            return
+        assert messages is not None
+        if place.rank not in plan.replays:
+            try:
+                for rank in plan.replays:
+                    messages.give(rank, plan.iteration, self._link(rank))
+            except LogError as error:
+                raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
+            return
+        if place.here.iteration:
+            # It was cut while it repeated them together with others, and cannot begin again.
+            raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
+        for rank in range(dist.get_world_size()):
+            if rank not in plan.replays:
+                messages.take(rank, self._link(rank))
+        place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
+        messages.repeating = frozenset(plan.replays)
 
     def _expect(self, plan: Plan) -> None:
         """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""

@@ -18,13 +18,14 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from swift_agent import tracking
 from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
@@ -112,6 +113,7 @@ class Protected:
     def begin(self, tracked: Tracked) -> None:
         place = self._place
         self._tracked = tracked
+        tracked.updates.goes_on = self._goes_on
         if tracked.has_shards_alone and place.rank == 0:
             self.supervisor.note(
                 "the model is sharded, and no rank holds a replica of another one's shards: if one is lost all workers "
@@ -137,7 +139,7 @@ class Protected:
         place = self._place
         if place.owed is None:
             place.keep_point()
-        if self.supervisor.interrupted:
+        if self.supervisor.interrupted and not place.replays:
             self._recover()
             # What was received belongs to this point, too. Nothing is owed any more.
             place.keep_point()
@@ -181,6 +183,8 @@ class Protected:
             number = place.here.iteration
             if number < place.ghost_iterations:
                 return self._iteration_as_newcomer(call)
+            if number < place.replays_before:
+                return self._iteration_from_logs(call)
             try:
                 place.keep_start()
                 place.seeds.for_iteration(number)
@@ -222,6 +226,8 @@ class Protected:
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
                 updates.finish()
+                if tracked.messages is not None:
+                    tracked.messages.end()
                 # In this order: who looks between the two finds more iterations begun than there are, never fewer.
                 place.here.iteration += 1
                 place.inside = ""
@@ -234,6 +240,9 @@ class Protected:
         place, updates = self._place, self._require_tracked().updates
         updates.cut()
         self._wait_quiet()
+        messages = self._require_tracked().messages
+        if messages is not None:
+            messages.end()
         if updates.updated:
             return True
         plan = self.supervisor.peek_go().plan
@@ -243,10 +252,21 @@ class Protected:
                     updates.finish_update()
             return True
         place.start.restore()  # and with that the gradients are gone
+        if messages is not None:
+            messages.rewind()
         place.leave()
         # The point's state may be replaced by this; the iteration's own begins anew.
         self._recover()
         return False
+
+    def _goes_on(self, error: Exception) -> bool:
+        """The agreement to make an update was cut: whether all go on from after it. Then it is made where the script
+        stands; its gradients are complete."""
+        if not self._was_cut(error):
+            return False
+        self._wait_quiet()
+        place, plan = self._place, self.supervisor.peek_go().plan
+        return plan.kind == "copy" and plan.iteration > place.here.iteration and place.rank not in plan.sources
 
     def _pass_over(self, call: Callable[[], R]) -> R:
         """Give the script the result of an iteration that it need not run: without communication, without effect.
@@ -300,6 +320,43 @@ class Protected:
             place.here.iteration += 1
         return result
 
+    def _iteration_from_logs(self, call: Callable[[], R]) -> R:
+        """This newcomer repeats an iteration of its predecessor, with the messages that the others had sent to that."""
+        place, tracked, supervisor = self._place, self._require_tracked(), self.supervisor
+        messages, number = tracked.messages, place.here.iteration
+        assert messages is not None
+        place.keep_start()
+        place.seeds.for_iteration(number)
+        alone = self._groups.refused("only messages can be repeated from logs, not collectives")
+        try:
+            with alone if place.replays_alone else contextlib.nullcontext(), tracked.updates.repeating():
+                tracked.begin(number, ghost=False)
+                with messages.replaying(number, supervisor.generation):
+                    result = call()
+        except Exception as error:
+            if not isinstance(error, CannotReplay) and not is_communication_error(error):
+                raise
+            if supervisor.interrupted and not place.replays_alone:
+                self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
+            self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
+        with place.lock:
+            place.here.iteration += 1
+        if not place.replays:
+            messages.end_replay()
+        return result
+
+    def _have_this_replaced(self, why: str) -> NoReturn:
+        """Only another process helps."""
+        self.supervisor.note(f"{why}: this worker has itself replaced")
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("this process has ended")
+
+    def _give_up(self, why: str) -> NoReturn:
+        """Nothing but a restart of all workers helps."""
+        self.supervisor.send({"op": "unfit", "why": why})
+        self.supervisor.wait_for_end()
+        raise AssertionError("the agent ends this process")
+
     def _pay(self, call: Callable[[], Any]) -> None:
         """The replica that had the update is lost too: the iteration is run after all, for its effect."""
         place, tracked = self._place, self._require_tracked()
@@ -315,6 +372,8 @@ class Protected:
             self._complete_iteration()
         except BaseException:
             tracked.updates.cut()
+            if tracked.messages is not None:
+                tracked.messages.rewind()
             with place.lock:
                 place.inside = ""
                 if tracked.updates.updated:
@@ -389,7 +448,12 @@ class Protected:
         """
         self._wait_quiet()
         self._leave_ghost()
-        self._rejoin.run()
+        try:
+            self._rejoin.run()
+        except CutReplay as error:
+            self._have_this_replaced(str(error))
+        except CannotReplay as error:
+            self._give_up(str(error))
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = time.monotonic()
@@ -403,8 +467,7 @@ class Protected:
         """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""
         self.supervisor.wait_aborted()
         if not self._groups.wait_quiet(QUIET_TIMEOUT):
-            self.supervisor.note("operations of the stopped process groups do not end: this worker has itself replaced")
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._have_this_replaced("operations of the stopped process groups do not end")
         if self._tracked is not None:
             self._tracked.reset_shards()
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swift_agent import data, tracking
+from swift_agent import data, torch_private, tracking
+from swift_agent.channel import ENV_SOCKET
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, Units
 from swift_agent.running import Running
@@ -47,7 +49,7 @@ class Job:
         self._place, self._running, self._supervisor = place, running, supervisor
         self._pending: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "others": {}}
         self._replicas: Sequence[int] | None = None
-        self._overlap_update = self._exact = False
+        self._overlap_update = self._exact = self._is_stage = False
         self._begun = False
         self._loops = 0
         self._closed = False
@@ -95,7 +97,10 @@ class Job:
         if self._begun:
             raise UsageError("job.track() after the first iteration: name all state before the training loop begins.")
         named = tracking.named
-        self._pending["models"].update(named("model", model))
+        models = named("model", model)
+        modules = {name: torch_private.pipeline_stage(one) for name, one in models.items()}
+        self._is_stage = self._is_stage or any(module is not None for module in modules.values())
+        self._pending["models"].update({name: modules[name] or one for name, one in models.items()})
         self._pending["optimizers"].update(named("optimizer", optimizer))
         objects = {"scheduler": scheduler, "scaler": scaler, **others}
         for name, value in objects.items():
@@ -122,9 +127,10 @@ class Job:
                 "yet; give one number of nodes, or track without overlap_update."
             )
         self._place.seeds.settle()
+        replicas = [self.rank] if self._is_stage and self._replicas is None else self._replicas
         tracked = Tracked(
-            self._pending, self._replicas, self.world_size, self._supervisor,
-            overlap_update=self._overlap_update, exact=self._exact,
+            self._pending, replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
+            exact=self._exact, logs=self._log_directory() if self._supervisor and replicas else None,
         )  # fmt: skip
         if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
             raise UsageError(
@@ -133,6 +139,10 @@ class Job:
             )
         self._place.hold(tracked)
         self._running.begin(tracked)
+
+    def _log_directory(self) -> Path:
+        """Local to the node, and gone with its agent."""
+        return Path(os.environ[ENV_SOCKET]).parent
 
     # ---- the loop ----
 

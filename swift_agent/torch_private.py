@@ -434,3 +434,77 @@ def reset_fsdp(root: FSDPModule) -> None:
                     parameter.unsharded_accumulated_grad = None
                     if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
                         unsharded.grad = None
+
+
+# ------------------------------------------------------------------------------------------------- point-to-point
+
+
+def wrap_messages(send: Callable[..., Any], recv: Callable[..., Any], recv_from_any: Callable[..., Any]) -> None:
+    """From now on Python's point-to-point operations of all groups are `send(original, group, tensors, dst, tag)`,
+    `recv(original, group, tensors, src, tag)` and `recv_from_any(original, group, tensors, tag)`; ranks are the
+    group's. C++ callers are not affected."""
+    for name, wrapper in (("send", send), ("recv", recv), ("recv_anysource", recv_from_any)):
+        _wrap_operation(name, wrapper)
+
+
+def _wrap_operation(name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    def operation(group: Any, *args: Any) -> Any:
+        return wrapper(original, group, *args)
+
+    setattr(dist.ProcessGroup, name, operation)
+
+
+def finished_work() -> Any:
+    """An operation that is done."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork()
+
+
+# ------------------------------------------------------------------------------------------------------ pipelining
+
+
+def pipeline_stage(candidate: Any) -> torch.nn.Module | None:
+    """The module of a stage of `torch.distributed.pipelining`, None for anything else. Imports nothing for it."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None or not isinstance(candidate, stages._PipelineStageBase):
+        return None
+    module: torch.nn.Module = candidate.submod
+    return module
+
+
+def watch_schedules(stepped: Callable[[Any, bool], None]) -> None:
+    """`stepped(schedule, first)` is called in each step of a pipeline schedule. *first*: stages tell each other the
+    shapes of what they will send."""
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is not None:
+        _watch_schedule(schedules.PipelineScheduleSingle, "_initialize_stage", stepped)
+        _watch_schedule(schedules.PipelineScheduleMulti, "_initialize_stages", stepped)
+
+
+def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], None]) -> None:
+    original = getattr(kind, name)
+
+    def initialize(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        flags = _schedule_flags(schedule)
+        done = all(done for flag, done in flags.items() if schedule._has_backward or "backward" not in flag)
+        stepped(schedule, not done)
+        return original(schedule, *args, **kwargs)
+
+    setattr(kind, name, initialize)
+
+
+def _schedule_flags(schedule: Any) -> dict[str, bool]:
+    names = ("_stage_forward_initialized", "_stage_backward_initialized", "_stages_forward_initialized",
+             "_stages_backward_initialized")  # fmt: skip
+    return {name: bool(getattr(schedule, name)) for name in names if hasattr(schedule, name)}
+
+
+def reset_schedule(schedule: Any, *, first: bool) -> None:
+    """Make a schedule forget a step that was cut. *first*: its next step is a first one again."""
+    schedule._internal_losses.clear()
+    if first:
+        for name in _schedule_flags(schedule):
+            setattr(schedule, name, False)

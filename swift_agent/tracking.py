@@ -10,6 +10,7 @@ import contextlib
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift_agent import ddp, overlap, torch_private, transfer
 from swift_agent.errors import UsageError
+from swift_agent.messages import Messages
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
 from swift_recovery.checksum import checksum
@@ -76,13 +78,18 @@ class Tracked:
 
     def __init__(
         self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
-        *, overlap_update: bool = False, exact: bool = False,
+        *, overlap_update: bool = False, exact: bool = False, logs: Path | None = None,
     ) -> None:  # fmt: skip
+        """*logs*: if this rank is the only one with its part of the model, its messages are logged there."""
         check(pending, overlap_update=overlap_update)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
         self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
-        several_sets = 1 < len(self.replicas) < world_size
+        self.messages: Messages | None = None
+        if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size:
+            self.messages = Messages(self.replicas[0], logs, supervisor.note)
+        self._supervisor = supervisor
+        several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)
         if overlap_update and len(self.replicas) < world_size:
             raise UsageError(
                 "job.track(): overlap_update=True needs one set of replicas, of all ranks: of several sets one could "
@@ -110,6 +117,9 @@ class Tracked:
         for keeper in self.keepers:
             keeper.iteration = iteration
         self.updates.begin(ghost=ghost)
+        if self.messages is not None and not ghost:
+            assert self._supervisor is not None
+            self.messages.begin(iteration, self._supervisor.generation)
 
     @property
     def has_shards_alone(self) -> bool:

@@ -11,8 +11,9 @@ This module must never communicate.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class UpdateTracker:
         self._optimizers = dict(optimizers)
         self._supervisor = supervisor
         self._agree = agree
-        self._agreed = self._finishing = False
+        self._agreed = self._finishing = self._goes_on = False
         self._in_iteration = False
         self._ghost = False
         self._stepped: list[str] = []
@@ -62,6 +63,8 @@ class UpdateTracker:
         """The gradients of the iteration are complete, and none of its steps was made."""
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
+        self.goes_on: Callable[[Exception], bool] = lambda error: False
+        """Asked when the agreement was cut by *error*: whether all go on from after this update, so that it is made."""
         self.failed: BaseException | None = None
         """What an optimizer has raised in another thread than the script's."""
         for name, optimizer in self._optimizers.items():
@@ -86,7 +89,7 @@ class UpdateTracker:
     def begin(self, *, ghost: bool = False) -> None:
         """An iteration begins. *ghost*: its steps must have no effect."""
         self._in_iteration, self._ghost = True, ghost
-        self._agreed = self.reduced = False
+        self._agreed = self._goes_on = self.reduced = False
         if self._in_step:  # a step failed, and the script has caught that
             self._leave_step()
         self._stepped, self._running = [], ""
@@ -104,6 +107,15 @@ class UpdateTracker:
         self.updated = self.reduced = False
         if self._in_step:
             self._leave_step()
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, an iteration is repeated that others have made long ago: its steps count, and ask nobody."""
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
 
     def finish_update(self) -> None:
         """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""
@@ -189,7 +201,10 @@ class UpdateTracker:
         if self._agree is not None and not self._agreed:
             self._reach_agreement(name)
         if not self._in_step:
-            self._supervisor.enter_step()
+            if self._goes_on:
+                self._supervisor.enter()  # the fence is up
+            else:
+                self._supervisor.enter_step()
             self._in_step = True
         self._running = name
         if self._must_keep(name):
@@ -203,7 +218,13 @@ class UpdateTracker:
         assert self._agree is not None
         self._agreed = True
         self.reduced = first
-        self._agree()
+        try:
+            self._agree()
+        except Exception as error:
+            if not self.goes_on(error):
+                raise
+            self._goes_on = True
+            return
         self._wait_for_gradients(name)
 
     def _after(self, name: str) -> None:
@@ -220,7 +241,7 @@ class UpdateTracker:
         if self._supervisor is not None:
             self._note_gradients()
             # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
-            if self.updated or all(step in self._kept for step in self._stepped):
+            if self.updated or (not self._goes_on and all(step in self._kept for step in self._stepped)):
                 self._leave_step()
 
     def _leave_step(self) -> None:

@@ -3,8 +3,9 @@
 Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished,
 or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
 survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
-all have updated: these are undone (see `consistency`; `lossy` has other ways, for who asks for them). Logs and
-checkpoints are not planned here yet: where they would be needed the plan is a restart of all workers, and says so.
+all have updated: these are undone (see `consistency`; `lossy` has other ways, for who asks for them). Ranks of which
+nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent.
+Checkpoints are not planned here yet: where they would be needed the plan is a restart of all workers, and says so.
 
 This module must never look at tensors, clocks or files.
 """
@@ -36,6 +37,8 @@ class Plan:
     a rank that is no key leads its replica set.
     *undone*, *patches*: how survivors cut in the middle of an update leave it, before anything else is sent: each rank
     undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
+    *replays*: new ranks that repeat all iterations before *iteration*, beginning with the state that the script's
+    set-up gives, from what the others have logged; they are no key of *sources* or *layouts*.
     `restart`: state cannot be brought back in place. *keepers*, *loads*: when the job goes on with another number of
     ranks (see `resize`): by slot, which local rank of the former workers keeps its state in a file (or that it is there
     already), and the ranks that load one.
@@ -53,6 +56,7 @@ class Plan:
     undone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     patches: tuple[Patch, ...] = ()
     deviation: Deviation = field(default_factory=Deviation)
+    replays: tuple[int, ...] = ()
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -79,6 +83,7 @@ class Plan:
                 "resumed": {str(rank): ranges_of(numbers) for rank, numbers in self.deviation.resumed.items()},
                 "silent": list(self.deviation.silent),
             },
+            "replays": ranges_of(self.replays),
         }
 
     @classmethod
@@ -99,6 +104,7 @@ class Plan:
                 for one in data.get("patches", ())
             ),
             deviation=_deviation_of(data.get("deviation", {})),
+            replays=ranks_of(data.get("replays", "")),
         )
 
 
@@ -130,7 +136,7 @@ def make_plan(
         return _nobody_holds(by_rank)
     sets = _replica_sets(holding, world_size)
     orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
-    if orphans:
+    if orphans and not all(report.logs for report in holding.values()):
         return Plan("restart", f"ranks {orphans} are lost and no survivor holds a replica of their state")
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
@@ -177,11 +183,11 @@ def make_plan(
     new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
     moved = sorted(set(sources) - set(new))
     handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
-    why = _why(iteration, new, moved, sources, handovers)
+    why = _why(iteration, new, moved, sources, handovers, orphans)
     why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why])
     return Plan(
         "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches),
-        deviation=deviation,
+        deviation=deviation, replays=tuple(orphans),
     )  # fmt: skip
 
 
@@ -250,8 +256,9 @@ def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tu
 
 
 def _why(
-    iteration: int, new: list[int], moved: list[int], sources: Mapping[int, int], handovers: tuple[int, ...]
-) -> str:
+    iteration: int, new: list[int], moved: list[int], sources: Mapping[int, int], handovers: tuple[int, ...],
+    replays: list[int],
+) -> str:  # fmt: skip
     parts = []
     if handovers:
         parts.append(f"ranks {list(handovers)} hand their state of iteration {iteration} over to their successors")
@@ -261,6 +268,9 @@ def _why(
     if moved:
         parts.append(f"ranks {moved} take over the state of iteration {iteration} from ranks "
                      f"{sorted({sources[rank] for rank in moved})}")
+    if replays:
+        parts.append(f"ranks {replays} have no replica and repeat iterations 0 to {iteration - 1} from the logs of the "
+                     "others" if iteration else f"ranks {replays} have no replica and begin anew")
     return "; ".join(parts) or f"all ranks hold iteration {iteration}"
 
 

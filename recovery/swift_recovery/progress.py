@@ -24,7 +24,8 @@ class RankReport:
     *sections* counts finished `@job.resilient` calls. *replicas*: global ranks that hold the same parameters, itself
     included. *updated*: the parameters, by number, of *num_parameters*, that update number *iteration* has reached
     already, where updates overlap the backward; the state is that of *iteration* but for these. *reduced*: the
-    gradients of update number *iteration* are complete here, so this rank can still make it.
+    gradients of update number *iteration* are complete here, so this rank can still make it. *logs*: every message that
+    this rank has sent in an iteration is in its log.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class RankReport:
     updated: tuple[int, ...] = ()
     num_parameters: int = 0
     reduced: bool = False
+    logs: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
@@ -42,8 +44,9 @@ class RankReport:
         data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
         if not self.updated:
             del data["updated"], data["num_parameters"]
-        if not self.reduced:
-            del data["reduced"]
+        for flag in ("reduced", "logs"):
+            if not data[flag]:
+                del data[flag]
         return data
 
     @classmethod
@@ -60,6 +63,7 @@ class RankReport:
             updated=ranks_of(data.get("updated", "")),
             num_parameters=int(data.get("num_parameters", 0)),
             reduced=bool(data.get("reduced", False)),
+            logs=bool(data.get("logs", False)),
         )
 
 

@@ -307,7 +307,11 @@ class Forward : public Backend {
 
   // Splitting would make a communicator that nobody could make again after a failure.
   bool supportsSplitting() const override { return false; }
-  bool supportsCoalescing() const override { return inner()->supportsCoalescing(); }
+  // A group that is stopped, or refuses, is asked too: a message may be served without it.
+  bool supportsCoalescing() const override {
+    auto in = inner_or_null();
+    return in ? in->supportsCoalescing() : name_ == "nccl";
+  }
   bool supportsTimeEstimation() const override { return inner()->supportsTimeEstimation(); }
   void setTimeout(std::chrono::milliseconds timeout) override { inner()->setTimeout(timeout); }
   void startCoalescing() override { inner()->startCoalescing(); }

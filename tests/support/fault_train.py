@@ -183,6 +183,21 @@ def arm_private_places() -> None:
     adam.adam = half  # what AdamW calls, too
 
 
+def arm_agreement() -> None:
+    """Places right before and after all ranks agree to make an update."""
+    from swift_agent import tracking, transfer
+
+    def armed() -> None:
+        fault("agree")
+        transfer.agree()
+        fault("agreed")
+
+    class Transfer:
+        agree = staticmethod(armed)
+
+    tracking.transfer = Transfer  # type: ignore[assignment]
+
+
 def build(job: swift.Job) -> None:
     torch.manual_seed(7)
     net = Net()

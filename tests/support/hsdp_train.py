@@ -13,7 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import swift_agent as swift
-from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, leave_result, now
+from tests.support.fault_train import (
+    DIR,
+    ITERATIONS,
+    ORDERS,
+    RANK,
+    arm_agreement,
+    arm_private_places,
+    fault,
+    leave_result,
+    now,
+)
 
 
 class Block(nn.Module):
@@ -31,21 +41,6 @@ class Block(nn.Module):
         if out.requires_grad and self.number == 1:
             out.register_hook(lambda grad: fault("backward"))
         return out
-
-
-def arm_agreement() -> None:
-    """Places right before and after all ranks agree to make an update."""
-    from swift_agent import tracking, transfer
-
-    def armed() -> None:
-        fault("agree")
-        transfer.agree()
-        fault("agreed")
-
-    class Transfer:
-        agree = staticmethod(armed)
-
-    tracking.transfer = Transfer  # type: ignore[assignment]
 
 
 def main() -> None:

@@ -1,0 +1,221 @@
+"""Point-to-point messages of iterations: counted, logged by their sender, and served again to a replacement.
+
+Every Python caller of c10d's point-to-point operations (`isend`, `irecv`, `batch_isend_irecv`, object lists,
+`torch.distributed.pipelining`) ends in `ProcessGroup.send` and `recv`, which are wrapped here for all groups. Outside
+of an iteration nothing is done. A message is identified by its channel (group, source, destination, tag) and its number
+there, which a rank that repeats an iteration counts again from where that began.
+
+While a replacement repeats the iterations of its predecessor, what survivors had sent it comes from their logs, and
+what it sends to them is dropped: they have it. It logs again what it sends, so that the next failure finds complete
+logs. This module must never decide who repeats what; the plan does.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swift_agent import torch_private
+from swift_agent.errors import SwiftError, UsageError
+from swift_logging_store.errors import LogError
+from swift_logging_store.reader import LogReader
+from swift_logging_store.record import Channel
+from swift_logging_store.segment import SegmentWriter
+from swift_logging_store.tensors import tensor_of
+from swift_logging_store.writer import SUFFIX, LogWriter
+from swift_recovery.replica import Link
+
+# Of the log that goes to a replacement in one piece.
+PIECE_BYTES = 16 << 20
+
+
+class CannotReplay(SwiftError):
+    """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
+
+
+class CutReplay(CannotReplay):
+    """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""
+
+
+class Messages:
+    """Of the rank *rank*; its log is written below *directory*, which is local to the node. One per process.
+
+    *served*: how many messages came from logs, in all. *repeating*: the ranks that repeat iterations together with this
+    one. *incomplete*: why the log lacks something, '' if it has all. *note* tells people.
+    """
+
+    def __init__(self, rank: int, directory: Path, note: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.served = 0
+        self.repeating: frozenset[int] = frozenset()
+        self.incomplete = ""
+        self._note = note
+        self._directory = directory / f"messages-{rank}-{uuid.uuid4().hex[:8]}"
+        self._directory.mkdir(parents=True)
+        self._writer = LogWriter(self._directory, f"rank{rank}")
+        self._iteration = -1  # not in one
+        self._generation = 0
+        self._sent: dict[Channel, int] = {}
+        self._received: dict[Channel, int] = {}
+        self._begun: tuple[dict[Channel, int], dict[Channel, int]] = ({}, {})
+        self._source: LogReader | None = None
+        # Of pipelines, in this iteration; and whether it was their first.
+        self._schedules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        torch_private.watch_schedules(self._on_step)
+        torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
+
+    # ---- iterations ----
+
+    def begin(self, iteration: int, generation: int) -> None:
+        """An iteration begins; its messages count."""
+        self._iteration, self._generation = iteration, generation
+        self._begun = (self._sent.copy(), self._received.copy())
+        self._schedules.clear()
+
+    def end(self) -> None:
+        self._iteration = -1
+
+    def rewind(self) -> None:
+        """The iteration was cut, and will be run again."""
+        self._iteration = -1
+        self._sent, self._received = self._begun
+        for schedule, first in self._schedules.items():
+            # Who comes new to it tells the shapes of its messages, and waits for those of the others.
+            torch_private.reset_schedule(schedule, first=first)
+        self._schedules.clear()
+
+    def _on_step(self, schedule: Any, first: bool) -> None:
+        self._schedules[schedule] = first or self._schedules.get(schedule, False)
+
+    # ---- recovery ----
+
+    def give(self, destination: int, before: int, link: Link) -> None:
+        """To a replacement of rank *destination*: what it was sent in the iterations before that one. Raises `LogError`
+        if the log cannot be read."""
+        self._writer.flush()
+        with LogReader(self._directory) as log:
+            piece, writer = _new_piece()
+            for channel in log.channels:
+                if channel.destination != destination:
+                    continue
+                for sequence in log.sequences(channel):
+                    header, payload = log.read(channel, sequence)
+                    if header.iteration >= before:
+                        continue
+                    writer.append(header, payload)
+                    if len(piece) >= PIECE_BYTES:
+                        _send_piece(piece, writer, link)
+                        piece, writer = _new_piece()
+            _send_piece(piece, writer, link)
+        link.send_bytes(b"")
+
+    def take(self, source: int, link: Link) -> None:
+        """What *source* gives."""
+        number = 0
+        while piece := link.recv_bytes():
+            path = self._directory / "taken" / f"from{source}.{number:08d}{SUFFIX}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(piece)
+            number += 1
+
+    @contextmanager
+    def replaying(self, iteration: int, generation: int) -> Iterator[None]:
+        """Inside, the iteration is repeated: messages come from what was taken, but for those of `repeating`."""
+        if self._source is None:
+            (self._directory / "taken").mkdir(exist_ok=True)
+            self._source = LogReader(self._directory / "taken")
+        self.begin(iteration, generation)
+        try:
+            yield
+        finally:
+            self._iteration = -1
+
+    def end_replay(self) -> None:
+        """All that was taken has been used."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+        for path in (self._directory / "taken").glob("*"):
+            os.unlink(path)
+
+    # ---- operations ----
+
+    def _send(self, original: Any, group: Any, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        if self._iteration < 0:
+            return original(group, tensors, dst, tag)
+        channel = Channel(group.group_name, self.rank, _global_rank(group, dst), tag)
+        for tensor in tensors:
+            number = self._sent.get(channel, 0)
+            self._sent[channel] = number + 1
+            self._log(channel, number, tensor)
+        if self._source is not None and channel.destination not in self.repeating:
+            return torch_private.finished_work()
+        return original(group, tensors, dst, tag)
+
+    def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        if self.incomplete:
+            return
+        try:
+            self._writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
+        except LogError as error:
+            self.incomplete = str(error)
+            self._note(f"messages are logged no more: {error}. If a rank is lost now all workers start again")
+
+    def _recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
+        if self._iteration < 0:
+            return original(group, tensors, src, tag)
+        channel = Channel(group.group_name, _global_rank(group, src), self.rank, tag)
+        number = self._received.get(channel, 0)
+        self._received[channel] = number + len(tensors)
+        if self._source is None or channel.source in self.repeating:
+            return original(group, tensors, src, tag)
+        for index, tensor in enumerate(tensors):
+            self._fill(tensor, channel, number + index)
+        return torch_private.finished_work()
+
+    def _fill(self, tensor: torch.Tensor, channel: Channel, number: int) -> None:
+        assert self._source is not None
+        try:
+            header, payload = self._source.read(channel, number)
+        except KeyError:
+            raise CannotReplay(f"message {number} of {channel} is in nobody's log") from None
+        except LogError as error:
+            raise CannotReplay(str(error)) from None
+        message = tensor_of(header, payload)
+        if message.dtype != tensor.dtype or message.shape != tensor.shape:
+            raise CannotReplay(
+                f"message {number} of {channel} is {message.dtype} {list(message.shape)}, and what waits for it "
+                f"{tensor.dtype} {list(tensor.shape)}: the repetition differs from what was done"
+            )
+        tensor.data.copy_(message)  # what waits for an activation is a leaf that requires a gradient
+        self.served += 1
+
+    def _recv_from_any(self, original: Any, group: Any, tensors: list[torch.Tensor], tag: int) -> Any:
+        if self._iteration >= 0:
+            raise UsageError(
+                "a receive from any source inside an iteration: in which order its messages come is not logged, so it "
+                "could not be repeated. Name the source."
+            )
+        return original(group, tensors, tag)
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    return dist.get_global_rank(group, rank)
+
+
+def _new_piece() -> tuple[bytearray, SegmentWriter]:
+    piece = bytearray()
+    return piece, SegmentWriter(piece.extend, int.from_bytes(os.urandom(8), "little"))
+
+
+def _send_piece(piece: bytearray, writer: SegmentWriter, link: Link) -> None:
+    writer.finish()
+    link.send_bytes(bytes(piece))

@@ -1,0 +1,149 @@
+"""Pipelines: a lost stage that nobody holds a replica of repeats its iterations from what its neighbours had sent it.
+
+Each test asserts that its faults fired, that survivors kept their processes, and that the state of every stage and the
+losses of every micro-batch are bit for bit those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import ROOT, Agents, Outcome
+
+SCRIPT = ROOT / "tests" / "support" / "pipeline_train.py"
+PLACES = ["forward", "backward", "before_step", "agree", "agreed", "after_step", "between"]
+SCHEDULES = ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
+ITERATIONS = 12
+Start = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(make_agents: Callable[..., Agents]) -> Start:
+    def train(
+        faults: list[dict[str, Any]], nodes: str = "abcd", schedule: str = "Schedule1F1B", spares: int = 0,
+        num_workers: int = 1,
+    ) -> Outcome:  # fmt: skip
+        return make_agents(
+            num_nodes=4 // num_workers, num_workers=num_workers, max_restarts=20, script=SCRIPT,
+            orders={"faults": faults, "schedule": schedule}, options=("--spares", str(spares)) if spares else (),
+        ).run(nodes)  # fmt: skip
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[[str], Outcome]:
+    known: dict[str, Outcome] = {}
+
+    def reference(schedule: str) -> Outcome:
+        if schedule not in known:
+            agents = Agents(
+                tmp_path_factory.mktemp(schedule), etcd, num_nodes=4, num_workers=1, job_id=schedule, script=SCRIPT,
+                start_method="spawn", orders={"schedule": schedule},
+            )  # fmt: skip
+            known[schedule] = agents.run("abcd")
+            assert len(known[schedule].results) == 4, known[schedule].text()
+        return known[schedule]
+
+    return reference
+
+
+def losses(directory: Path) -> list[str]:
+    """By iteration, those of the last stage; one that was repeated gave the same again."""
+    found: dict[int, str] = {}
+    for path in directory.glob("losses.*"):
+        for line in path.read_text().splitlines():
+            number, *values = line.split()
+            if values:
+                assert found.setdefault(int(number), line) == line
+    return [found[number] for number in range(ITERATIONS)]
+
+
+def assert_same(outcome: Outcome, expected: Outcome, lost: set[int]) -> None:
+    text = outcome.text()
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
+    assert outcome.results.keys() == expected.results.keys(), text
+    for rank, result in outcome.results.items():
+        assert result["hash"] == expected.results[rank]["hash"], f"rank {rank}\n{text}"
+    assert losses(outcome.directory) == losses(expected.directory), text
+    assert "all workers restart" not in text
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_workers(place: str, run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    """Each stage once, the first and the last too, in the first iteration too."""
+    faults = [
+        {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
+        for iteration, rank in ((0, 1), (3, 3), (5, 0), (8, 2))
+    ]
+    assert_same(run(faults), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
+
+
+def test_the_same_stage_again(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    faults = [{"at": "backward", "iteration": number, "rank": 2, "scope": "worker"} for number in (2, 4, 5, 9)]
+    assert_same(run(faults), undisturbed("Schedule1F1B"), {2})
+
+
+@pytest.mark.parametrize("place", ["forward", "agreed"])
+def test_nodes(place: str, run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    faults = [
+        {"at": place, "iteration": 4, "rank": 1, "scope": "node"},
+        {"at": place, "iteration": 7, "rank": 3, "scope": "node"},
+    ]
+    outcome = run(faults, nodes="abcdef", spares=2)
+    assert_same(outcome, undisturbed("Schedule1F1B"), {1, 3})
+    assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0, 0, 0], outcome.text()
+
+
+def test_neighbours_are_lost_together(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    """Two stages on each node: the messages between the lost ones are in no log, and are sent again."""
+    faults = [
+        {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
+        {"at": "before_step", "iteration": 7, "rank": 1, "scope": "node"},
+    ]
+    assert_same(run(faults, nodes="abcd", spares=2, num_workers=2), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
+
+
+def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    """While the first one repeats its iterations, which it goes on with."""
+    faults = [
+        {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
+        {"at": "rebuild", "rank": 2, "scope": "worker", "after": 0},
+        {"at": "forward", "iteration": 9, "rank": 1, "scope": "worker"},
+        {"at": "transfer", "rank": 3, "scope": "worker", "after": 2},
+    ]
+    assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 2, 3})
+
+
+def test_the_replacement_is_lost_as_well(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    """While it repeats iterations, at the end of that, and two together."""
+    faults = [
+        {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
+        {"at": "backward", "iteration": 3, "rank": 1, "scope": "worker", "after": 0},
+        {"at": "between", "iteration": 5, "rank": 1, "scope": "worker", "after": 1},
+        {"at": "forward", "iteration": 8, "rank": 3, "scope": "worker"},
+    ]
+    assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 3})
+
+
+def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    faults = [
+        {"at": "forward", "iteration": 6, "rank": 2, "scope": "node"},
+        {"at": "backward", "iteration": 3, "rank": 3, "scope": "worker", "after": 0},
+    ]
+    assert_same(run(faults, nodes="abc", spares=1, num_workers=2), undisturbed("Schedule1F1B"), {2, 3})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str, run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+    choose = random.Random(schedule)
+    faults = [
+        {"at": choose.choice(PLACES), "iteration": number, "rank": choose.randrange(4), "scope": "worker"}
+        for number in (0, 3, 6, 9)
+    ]
+    assert_same(run(faults, schedule=schedule), undisturbed(schedule), {fault["rank"] for fault in faults})

@@ -1,0 +1,114 @@
+"""The training script of test_pipelines: a transformer in stages, one per rank, with the faults of fault_train's
+orders.
+
+"schedule" of the orders names a schedule of torch.distributed.pipelining; "model" is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import swift_agent as swift
+from tests.support.fault_train import (
+    DIR,
+    ITERATIONS,
+    ORDERS,
+    RANK,
+    arm_agreement,
+    arm_private_places,
+    fault,
+    leave_result,
+    now,
+)
+
+WIDTH, LENGTH, WORDS, BATCH, MICRO_BATCHES = 16, 6, 20, 16, 8
+
+
+class Block(nn.Module):
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH) if is_first else None
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS) if is_last else None
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        self.calls += 1
+        if self.calls % MICRO_BATCHES == 3:
+            fault("forward")
+        x = self.layer(x)
+        if x.requires_grad and self.calls % MICRO_BATCHES == 5:
+            x.register_hook(lambda grad: fault("backward"))
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def stages_of(rank: int, world_size: int, name: str) -> list[int]:
+    """The indices of a rank's stages: one; two, every *world_size*; or two of a V."""
+    if not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
+        return [rank]
+    return [rank, 2 * world_size - 1 - rank] if "ZBV" in name else [rank, rank + world_size]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    arm_private_places()
+    arm_agreement()
+    job = swift.init()
+    name = ORDERS.get("schedule", "Schedule1F1B")
+    indices = stages_of(RANK, job.world_size, name)
+    last = len(indices) * job.world_size - 1
+    stages = []
+    for index in indices:
+        torch.manual_seed(7 + index)
+        stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
+    kind = getattr(schedules, name)
+    schedule = kind(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+    blocks = nn.ModuleList(stage.submod for stage in stages)
+    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+    job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
+    with open(DIR / f"calls.{RANK}", "a") as calls, open(DIR / f"losses.{RANK}", "a") as losses:
+
+        @job.iteration
+        def train(x: Tensor, y: Tensor) -> list[Tensor]:
+            now["iteration"] = job.iteration_number
+            print(job.iteration_number, file=calls, flush=True)
+            found: list[Tensor] = []
+            for block in blocks:
+                block.calls = 0
+            optimizer.zero_grad()
+            schedule.step(
+                *([x] if 0 in indices else []), target=y if last in indices else None,
+                losses=found if last in indices else None,
+            )  # fmt: skip
+            fault("before_step")
+            optimizer.step()
+            fault("after_step")
+            scheduler.step()
+            return found
+
+        for number in job.iterations(ITERATIONS):
+            x = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+            found = train(x, (x + 1) % WORDS)
+            print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
+            fault("between", job.iteration_number - 1)
+    leave_result(job, blocks, [optimizer])
+
+
+if __name__ == "__main__":
+    with open(DIR / f"pids.{RANK}", "a") as stream:
+        print(os.getpid(), file=stream)
+    main()
+    sys.exit(0)
