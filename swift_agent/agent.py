@@ -250,6 +250,7 @@ class Agent:
         if self._end is not None:
             return
         self._prepare_standbys(view)
+        self._stores.close_before(view.recovered)
         phases = self._timeline.observe(view, time.monotonic())
         if phases is not None and self._presence.coordinator.acting:
             self._tell_recovery(view, phases)

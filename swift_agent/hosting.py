@@ -17,7 +17,7 @@ from swift_rendezvous.keys import StoreRecord
 
 
 class GenerationStores:
-    """Keeps the stores of the newest generation and of the one before, which its workers may still be leaving."""
+    """Keeps the stores of the newest generation, and of the one before while its workers may still be leaving it."""
 
     def __init__(self, host: str, key: JobKey) -> None:
         self._host, self._key = host, key
@@ -28,14 +28,18 @@ class GenerationStores:
         run already are named again."""
         if generation in self._open:
             return self._open[generation][0]
-        for number in [number for number in self._open if number < generation - 1]:
-            self._open.pop(number)[2].close()
+        self.close_before(generation - 1)
         record = StoreRecord(self._host, 0, nonce=secrets.token_hex(16))
         session_store = StoreServer(self._host, token=self.token(generation, record).encode())
         torch_store = _listening_on(self._host)
         record = replace(record, port=torch_store.port, session_port=session_store.port)
         self._open[generation] = (record, torch_store, session_store)
         return record
+
+    def close_before(self, generation: int) -> None:
+        """No worker is in an older one any more."""
+        for number in [number for number in self._open if number < generation]:
+            self._open.pop(number)[2].close()
 
     def token(self, generation: int, record: StoreRecord) -> str:
         """What a worker needs for the session store of *record*, whoever hosts it."""

@@ -332,6 +332,21 @@ def test_the_stores_listen_at_the_jobs_address_only() -> None:
         stores.close()
 
 
+def test_stores_are_closed_when_nobody_is_in_their_generation_any_more() -> None:
+    """That of the generation before stays until all workers have left it, whoever hosts the newest one."""
+    stores = GenerationStores("127.0.0.2", JobKey.of_one_node())
+    try:
+        first, second = stores.open(1), stores.open(2)
+        assert not refused(first.host, first.port) and not refused(first.host, first.session_port)
+        stores.close_before(2)
+        assert refused(first.host, first.port) and refused(first.host, first.session_port)
+        assert not refused(second.host, second.port) and not refused(second.host, second.session_port)
+        stores.close_before(7)
+        assert refused(second.host, second.port) and refused(second.host, second.session_port)
+    finally:
+        stores.close()
+
+
 def test_a_local_addr_that_is_not_of_this_machine(make_agents: Callable[..., Agents]) -> None:
     address = "192.0.2.77"
     agents = make_agents(endpoint=None, num_nodes=1, options=("--local-addr", address))
