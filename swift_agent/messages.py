@@ -12,11 +12,12 @@ logs. This module must never decide who repeats what; the plan does.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,11 @@ class Messages:
         self.repeating: frozenset[int] = frozenset()
         self.incomplete = ""
         self._note = note
+        for old in directory.glob(f"messages-{rank}-*"):
+            shutil.rmtree(old, ignore_errors=True)  # of a process that this one replaces
         self._directory = directory / f"messages-{rank}-{uuid.uuid4().hex[:8]}"
         self._directory.mkdir(parents=True)
+        self._bytes_left = bytes_for_logs(directory)
         self._writer = LogWriter(self._directory, f"rank{rank}")
         self._iteration = -1  # not in one
         self._generation = 0
@@ -126,7 +130,7 @@ class Messages:
             path.write_bytes(piece)
             number += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def replaying(self, iteration: int, generation: int) -> Iterator[None]:
         """Inside, the iteration is repeated: messages come from what was taken, but for those of `repeating`."""
         if self._source is None:
@@ -163,11 +167,22 @@ class Messages:
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         if self.incomplete:
             return
+        self._bytes_left -= tensor.numel() * tensor.element_size()
+        if self._bytes_left < 0:
+            self.give_up("half of what was free on the disk is used up")
+            return
         try:
             self._writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
         except LogError as error:
-            self.incomplete = str(error)
-            self._note(f"messages are logged no more: {error}. If a rank is lost now all workers start again")
+            self.give_up(str(error))
+
+    def give_up(self, why: str) -> None:
+        """Log no more; what was logged is of no use without the rest."""
+        self.incomplete = why
+        self._note(f"messages are logged no more: {why}. If a rank is lost from now on all workers start again.")
+        with contextlib.suppress(LogError):
+            self._writer.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         if self._iteration < 0:
@@ -205,6 +220,11 @@ class Messages:
                 "could not be repeated. Name the source."
             )
         return original(group, tensors, tag)
+
+
+def bytes_for_logs(directory: Path) -> int:
+    """What one rank's log may take: half of what is free, over the ranks of this node."""
+    return shutil.disk_usage(directory).free // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _global_rank(group: Any, rank: int) -> int:

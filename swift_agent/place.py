@@ -196,6 +196,8 @@ class Place:
         place in the loop.
         """
         assert self.tracked is not None
+        if self.tracked.messages is not None and not self.tracked.messages.incomplete:
+            self.tracked.messages.give_up("this process has taken over a state, without the log of what was sent")
         target, start = Position(**offer["position"]), offer["start"]
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)

@@ -336,13 +336,16 @@ class Protected:
         except Exception as error:
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
                 raise
-            if supervisor.interrupted and not place.replays_alone:
+            if not place.replays_alone and self._was_cut(error):
                 self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
             self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
         with place.lock:
             place.here.iteration += 1
         if not place.replays:
             messages.end_replay()
+            now_s = time.monotonic()
+            self._phases_s["replay"] = now_s - self._recovered_s
+            self._recovered_s = now_s
         return result
 
     def _have_this_replaced(self, why: str) -> NoReturn:

@@ -192,7 +192,15 @@ def make_nccl(
 
 
 class _Finished(dist.Work):
+    """(torch's FakeWork says for ever that it is not done, to who asks instead of waiting.)"""
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
         return True
 
 
@@ -456,11 +464,9 @@ def _wrap_operation(name: str, wrapper: Callable[..., Any]) -> None:
     setattr(dist.ProcessGroup, name, operation)
 
 
-def finished_work() -> Any:
+def finished_work() -> dist.Work:
     """An operation that is done."""
-    from torch._C._distributed_c10d import FakeWork
-
-    return FakeWork()
+    return _Finished()
 
 
 # ------------------------------------------------------------------------------------------------------ pipelining
@@ -505,6 +511,11 @@ def _schedule_flags(schedule: Any) -> dict[str, bool]:
 def reset_schedule(schedule: Any, *, first: bool) -> None:
     """Make a schedule forget a step that was cut. *first*: its next step is a first one again."""
     schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops"):
+        getattr(schedule, name, {}).clear()
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        for name in ("dw_runner", "backward_state", "bwd_cache"):
+            getattr(stage, name, {}).clear()
     if first:
         for name in _schedule_flags(schedule):
             setattr(schedule, name, False)

@@ -136,7 +136,7 @@ def make_plan(
         return _nobody_holds(by_rank)
     sets = _replica_sets(holding, world_size)
     orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
-    if orphans and not all(report.logs for report in holding.values()):
+    if orphans and (leaving or not all(report.logs for report in holding.values())):
         return Plan("restart", f"ranks {orphans} are lost and no survivor holds a replica of their state")
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent_forks import ForkServer
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "pipeline_train.py"
@@ -37,14 +38,17 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[[str], Outcome]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer
+) -> Callable[[str], Outcome]:
     known: dict[str, Outcome] = {}
 
     def reference(schedule: str) -> Outcome:
         if schedule not in known:
             agents = Agents(
                 tmp_path_factory.mktemp(schedule), etcd, num_nodes=4, num_workers=1, job_id=schedule, script=SCRIPT,
-                start_method="spawn", orders={"schedule": schedule},
+                orders={"schedule": schedule}, start_method="spawn" if schedule == "Schedule1F1B" else "forkserver",
+                forks=forks,
             )  # fmt: skip
             known[schedule] = agents.run("abcd")
             assert len(known[schedule].results) == 4, known[schedule].text()

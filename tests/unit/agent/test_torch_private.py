@@ -419,3 +419,75 @@ def test_an_agent_does_not_import_what_only_models_need() -> None:
     heavy = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy"]
     done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+# ------------------------------------------------------------------------------------------------ point-to-point
+
+
+def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("send", "recv", "recv_anysource"):
+        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
+    seen: list[tuple[Any, ...]] = []
+
+    def serve(original: Any, group: Any, tensors: list[torch.Tensor], *where: int) -> Any:
+        seen.append((original.__name__, group.group_name, len(tensors), *where))
+        return torch_private.finished_work()
+
+    torch_private.wrap_messages(serve, serve, serve)
+    one, name = torch.zeros(2), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, tag=3), dist.P2POp(dist.irecv, one, 0, tag=4)]):
+        assert work.wait() and work.is_completed()
+    assert dist.irecv(one, 0, tag=5).wait()  # type: ignore[union-attr]
+    assert dist.irecv(one, tag=6).wait()  # type: ignore[union-attr]
+    assert seen == [
+        ("send", name, 1, 0, 3), ("recv", name, 1, 0, 4), ("recv", name, 1, 0, 5), ("recv_anysource", name, 1, 6)
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ pipelining
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipeline of one rank, with one stage or two: the step after it gives what it would have given."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    for owner, name in ((schedules.PipelineScheduleSingle, "_initialize_stage"),
+                        (schedules.PipelineScheduleMulti, "_initialize_stages")):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    steps: list[tuple[Any, bool]] = []
+    torch_private.watch_schedules(lambda schedule, first: steps.append((schedule, first)))
+    torch.manual_seed(0)
+    num_stages = 1 if kind == "Schedule1F1B" else 2
+    modules = [torch.nn.Linear(3, 3) for _ in range(num_stages)]
+    stages = [PipelineStage(module, i, num_stages, torch.device("cpu")) for i, module in enumerate(modules)]
+    assert [torch_private.pipeline_stage(stage) for stage in stages] == modules
+    assert torch_private.pipeline_stage(modules[0]) is None
+    cut = 0
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal cut
+        cut -= 1
+        if cut == 0:
+            raise ConnectionError
+        return (output - target).square().sum()
+
+    schedule = getattr(schedules, kind)(stages if num_stages > 1 else stages[0], 4, loss_fn=loss_of)
+
+    def step() -> list[torch.Tensor]:
+        for module in modules:
+            module.zero_grad()
+        losses: list[torch.Tensor] = []
+        schedule.step(torch.ones(8, 3), target=torch.zeros(8, 3), losses=losses)
+        return [*losses, *(module.weight.grad.clone() for module in modules)]
+
+    reference = step()
+    assert all(map(torch.equal, reference, step()))
+    cut = 3
+    with pytest.raises(Exception):  # noqa: B017 - torch wraps it, or not
+        step()
+    torch_private.reset_schedule(schedule, first=False)
+    assert all(map(torch.equal, reference, step()))
+    torch_private.reset_schedule(schedule, first=True)
+    assert all(map(torch.equal, reference, step()))
+    assert steps == [(schedule, first) for first in (True, False, False, False, True)]

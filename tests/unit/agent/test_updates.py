@@ -161,6 +161,33 @@ def test_a_step_with_a_closure_that_is_cut_leaves_no_state_and_no_deadlock(make:
     assert worker.reported()["mixed"] is True and worker.tracker.mixed
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_an_agreement_that_was_cut_goes_on_if_all_do(make: Callable[..., Worker], num: int) -> None:
+    """From where the step stands. A later stop is answered when the update is whole."""
+    cut = False
+
+    def agree() -> None:
+        if cut:
+            worker.stop()
+            raise ConnectionError("the agreement was cut")
+
+    worker = make(num=num, agree=agree)
+    worker.iteration()  # now it is known that no backward lies between the steps
+    cut = True
+    worker.tracker.goes_on = lambda error: isinstance(error, ConnectionError)
+    worker.tracker.begin()
+    for index in range(num):
+        worker.backward(index)
+    before = worker.values()
+    worker.optimizers[-1].register_step_pre_hook(lambda *_: worker.stop(2))
+    for optimizer in worker.optimizers:
+        optimizer.step()
+    assert worker.tracker.updated and worker.values() != before
+    assert worker.reported() == {"updated": False, "mixed": False, "state": before}
+    assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
+    worker.tracker.finish()
+
+
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_steps_apart_are_taken_back(make: Callable[..., Worker], num_before: int) -> None:
     """A backward lies between the steps: cut there, parameters and optimizer state are those before the iteration."""

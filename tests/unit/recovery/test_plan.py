@@ -217,13 +217,60 @@ def test_every_situation_with_predecessors(sets: Sequence[tuple[int, ...]]) -> N
     assert seen == {"fresh", "copy", "restart"}
 
 
+# ---- logs ----
+
+
+def logging(rank: int, iteration: int, **more: Any) -> RankReport:
+    return RankReport(rank, "holding", iteration, replicas=(rank,), logs=True, **more)
+
+
+def test_a_rank_without_a_replica_repeats_its_iterations_from_logs() -> None:
+    plan = make_plan([logging(0, 5), RankReport(1, "empty"), logging(2, 5)], 4)
+    assert (plan.kind, plan.iteration, plan.replays) == ("copy", 5, (1, 3))
+    assert plan.sources == plan.layouts == {}
+    assert plan.why == "ranks [1, 3] have no replica and repeat iterations 0 to 4 from the logs of the others"
+
+
+def test_it_repeats_the_update_too_that_survivors_can_still_make() -> None:
+    plan = make_plan([logging(0, 5, reduced=True), logging(2, 6)], 3)
+    assert (plan.iteration, plan.replays) == (6, (1,))
+
+
+def test_in_the_first_iteration_there_is_nothing_to_repeat() -> None:
+    plan = make_plan([logging(0, 0), logging(2, 0)], 3)
+    assert (plan.kind, plan.replays) == ("copy", (1,)) and "begin anew" in plan.why
+
+
+def test_who_repeats_alone_counts_as_being_there() -> None:
+    """Its report says where it will be: it needs nobody for that."""
+    plan = make_plan([logging(0, 5), logging(1, 5)], 3)
+    assert plan.replays == (2,) and plan.iteration == 5
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [logging(0, 5), RankReport(2, "holding", 5, replicas=(2,))],
+        [logging(0, 5), logging(2, 6)],
+    ],
+    ids=["a log lacks something", "somebody is ahead"],
+)
+def test_without_all_logs_all_begin_again(reports: list[RankReport]) -> None:
+    assert make_plan(reports, 3).kind == "restart"
+
+
+def test_a_state_that_is_handed_over_leaves_its_log_behind() -> None:
+    assert make_plan([logging(0, 5), RankReport(2, "empty")], 3, [logging(2, 5)]).kind == "restart"
+
+
 # ---- reports, and the joint with the records ----
 
 
 def test_a_report_is_read_back_and_a_strange_one_refused() -> None:
     for status in get_args(Status):
-        report = RankReport(3, status, 7, 1, (1, 3))
-        assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+        for flags in ({}, {"logs": True}, {"reduced": True}):
+            report = RankReport(3, status, 7, 1, (1, 3), **flags)
+            assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert RankReport.from_json({"rank": 2, "status": "fresh"}) == RankReport(2, "fresh")
     strange: list[dict[str, Any]] = [
         {}, {"rank": 1}, {"rank": "x", "status": "fresh"}, {"rank": 1, "status": "gone"},

@@ -1,0 +1,226 @@
+"""Messages are counted, logged and served again; on torch's fake backend, with channels between two made up ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from swift_agent import messages
+from swift_agent.errors import UsageError
+from swift_agent.messages import CannotReplay, Messages
+from swift_logging_store.reader import LogReader
+from swift_logging_store.record import Channel
+
+SENT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+
+
+class Pipe:
+    """A link within this process."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.pieces: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def send_bytes(self, data: bytes) -> None:
+        self.pieces.put(data)
+
+    def recv_bytes(self) -> bytes:
+        return self.pieces.get(timeout=5.0)
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    recv = send
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Messages]]:
+    """The messages of one rank of three, for which this process stands from then on."""
+    operations = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+
+    def one(rank: int) -> Messages:
+        for name, original in operations.items():
+            monkeypatch.setattr(dist.ProcessGroup, name, original)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+        directory = tmp_path / f"node{rank}"
+        directory.mkdir(exist_ok=True)
+        return Messages(rank, directory, notes.append)
+
+    yield one
+    dist.destroy_process_group()
+
+
+def send(value: float, to: int = 2, tag: int = 0) -> None:
+    dist.isend(SENT + value, to, tag=tag).wait()
+
+
+def receive(source: int = 1, tag: int = 0) -> torch.Tensor:
+    tensor = torch.zeros_like(SENT)
+    dist.irecv(tensor, source, tag=tag).wait()
+    return tensor
+
+
+def test_a_replacement_gets_what_its_predecessor_was_sent(make: Callable[[int], Messages]) -> None:
+    link = Pipe()
+    sender = make(1)
+    send(100)  # of no iteration: not logged
+    for iteration in range(4):
+        sender.begin(iteration, generation=1)
+        send(iteration)
+        send(10 + iteration, tag=7)
+        send(20 + iteration, to=0)
+        sender.end()
+    sender.give(2, 3, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    for iteration in range(3):
+        with replacement.replaying(iteration, generation=2):
+            assert torch.equal(receive(tag=7), SENT + 10 + iteration)
+            assert torch.equal(receive(), SENT + iteration)
+            send(30 + iteration, to=1)
+    assert replacement.served == 6
+    replacement.end_replay()
+    replacement.begin(3, generation=2)
+    assert torch.equal(receive(), torch.zeros_like(SENT))  # from the group again, and the fake one brings nothing
+    replacement.end()
+    # What it has sent meanwhile is in its own log.
+    replacement.give(1, 3, link)
+    again = make(1)
+    again.take(2, link)
+    with again.replaying(0, generation=3):
+        assert torch.equal(receive(2), SENT + 30)
+
+
+def test_large_logs_go_in_pieces(make: Callable[[int], Messages], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "PIECE_BYTES", 300)
+    link = Pipe()
+    sender = make(1)
+    sender.begin(0, 1)
+    for value in range(20):
+        send(value)
+    sender.end()
+    sender.give(2, 1, link)
+    assert link.pieces.qsize() > 5
+    replacement = make(2)
+    replacement.take(1, link)
+    with replacement.replaying(0, 2):
+        assert all(torch.equal(receive(), SENT + value) for value in range(20))
+
+
+def test_a_repeated_iteration_counts_its_messages_again(make: Callable[[int], Messages]) -> None:
+    link = Pipe()
+    sender = make(1)
+    for iteration, values in enumerate(([1, 2], [3, 4])):
+        sender.begin(iteration, 1)
+        send(values[0])
+        sender.rewind()
+        sender.begin(iteration, 2)
+        for value in values:
+            send(value)
+        sender.end()
+    sender.give(2, 2, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    for iteration, values in enumerate(([1, 2], [3, 4])):
+        with replacement.replaying(iteration, 3):
+            assert [torch.equal(receive(), SENT + value) for value in values] == [True, True]
+
+
+def test_who_repeats_too_is_heard_and_told(make: Callable[[int], Messages], monkeypatch: pytest.MonkeyPatch) -> None:
+    replacement = make(2)
+    served: list[str] = []
+    finished = messages.torch_private.finished_work
+    replacement.repeating = frozenset({0})
+    monkeypatch.setattr(messages.torch_private, "finished_work", lambda: served.append("") or finished())
+    with replacement.replaying(0, 2):
+        send(1, to=0)
+        receive(0)
+        assert not served  # by the group
+        send(1, to=1)
+        assert served
+        with pytest.raises(CannotReplay):
+            receive(1)
+
+
+def test_a_message_that_nobody_has_or_that_does_not_fit(make: Callable[[int], Messages]) -> None:
+    link = Pipe()
+    sender = make(1)
+    sender.begin(0, 1)
+    send(1)
+    sender.end()
+    sender.give(2, 1, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    with replacement.replaying(0, 2):
+        with pytest.raises(CannotReplay, match=r"float32 \[2, 3\], and what waits for it torch.int64 \[6\]"):
+            dist.irecv(torch.zeros(6, dtype=torch.int64), 1)
+        with pytest.raises(CannotReplay, match=r"message 1 of .* is in nobody's log"):
+            receive()
+
+
+def test_a_receive_from_any_source_is_refused_in_an_iteration(make: Callable[[int], Messages]) -> None:
+    receiver = make(2)
+    receiver.begin(0, 1)
+    with pytest.raises(UsageError, match="from any source"):
+        dist.irecv(torch.zeros(2))
+
+
+def test_a_log_that_cannot_be_written_any_more_is_given_up(
+    make: Callable[[int], Messages], notes: list[str], tmp_path: Path
+) -> None:
+    sender = make(1)
+    sender.begin(0, 1)
+    send(1)
+    assert not sender.incomplete
+    with contextlib.suppress(NotImplementedError):  # by the backend, after that
+        dist.isend(torch.zeros(2).to_sparse(), 2)
+    assert "no plain memory" in sender.incomplete and len(notes) == 1 and "all workers start again" in notes[0]
+    send(2)
+    assert len(notes) == 1 and not list((tmp_path / "node1").glob("messages-*"))
+
+
+def test_a_log_takes_no_more_than_half_of_what_is_free(
+    make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: 2 * SENT.nbytes)
+    sender = make(1)
+    sender.begin(0, 1)
+    send(1)
+    send(2)
+    assert not notes
+    send(3)
+    assert "half of what was free" in sender.incomplete
+
+
+def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Messages], tmp_path: Path) -> None:
+    first = make(1)
+    first.begin(0, 1)
+    send(1)
+    second = make(1)
+    (only,) = (tmp_path / "node1").glob("messages-1-*")
+    with LogReader(only) as log:
+        assert log.channels == []
+    second.begin(0, 1)
+    send(2)
+    second._writer.flush()
+    with LogReader(only) as log:
+        assert log.sequences(Channel(dist.group.WORLD.group_name, 1, 2)) == [0]  # type: ignore[union-attr]
+    del first
+    gc.collect()
