@@ -53,7 +53,8 @@ class Exchange(Protocol):
         """Like `ghost`, for a group that is connected and stays so. Undone by `end_local`."""
 
     def refuse(self, why: str) -> None:
-        """Like `local`, but operations raise where that is possible. Undone by `end_local`."""
+        """Like `local`, but all operations but point-to-point ones raise, where that is possible. Undone by
+        `end_local`."""
 
     def end_local(self) -> None:
         """Back to the connected backend."""
@@ -90,6 +91,7 @@ class NativeExchange:
     def refuse(self, why: str) -> None:
         if self._refusing is None:
             self._refusing = self._library.Forward(self._group.rank(), self._group.size(), self._kind)
+            self._refusing.pass_messages_to(self._forward)
         self._refusing.exchange(None, why)
         torch_private.register_backend(self._group, self._devices, _REFUSING_NUMBER, self._refusing)
         torch_private.set_names(self._group, self._name, self._description)

@@ -13,6 +13,7 @@ logs. This module must never decide who repeats what; the plan does.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
@@ -50,7 +51,8 @@ class Messages:
     """Of the rank *rank*; its log is written below *directory*, which is local to the node. One per process.
 
     *served*: how many messages came from logs, in all. *repeating*: the ranks that repeat iterations together with this
-    one. *incomplete*: why the log lacks something, '' if it has all. *note* tells people.
+    one. *incomplete*: why the log lacks something, '' if it has all. *origin*: what this process's set-up gave;
+    *origins*: what that of the first process of each rank gave, empty if that is not known. *note* tells people.
     """
 
     def __init__(self, rank: int, directory: Path, note: Callable[[str], None]) -> None:
@@ -58,6 +60,8 @@ class Messages:
         self.served = 0
         self.repeating: frozenset[int] = frozenset()
         self.incomplete = ""
+        self.origin: list[int] = []
+        self.origins: list[list[int]] = []
         self._note = note
         for old in directory.glob(f"messages-{rank}-*"):
             shutil.rmtree(old, ignore_errors=True)  # of a process that this one replaces
@@ -76,6 +80,10 @@ class Messages:
         torch_private.watch_schedules(self._on_step)
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
 
+    @property
+    def is_complete(self) -> bool:
+        return not self.incomplete and bool(self.origins)
+
     # ---- iterations ----
 
     def begin(self, iteration: int, generation: int) -> None:
@@ -91,6 +99,10 @@ class Messages:
         """The iteration was cut, and will be run again."""
         self._iteration = -1
         self._sent, self._received = self._begun
+        self.reset_schedules()
+
+    def reset_schedules(self) -> None:
+        """Pipelines forget a step that was cut."""
         for schedule, first in self._schedules.items():
             # Who comes new to it tells the shapes of its messages, and waits for those of the others.
             torch_private.reset_schedule(schedule, first=first)
@@ -104,6 +116,7 @@ class Messages:
     def give(self, destination: int, before: int, link: Link) -> None:
         """To a replacement of rank *destination*: what it was sent in the iterations before that one. Raises `LogError`
         if the log cannot be read."""
+        link.send_bytes(json.dumps(self.origins).encode())
         self._writer.flush()
         with LogReader(self._directory) as log:
             piece, writer = _new_piece()
@@ -111,10 +124,10 @@ class Messages:
                 if channel.destination != destination:
                     continue
                 for sequence in log.sequences(channel):
-                    header, payload = log.read(channel, sequence)
-                    if header.iteration >= before:
+                    # Of an iteration that was run again the last time counts.
+                    if log.iteration_of(channel, sequence) >= before:
                         continue
-                    writer.append(header, payload)
+                    writer.append(*log.read_last(channel, sequence))
                     if len(piece) >= PIECE_BYTES:
                         _send_piece(piece, writer, link)
                         piece, writer = _new_piece()
@@ -123,12 +136,22 @@ class Messages:
 
     def take(self, source: int, link: Link) -> None:
         """What *source* gives."""
+        self.origins = json.loads(link.recv_bytes())
         number = 0
         while piece := link.recv_bytes():
             path = self._directory / "taken" / f"from{source}.{number:08d}{SUFFIX}"
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(piece)
             number += 1
+
+    def check_origin(self, rank: int) -> None:
+        """Raise CannotReplay if set-up gave something else here than for the first process of this rank."""
+        for mine, first, what in zip(self.origin, self.origins[rank], ("state", "seed"), strict=True):
+            if mine != first:
+                raise CannotReplay(
+                    f"rank {rank}: the script's set-up gives another {what} than when the job began. It must give the "
+                    "same each time: seed it (torch.manual_seed), and load no checkpoint that the job itself writes"
+                )
 
     @contextlib.contextmanager
     def replaying(self, iteration: int, generation: int) -> Iterator[None]:
@@ -204,6 +227,11 @@ class Messages:
             raise CannotReplay(f"message {number} of {channel} is in nobody's log") from None
         except LogError as error:
             raise CannotReplay(str(error)) from None
+        if header.iteration != self._iteration:
+            raise CannotReplay(
+                f"message {number} of {channel} was sent in iteration {header.iteration}, and is waited for in "
+                f"{self._iteration}"
+            )
         message = tensor_of(header, payload)
         if message.dtype != tensor.dtype or message.shape != tensor.shape:
             raise CannotReplay(

@@ -37,6 +37,11 @@ class Seeds:
         self.for_pass: SeedSeries = _leave_alone
         self.for_section: SeedSeries = _leave_alone
 
+    @property
+    def number(self) -> int:
+        """Of the seed, within 62 bits; 0 where generators are left alone."""
+        return 0 if self.keeps_generators else (self._seed or 0) & ((1 << 62) - 1)
+
     def settle(self) -> None:
         """Training begins: without a seed of its own the job takes the script's."""
         if self._seed is None:
@@ -102,8 +107,9 @@ class Place:
 
     *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
     newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
-    effect, and what is small comes into force when the script gets there. *replays_before*: a newcomer repeats the
-    iterations before that one from logs; *replays_alone*: and needs nobody for it. *units*: of the batches of *here*;
+    effect, and what is small comes into force when the script gets there. *repeats*: a newcomer has not come to an
+    iteration of its own yet; *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs
+    nobody for it. *units*: of the batches of *here*;
     *target_units*: of those of *target*, which may be those of a job of another size.
     """
 
@@ -115,6 +121,7 @@ class Place:
         self.target: Position | None = None
         self.owed: Owed | None = None
         self.ghost_iterations = 0
+        self.repeats = False
         self.replays_before = 0
         self.replays_alone = True
         self.ghost_sections = 0
@@ -217,7 +224,7 @@ class Place:
         """A newcomer has the logs to repeat all iterations before *iteration*."""
         with self.lock:
             self.status = "holding"
-            self.replays_before, self.replays_alone = iteration, alone
+            self.repeats, self.replays_before, self.replays_alone = True, iteration, alone
 
     @property
     def replays(self) -> bool:
@@ -280,6 +287,6 @@ class Place:
                 updated=updates.done if holds else (),
                 num_parameters=updates.num_parameters,
                 reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
-                logs=tracked.messages is not None and not tracked.messages.incomplete,
+                logs=tracked.messages is not None and tracked.messages.is_complete,
             )
         return report.to_json()

@@ -337,9 +337,9 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def refused(self, why: str) -> Iterator[None]:
-        """Inside, operations of connected groups raise (without the native backend: return at once with local
-        values); nobody else takes notice."""
-        everything = [one for group in self._groups for one in group.exchanges]
+        """Inside, operations of connected groups of more than one rank raise, but point-to-point ones (without the
+        native backend all return at once with local values); nobody else takes notice."""
+        everything = [one for group in self._groups for one in group.exchanges if group.pg.size() > 1]
         for one in everything:
             one.refuse(why)
         try:

@@ -12,6 +12,7 @@ This module must never decide who gets what from whom; that is the plan's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 # The longest that survivors wait in `rebuild` for a replacement that neither comes nor is reported lost.
 CONNECT_TIMEOUT = timedelta(minutes=10)
+_POLL_S = 0.005
 
 
 class Rejoin:
@@ -93,6 +95,9 @@ class Rejoin:
         self._compare()
         self._supervisor.send({"op": "holds"})
         clock.mark("verify")
+        self._wait_for_replays(plan)
+        if plan.replays:
+            clock.mark("others repeat")
         self._pay_debt(plan.iteration)
         place.ghost_sections = max(place.ghost_sections, plan.sections)
         self.phases_s = clock.phases_s
@@ -159,20 +164,40 @@ class Rejoin:
             return
         assert messages is not None
         if place.rank not in plan.replays:
+            if place.replays:
+                raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
             try:
                 for rank in plan.replays:
                     messages.give(rank, plan.iteration, self._link(rank))
             except LogError as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
             return
-        if place.here.iteration:
+        if place.here.iteration or self._tracked.updates.mixed:
             # It was cut while it repeated them together with others, and cannot begin again.
             raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
+        if not self._groups.is_native:
+            raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
         for rank in range(dist.get_world_size()):
             if rank not in plan.replays:
                 messages.take(rank, self._link(rank))
+        messages.check_origin(place.rank)
         place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
         messages.repeating = frozenset(plan.replays)
+
+    def _wait_for_replays(self, plan: Plan) -> None:
+        """Not in an operation of the next iteration, which would come to its timeout."""
+        if self._place.rank in plan.replays or not plan.iteration:
+            return
+        store = PrefixStore("replayed", self._groups.store)
+        for rank in plan.replays:
+            while not store.check([str(rank)]):
+                self._supervisor.check()
+                time.sleep(_POLL_S)
+
+    def tell_replayed(self) -> None:
+        """This newcomer is where the others are; a generation that was stopped meanwhile is none of its business."""
+        with contextlib.suppress(RuntimeError):
+            PrefixStore("replayed", self._groups.store).set(str(self._place.rank), "")
 
     def _expect(self, plan: Plan) -> None:
         """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""

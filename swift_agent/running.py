@@ -29,7 +29,7 @@ from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
-from swift_agent.supervisor import Supervisor
+from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.progress import ranges_of
 
@@ -58,6 +58,8 @@ class Running(Protocol):
 
     def close(self) -> None:
         """The end of the run: return once no other rank can need this one."""
+
+_NOT_LOGGED = "only messages can be repeated from logs, not collectives"
 
 
 class Unprotected:
@@ -121,6 +123,7 @@ class Protected:
             )
         self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet)
         if place.status == "empty":
+            self._origin()
             self._phases_s["set-up"] = time.monotonic() - self._created_s
             self._recover()
             return
@@ -130,10 +133,20 @@ class Protected:
         try:
             # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
             # then never cuts a collective of somebody's set-up, which could not be repeated.
-            self._groups.all_gather_ints([place.rank])
+            everyone = self._groups.all_gather_ints(self._origin())
+            if tracked.messages is not None:
+                tracked.messages.origins = everyone
         except Exception as error:
             if not self._was_cut(error):
                 raise
+
+    def _origin(self) -> list[int]:
+        """What repeated iterations have to begin with: a checksum of the state, and the seed."""
+        tracked = self._tracked
+        if tracked is None or tracked.messages is None:
+            return [0, 0]
+        tracked.messages.origin = [tracked.checksum(), self._place.seeds.number]
+        return tracked.messages.origin
 
     def at_point(self) -> None:
         place = self._place
@@ -183,8 +196,10 @@ class Protected:
             number = place.here.iteration
             if number < place.ghost_iterations:
                 return self._iteration_as_newcomer(call)
-            if number < place.replays_before:
-                return self._iteration_from_logs(call)
+            if place.repeats:
+                if place.replays:
+                    return self._iteration_from_logs(call)
+                place.repeats = False
             try:
                 place.keep_start()
                 place.seeds.for_iteration(number)
@@ -195,6 +210,8 @@ class Protected:
                 if supervisor.interrupted:
                     supervisor.check()
                 result = call()
+                if not tracked.updates.num_steps:
+                    tracked.updates.join_agreement()
                 self._complete_iteration()
             except Exception as error:
                 if not self._was_cut(error):
@@ -245,12 +262,13 @@ class Protected:
             messages.end()
         if updates.updated:
             return True
-        plan = self.supervisor.peek_go().plan
-        if plan.kind == "copy" and plan.iteration > place.here.iteration:
-            if updates.reduced and place.rank not in plan.sources:
-                with place.lock:
+        while (go := self._next_if_ahead()) is not None:
+            if not updates.reduced or place.rank in go.plan.sources:
+                return True
+            with place.lock:
+                if self.supervisor.is_ahead(go):
                     updates.finish_update()
-            return True
+                    return True
         place.start.restore()  # and with that the gradients are gone
         if messages is not None:
             messages.rewind()
@@ -265,8 +283,15 @@ class Protected:
         if not self._was_cut(error):
             return False
         self._wait_quiet()
-        place, plan = self._place, self.supervisor.peek_go().plan
-        return plan.kind == "copy" and plan.iteration > place.here.iteration and place.rank not in plan.sources
+        while (go := self._next_if_ahead()) is not None and self._place.rank not in go.plan.sources:
+            if self.supervisor.enter_update(go):
+                return True
+        return False
+
+    def _next_if_ahead(self) -> Go | None:
+        """The generation to come, if it goes on from after this iteration."""
+        go = self.supervisor.peek_go()
+        return go if go.plan.kind == "copy" and go.plan.iteration > self._place.here.iteration else None
 
     def _pass_over(self, call: Callable[[], R]) -> R:
         """Give the script the result of an iteration that it need not run: without communication, without effect.
@@ -327,22 +352,25 @@ class Protected:
         assert messages is not None
         place.keep_start()
         place.seeds.for_iteration(number)
-        alone = self._groups.refused("only messages can be repeated from logs, not collectives")
+        place.enter("iteration")
         try:
-            with alone if place.replays_alone else contextlib.nullcontext(), tracked.updates.repeating():
-                tracked.begin(number, ghost=False)
+            with self._groups.refused(_NOT_LOGGED), tracked.updates.repeating():
+                tracked.begin(number)
                 with messages.replaying(number, supervisor.generation):
                     result = call()
         except Exception as error:
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
                 raise
-            if not place.replays_alone and self._was_cut(error):
+            if not place.replays_alone and _NOT_LOGGED not in str(error) and self._was_cut(error):
                 self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
             self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
+        finally:
+            place.leave()
         with place.lock:
             place.here.iteration += 1
         if not place.replays:
             messages.end_replay()
+            self._rejoin.tell_replayed()
             now_s = time.monotonic()
             self._phases_s["replay"] = now_s - self._recovered_s
             self._recovered_s = now_s
@@ -397,10 +425,10 @@ class Protected:
             try:
                 if place.here.sections >= place.ghost_sections:
                     place.keep_start()
-                if supervisor.interrupted:
+                if supervisor.interrupted and not place.replays:
                     self._recover()
                 if place.here.sections < place.ghost_sections:
-                    return self._section_as_ghost(call)
+                    return self._section_between_logs(call) if place.repeats else self._section_as_ghost(call)
                 place.keep_start()  # what was received belongs to it, too
                 place.seeds.for_section(place.here.sections)
                 place.enter("section")
@@ -416,6 +444,8 @@ class Protected:
                 if place.inside:
                     self._wait_quiet()
                     place.start.restore()
+                if self._tracked is not None and self._tracked.messages is not None:
+                    self._tracked.messages.reset_schedules()
                 place.leave()
                 continue
             if self._recovered_in:
@@ -429,6 +459,19 @@ class Protected:
                 result = call()
         else:
             result = call()
+        with self._place.lock:
+            self._place.here.sections += 1
+        return result
+
+    def _section_between_logs(self, call: Callable[[], R]) -> R:
+        """A newcomer that repeats iterations really uses what a section gives it: that must not be invented."""
+        try:
+            with self._groups.refused(_NOT_LOGGED):
+                result = call()
+        except Exception as error:
+            if not is_communication_error(error):
+                raise
+            self._give_up(f"a section cannot be repeated: {error}")
         with self._place.lock:
             self._place.here.sections += 1
         return result

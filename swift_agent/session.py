@@ -50,6 +50,7 @@ class Job:
         self._pending: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "others": {}}
         self._replicas: Sequence[int] | None = None
         self._overlap_update = self._exact = self._is_stage = False
+        self._log_messages: bool | None = None
         self._begun = False
         self._loops = 0
         self._closed = False
@@ -76,6 +77,7 @@ class Job:
         replicas: Sequence[int] | None = None,
         overlap_update: bool = False,
         exact: bool = False,
+        log_messages: bool | None = None,
         **others: Any,
     ) -> None:
         """Name the state of this job, before its first iteration. May be called several times.
@@ -90,6 +92,8 @@ class Job:
         gradients first (clipping, a GradScaler) raises. An update that a failure cuts in the middle is completed or
         taken back, the latter within the rounding of a step for parameters that all survivors have updated. *exact*:
         bit for bit there too, by a copy of parameters and optimizer state while an iteration's update is under way.
+        *log_messages*: where this rank alone holds its part of the model (*replicas* names it alone): what it sends in
+        iterations is logged, so that a lost neighbour can repeat them. The default for a `PipelineStage` as *model*.
 
         Raises `UsageError` for state that could not be recovered (an optimizer over parameters of no tracked model,
         sharded parameters, LBFGS, objects without `state_dict`) and after the first iteration.
@@ -100,6 +104,7 @@ class Job:
         models = named("model", model)
         modules = {name: torch_private.pipeline_stage(one) for name, one in models.items()}
         self._is_stage = self._is_stage or any(module is not None for module in modules.values())
+        self._log_messages = self._log_messages if log_messages is None else log_messages
         self._pending["models"].update({name: modules[name] or one for name, one in models.items()})
         self._pending["optimizers"].update(named("optimizer", optimizer))
         objects = {"scheduler": scheduler, "scaler": scaler, **others}
@@ -127,10 +132,11 @@ class Job:
                 "yet; give one number of nodes, or track without overlap_update."
             )
         self._place.seeds.settle()
-        replicas = [self.rank] if self._is_stage and self._replicas is None else self._replicas
+        logs = self._is_stage if self._log_messages is None else self._log_messages
         tracked = Tracked(
-            self._pending, replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
-            exact=self._exact, logs=self._log_directory() if self._supervisor and replicas else None,
+            self._pending, self._replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
+            exact=self._exact, stage_of=self.rank if self._is_stage else None,
+            logs=self._log_directory() if self._supervisor and logs else None,
         )  # fmt: skip
         if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
             raise UsageError(

@@ -162,6 +162,19 @@ class Supervisor:
             assert self._go is not None
             return self._go
 
+    def enter_update(self, go: Go) -> bool:
+        """Like `enter`, for the update that *go* counts on; False if it was stopped meanwhile. Until `leave` no report
+        of a later stop is made."""
+        with self.fence:
+            if go.generation <= self._stopped:
+                return False
+            self._inside += 1
+            return True
+
+    def is_ahead(self, go: Go) -> bool:
+        """Whether that generation is still to come. To be called with the lock."""
+        return go.generation > self._stopped
+
     def confirm(self, error: BaseException) -> bool:
         """A collective failed: ask whether a peer did. True once the stop has come, False if it does not come.
 

@@ -495,8 +495,9 @@ def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], None]) 
 
     def initialize(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         flags = _schedule_flags(schedule)
-        done = all(done for flag, done in flags.items() if schedule._has_backward or "backward" not in flag)
-        stepped(schedule, not done)
+        forward = all(done for flag, done in flags.items() if "forward" in flag)
+        backward = all(done for flag, done in flags.items() if "backward" in flag)
+        stepped(schedule, not forward or backward != schedule._has_backward)
         return original(schedule, *args, **kwargs)
 
     setattr(kind, name, initialize)

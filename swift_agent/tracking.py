@@ -78,15 +78,20 @@ class Tracked:
 
     def __init__(
         self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
-        *, overlap_update: bool = False, exact: bool = False, logs: Path | None = None,
+        *, overlap_update: bool = False, exact: bool = False, stage_of: int | None = None,
+        logs: Path | None = None,
     ) -> None:  # fmt: skip
-        """*logs*: if this rank is the only one with its part of the model, its messages are logged there."""
+        """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
+        *logs*: if this rank is the only one with its part of the model, its messages are logged there."""
         check(pending, overlap_update=overlap_update)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
+        if replicas is None and stage_of is not None and not ddps and not any(map(is_sharded, self.state.parameters())):
+            replicas = [stage_of]
         self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
         self.messages: Messages | None = None
-        if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size:
+        has_shards = any(map(is_sharded, self.state.parameters()))
+        if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             self.messages = Messages(self.replicas[0], logs, supervisor.note)
         self._supervisor = supervisor
         several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)

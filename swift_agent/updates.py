@@ -64,7 +64,8 @@ class UpdateTracker:
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
         self.goes_on: Callable[[Exception], bool] = lambda error: False
-        """Asked when the agreement was cut by *error*: whether all go on from after this update, so that it is made."""
+        """Asked when the agreement was cut by *error*: whether all go on from after this update, so that it is made. If
+        so, `Supervisor.enter` has been called: no report is made before the update is whole."""
         self.failed: BaseException | None = None
         """What an optimizer has raised in another thread than the script's."""
         for name, optimizer in self._optimizers.items():
@@ -116,6 +117,12 @@ class UpdateTracker:
             yield
         finally:
             self._finishing = False
+
+    def join_agreement(self) -> None:
+        """The iteration ends; the others may wait for who makes no step in it."""
+        if self._agree is not None and not self._agreed and not self._ghost and not self._finishing:
+            self._agreed = True
+            self._agree()
 
     def finish_update(self) -> None:
         """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""
@@ -201,10 +208,7 @@ class UpdateTracker:
         if self._agree is not None and not self._agreed:
             self._reach_agreement(name)
         if not self._in_step:
-            if self._goes_on:
-                self._supervisor.enter()  # the fence is up
-            else:
-                self._supervisor.enter_step()
+            self._supervisor.enter_step()
             self._in_step = True
         self._running = name
         if self._must_keep(name):
@@ -221,9 +225,9 @@ class UpdateTracker:
         try:
             self._agree()
         except Exception as error:
-            if not self.goes_on(error):
+            if not first or not self.goes_on(error):
                 raise
-            self._goes_on = True
+            self._goes_on = self._in_step = True
             return
         self._wait_for_gradients(name)
 

@@ -90,6 +90,15 @@ class LogReader:
                 raise Damaged(f"{channel}: message {sequence} was logged again with other contents")
         return header, payload
 
+    def iteration_of(self, channel: Channel, sequence: int) -> int:
+        """The iteration in which it was sent, the last time. Raises KeyError."""
+        return self._index[channel][sequence][-1][1].iteration
+
+    def read_last(self, channel: Channel, sequence: int) -> tuple[Header, memoryview]:
+        """Like `read`, where only what was written last counts. Of one writer's log: others have no order."""
+        segment, entry = self._index[channel][sequence][-1]
+        return segment.read(entry)
+
     def messages(self, channel: Channel, start: int = 0) -> Iterator[tuple[Header, memoryview]]:
         """Messages from number *start* on, up to the first that is not there."""
         for sequence in range(start, self.first_missing(channel, start)):

@@ -310,7 +310,7 @@ class Forward : public Backend {
   // A group that is stopped, or refuses, is asked too: a message may be served without it.
   bool supportsCoalescing() const override {
     auto in = inner_or_null();
-    return in ? in->supportsCoalescing() : name_ == "nccl";
+    return in && in->supportsCoalescing();
   }
   bool supportsTimeEstimation() const override { return inner()->supportsTimeEstimation(); }
   void setTimeout(std::chrono::milliseconds timeout) override { inner()->setTimeout(timeout); }
@@ -376,10 +376,23 @@ class Forward : public Backend {
   WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) override {
     return run([&](Backend& b) { return b.alltoall(out, in, o); });
   }
+  // From now on point-to-point operations are another one's, and this one has only the rest.
+  void pass_messages_to(c10::intrusive_ptr<Forward> other) {
+    std::unique_lock<std::shared_mutex> lock(mutex_);
+    messages_ = std::move(other);
+  }
+
+  c10::intrusive_ptr<Forward> messages() const {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    return messages_;
+  }
+
   WorkPtr send(Tensors& t, int dst, int tag) override {
+    if (auto other = messages()) return other->send(t, dst, tag);
     return run([&](Backend& b) { return b.send(t, dst, tag); }, false);
   }
   WorkPtr recv(Tensors& t, int src, int tag) override {
+    if (auto other = messages()) return other->recv(t, src, tag);
     return run([&](Backend& b) { return b.recv(t, src, tag); }, false);
   }
   WorkPtr recvAnysource(Tensors& t, int tag) override {
@@ -436,6 +449,7 @@ class Forward : public Backend {
   const std::string name_;
   mutable std::shared_mutex mutex_;
   BackendPtr inner_;
+  c10::intrusive_ptr<Forward> messages_;
   std::shared_ptr<Connection> connection_;  // null: works are not guarded
   std::vector<BackendPtr> retired_;
   std::string why_ = "not connected yet";
@@ -458,6 +472,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             self.exchange(std::move(backend), why, guarded);
           },
           py::arg("next"), py::arg("why") = "", py::arg("guarded") = false)
+      .def("pass_messages_to", &Forward::pass_messages_to)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
   swift_agent::bind_seeds(m);
   swift_agent::bind_watch(m);

@@ -38,9 +38,7 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer
-) -> Callable[[str], Outcome]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[[str], Outcome]:
     known: dict[str, Outcome] = {}
 
     def reference(schedule: str) -> Outcome:
@@ -151,3 +149,25 @@ def test_schedules(schedule: str, run: Start, undisturbed: Callable[[str], Outco
         for number in (0, 3, 6, 9)
     ]
     assert_same(run(faults, schedule=schedule), undisturbed(schedule), {fault["rank"] for fault in faults})
+
+
+def test_set_up_without_a_seed_cannot_be_repeated(make_agents: Callable[..., Agents]) -> None:
+    """It is noticed, and all workers begin again, instead of training on with another state."""
+    faults = [{"at": "forward", "iteration": 5, "rank": 2, "scope": "worker"}]
+    outcome = make_agents(
+        num_nodes=4, num_workers=1, script=SCRIPT, orders={"faults": faults, "seedless": True}
+    ).run("abcd")  # fmt: skip
+    assert "the script's set-up gives another state than when the job began" in outcome.text()
+    assert "all workers restart" in outcome.text()
+    assert len(outcome.results) == 4, outcome.text()
+
+
+def test_a_collective_in_the_iteration_cannot_be_repeated(make_agents: Callable[..., Agents]) -> None:
+    faults = [{"at": "forward", "iteration": 5, "rank": 2, "scope": "node"}]
+    outcome = make_agents(
+        num_nodes=2, num_workers=2, script=SCRIPT, orders={"faults": faults, "collective": True},
+        options=("--spares", "1"),
+    ).run("abc")  # fmt: skip
+    assert "only messages can be repeated from logs, not collectives" in outcome.text()
+    assert "all workers restart" in outcome.text()
+    assert len(outcome.results) == 4, outcome.text()

@@ -1,7 +1,8 @@
 """The training script of test_pipelines: a transformer in stages, one per rank, with the faults of fault_train's
 orders.
 
-"schedule" of the orders names a schedule of torch.distributed.pipelining; "model" is not used.
+"schedule" of the orders names a schedule of torch.distributed.pipelining; with "seedless" each process begins with
+another state, with "collective" there is an all-reduce in each iteration.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -71,7 +73,10 @@ def main() -> None:
     last = len(indices) * job.world_size - 1
     stages = []
     for index in indices:
-        torch.manual_seed(7 + index)
+        if ORDERS.get("seedless"):
+            torch.seed()
+        else:
+            torch.manual_seed(7 + index)
         stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
     kind = getattr(schedules, name)
     schedule = kind(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
@@ -93,6 +98,8 @@ def main() -> None:
                 *([x] if 0 in indices else []), target=y if last in indices else None,
                 losses=found if last in indices else None,
             )  # fmt: skip
+            if ORDERS.get("collective"):
+                dist.all_reduce(torch.zeros(1))
             fault("before_step")
             optimizer.step()
             fault("after_step")

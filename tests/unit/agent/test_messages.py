@@ -61,7 +61,9 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
         directory = tmp_path / f"node{rank}"
         directory.mkdir(exist_ok=True)
-        return Messages(rank, directory, notes.append)
+        made = Messages(rank, directory, notes.append)
+        made.origins = [[0, 0]] * 3
+        return made
 
     yield one
     dist.destroy_process_group()
@@ -129,7 +131,7 @@ def test_a_repeated_iteration_counts_its_messages_again(make: Callable[[int], Me
     sender = make(1)
     for iteration, values in enumerate(([1, 2], [3, 4])):
         sender.begin(iteration, 1)
-        send(values[0])
+        send(values[0] + 0.5)  # not the same, on a device whose sums have no order: what counts is what was sent last
         sender.rewind()
         sender.begin(iteration, 2)
         for value in values:
@@ -157,6 +159,41 @@ def test_who_repeats_too_is_heard_and_told(make: Callable[[int], Messages], monk
         assert served
         with pytest.raises(CannotReplay):
             receive(1)
+
+
+def test_a_message_of_another_iteration_is_not_taken(make: Callable[[int], Messages]) -> None:
+    """The numbers are off: something was sent that the repetition leaves out, or that was not counted."""
+    link = Pipe()
+    sender = make(1)
+    sender.begin(3, 1)
+    send(1)
+    sender.end()
+    sender.give(2, 4, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    with replacement.replaying(2, 2), pytest.raises(CannotReplay, match="sent in iteration 3, and is waited for in 2"):
+        receive()
+
+
+def test_set_up_that_gives_something_else(make: Callable[[int], Messages]) -> None:
+    """A script without a seed, or one that has loaded what the job has written since."""
+    link = Pipe()
+    sender = make(1)
+    assert sender.is_complete
+    sender.origins = [[1, 2], [3, 4], [5, 6]]
+    sender.give(2, 0, link)
+    replacement = make(2)
+    replacement.origins = []
+    assert not replacement.is_complete
+    replacement.take(1, link)
+    assert replacement.origins == sender.origins and replacement.is_complete
+    for origin, what in (([5, 6], ""), ([0, 6], "another state"), ([5, 0], "another seed")):
+        replacement.origin = origin
+        if what:
+            with pytest.raises(CannotReplay, match=what):
+                replacement.check_origin(2)
+        else:
+            replacement.check_origin(2)
 
 
 def test_a_message_that_nobody_has_or_that_does_not_fit(make: Callable[[int], Messages]) -> None:

@@ -174,7 +174,11 @@ def test_an_agreement_that_was_cut_goes_on_if_all_do(make: Callable[..., Worker]
     worker = make(num=num, agree=agree)
     worker.iteration()  # now it is known that no backward lies between the steps
     cut = True
-    worker.tracker.goes_on = lambda error: isinstance(error, ConnectionError)
+    def goes_on(error: Exception) -> bool:
+        worker.supervisor.enter()
+        return isinstance(error, ConnectionError)
+
+    worker.tracker.goes_on = goes_on
     worker.tracker.begin()
     for index in range(num):
         worker.backward(index)
