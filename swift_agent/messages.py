@@ -37,6 +37,8 @@ from swift_recovery.replica import Link
 
 # Of the log that goes to a replacement in one piece.
 PIECE_BYTES = 16 << 20
+# A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
+MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
 
 
 class CannotReplay(SwiftError):
@@ -190,7 +192,11 @@ class Messages:
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         if self.incomplete:
             return
-        self._bytes_left -= tensor.numel() * tensor.element_size()
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._bytes_left -= num_bytes
+        if num_bytes > MAX_MESSAGE_BYTES:
+            self.give_up(f"a message of {num_bytes} bytes is more than the {MAX_MESSAGE_BYTES} that can be handed on")
+            return
         if self._bytes_left < 0:
             self.give_up("half of what was free on the disk is used up")
             return

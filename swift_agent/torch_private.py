@@ -451,15 +451,16 @@ def wrap_messages(send: Callable[..., Any], recv: Callable[..., Any], recv_from_
     """From now on Python's point-to-point operations of all groups are `send(original, group, tensors, dst, tag)`,
     `recv(original, group, tensors, src, tag)` and `recv_from_any(original, group, tensors, tag)`; ranks are the
     group's. C++ callers are not affected."""
-    for name, wrapper in (("send", send), ("recv", recv), ("recv_anysource", recv_from_any)):
-        _wrap_operation(name, wrapper)
+    _wrap_operation("send", send, ("tensors", "dstRank", "tag"))
+    _wrap_operation("recv", recv, ("tensors", "srcRank", "tag"))
+    _wrap_operation("recv_anysource", recv_from_any, ())
 
 
-def _wrap_operation(name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap_operation(name: str, wrapper: Callable[..., Any], keywords: Sequence[str]) -> None:
     original = getattr(dist.ProcessGroup, name)
 
-    def operation(group: Any, *args: Any) -> Any:
-        return wrapper(original, group, *args)
+    def operation(group: Any, *args: Any, **named: Any) -> Any:
+        return wrapper(original, group, *args, *(named[keyword] for keyword in keywords[len(args) :]))
 
     setattr(dist.ProcessGroup, name, operation)
 

@@ -246,6 +246,19 @@ def test_a_log_takes_no_more_than_half_of_what_is_free(
     assert "half of what was free" in sender.incomplete
 
 
+def test_a_message_that_could_not_be_handed_on_is_told_of_now(
+    make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when it is wanted."""
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", SENT.nbytes)
+    sender = make(1)
+    sender.begin(0, 1)
+    send(1)
+    assert not notes
+    dist.isend(torch.zeros(7), 2)
+    assert "28 bytes" in sender.incomplete and len(notes) == 1
+
+
 def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Messages], tmp_path: Path) -> None:
     first = make(1)
     first.begin(0, 1)

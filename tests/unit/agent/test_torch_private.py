@@ -439,8 +439,11 @@ def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.Monk
         assert work.wait() and work.is_completed()
     assert dist.irecv(one, 0, tag=5).wait()  # type: ignore[union-attr]
     assert dist.irecv(one, tag=6).wait()  # type: ignore[union-attr]
+    assert dist.group.WORLD.send(tensors=[one], tag=8, dstRank=0).wait()  # type: ignore[union-attr]
+    assert dist.group.WORLD.recv([one], tag=9, srcRank=0).wait()  # type: ignore[union-attr]
     assert seen == [
-        ("send", name, 1, 0, 3), ("recv", name, 1, 0, 4), ("recv", name, 1, 0, 5), ("recv_anysource", name, 1, 6)
+        ("send", name, 1, 0, 3), ("recv", name, 1, 0, 4), ("recv", name, 1, 0, 5), ("recv_anysource", name, 1, 6),
+        ("send", name, 1, 0, 8), ("recv", name, 1, 0, 9),
     ]  # fmt: skip
 
 
