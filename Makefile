@@ -44,7 +44,7 @@ lint: venv
 	$(VENV)/bin/lint-imports
 
 test: venv etcd native lint
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup
 
 bench: venv etcd
 	$(PY) benchmarks/recovery.py

@@ -18,7 +18,7 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,12 @@ class CutReplay(CannotReplay):
 class Messages:
     """Of the rank *rank*; its log is written below *directory*, which is local to the node. One per process.
 
-    *served*: how many messages came from logs, in all. *repeating*: the ranks that repeat iterations together with this
-    one. *incomplete*: why the log lacks something, '' if it has all. *origin*: what this process's set-up gave;
-    *origins*: what that of the first process of each rank gave, empty if that is not known. *note* tells people.
+    *incomplete*: why the log lacks something, '' if it has all. *origin*: what this process's set-up gave; *origins*:
+    what that of the first process of each rank gave, empty if that is not known. *note* tells people.
     """
 
     def __init__(self, rank: int, directory: Path, note: Callable[[str], None]) -> None:
         self.rank = rank
-        self.served = 0
-        self.repeating: frozenset[int] = frozenset()
         self.incomplete = ""
         self.origin: list[int] = []
         self.origins: list[list[int]] = []
@@ -76,7 +73,8 @@ class Messages:
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
         self._begun: tuple[dict[Channel, int], dict[Channel, int]] = ({}, {})
-        self._source: LogReader | None = None
+        self._source: LogReader | None = None  # while iterations are repeated
+        self._repeating: frozenset[int] = frozenset()
         # Of pipelines, in this iteration; and whether it was their first.
         self._schedules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         torch_private.watch_schedules(self._on_step)
@@ -155,25 +153,18 @@ class Messages:
                     "same each time: seed it (torch.manual_seed), and load no checkpoint that the job itself writes"
                 )
 
-    @contextlib.contextmanager
-    def replaying(self, iteration: int, generation: int) -> Iterator[None]:
-        """Inside, the iteration is repeated: messages come from what was taken, but for those of `repeating`."""
-        if self._source is None:
-            (self._directory / "taken").mkdir(exist_ok=True)
-            self._source = LogReader(self._directory / "taken")
-        self.begin(iteration, generation)
-        try:
-            yield
-        finally:
-            self._iteration = -1
+    def begin_replay(self, repeating: Collection[int]) -> None:
+        """From the next iteration on messages come from what was taken, but for those of the ranks *repeating*, which
+        repeat theirs, too; and are sent to those only."""
+        self._repeating = frozenset(repeating)
+        self._source = LogReader(self._directory / "taken")
 
     def end_replay(self) -> None:
         """All that was taken has been used."""
         if self._source is not None:
             self._source.close()
             self._source = None
-        for path in (self._directory / "taken").glob("*"):
-            os.unlink(path)
+            shutil.rmtree(self._directory / "taken", ignore_errors=True)
 
     # ---- operations ----
 
@@ -185,7 +176,7 @@ class Messages:
             number = self._sent.get(channel, 0)
             self._sent[channel] = number + 1
             self._log(channel, number, tensor)
-        if self._source is not None and channel.destination not in self.repeating:
+        if self._source is not None and channel.destination not in self._repeating:
             return torch_private.finished_work()
         return original(group, tensors, dst, tag)
 
@@ -219,7 +210,7 @@ class Messages:
         channel = Channel(group.group_name, _global_rank(group, src), self.rank, tag)
         number = self._received.get(channel, 0)
         self._received[channel] = number + len(tensors)
-        if self._source is None or channel.source in self.repeating:
+        if self._source is None or channel.source in self._repeating:
             return original(group, tensors, src, tag)
         for index, tensor in enumerate(tensors):
             self._fill(tensor, channel, number + index)
@@ -245,7 +236,6 @@ class Messages:
                 f"{tensor.dtype} {list(tensor.shape)}: the repetition differs from what was done"
             )
         tensor.data.copy_(message)  # what waits for an activation is a leaf that requires a gradient
-        self.served += 1
 
     def _recv_from_any(self, original: Any, group: Any, tensors: list[torch.Tensor], tag: int) -> Any:
         if self._iteration >= 0:

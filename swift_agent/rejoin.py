@@ -181,8 +181,9 @@ class Rejoin:
             if rank not in plan.replays:
                 messages.take(rank, self._link(rank))
         messages.check_origin(place.rank)
+        if plan.iteration:
+            messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
-        messages.repeating = frozenset(plan.replays)
 
     def _wait_for_replays(self, plan: Plan) -> None:
         """Not in an operation of the next iteration, which would come to its timeout."""

@@ -347,7 +347,7 @@ class Protected:
 
     def _iteration_from_logs(self, call: Callable[[], R]) -> R:
         """This newcomer repeats an iteration of its predecessor, with the messages that the others had sent to that."""
-        place, tracked, supervisor = self._place, self._require_tracked(), self.supervisor
+        place, tracked = self._place, self._require_tracked()
         messages, number = tracked.messages, place.here.iteration
         assert messages is not None
         place.keep_start()
@@ -356,8 +356,7 @@ class Protected:
         try:
             with self._groups.refused(_NOT_LOGGED), tracked.updates.repeating():
                 tracked.begin(number)
-                with messages.replaying(number, supervisor.generation):
-                    result = call()
+                result = call()
         except Exception as error:
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
                 raise
@@ -365,6 +364,7 @@ class Protected:
                 self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
             self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
         finally:
+            messages.end()
             place.leave()
         with place.lock:
             place.here.iteration += 1

@@ -86,11 +86,13 @@ class Tracked:
         check(pending, overlap_update=overlap_update)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
-        if replicas is None and stage_of is not None and not ddps and not any(map(is_sharded, self.state.parameters())):
+        has_shards = any(map(is_sharded, self.state.parameters()))
+        if replicas is None and stage_of is not None and not ddps and not has_shards:
             replicas = [stage_of]
         self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
+        self.has_shards_alone = has_shards and len(self.replicas) == 1
+        """The model is sharded, and no other rank holds what this one does."""
         self.messages: Messages | None = None
-        has_shards = any(map(is_sharded, self.state.parameters()))
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             self.messages = Messages(self.replicas[0], logs, supervisor.note)
         self._supervisor = supervisor
@@ -125,11 +127,6 @@ class Tracked:
         if self.messages is not None and not ghost:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
-
-    @property
-    def has_shards_alone(self) -> bool:
-        """The model is sharded, and no other rank holds what this one does."""
-        return len(self.replicas) == 1 and any(map(is_sharded, self.state.parameters()))
 
     def reset_shards(self) -> None:
         """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered

@@ -27,11 +27,29 @@ mark_children()
 # What is killed leaves its temporary directories behind, torch's launcher leaves them always: all in one place, removed
 # at the end. Its name is short, because sockets are made in there. pytest keeps its own where it always does.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="swift-tests-")
+os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(
+    prefix="swift-tests-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"]
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and Ctrl-C with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With two processes of pytest (make test): one has what starts jobs, in its order and never two jobs at a time,
+    the other, which takes only the time that jobs leave it, has the rest."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("alone" if starts_no_job(item) else "jobs"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and starts_no_job(item):
+        os.nice(19)  # and there it stays
+
+
+def starts_no_job(item: pytest.Item) -> bool:
+    return item.path.relative_to(Path(__file__).parent).parts[0] in ("model", "unit")
 
 
 def pytest_unconfigure() -> None:

@@ -27,30 +27,32 @@ Start = Callable[..., Outcome]
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(
         faults: list[dict[str, Any]], nodes: str = "abcd", schedule: str = "Schedule1F1B", spares: int = 0,
-        num_workers: int = 1,
+        num_workers: int = 1, **orders: Any,
     ) -> Outcome:  # fmt: skip
         return make_agents(
             num_nodes=4 // num_workers, num_workers=num_workers, max_restarts=20, script=SCRIPT,
-            orders={"faults": faults, "schedule": schedule}, options=("--spares", str(spares)) if spares else (),
+            orders={"faults": faults, "schedule": schedule, **orders},
+            options=("--spares", str(spares)) if spares else (),
         ).run(nodes)  # fmt: skip
 
     return train
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[[str], Outcome]:
-    known: dict[str, Outcome] = {}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., Outcome]:
+    known: dict[tuple[str, ...], Outcome] = {}
 
-    def reference(schedule: str) -> Outcome:
-        if schedule not in known:
+    def reference(schedule: str, **orders: Any) -> Outcome:
+        key = (schedule, *map(str, orders.values()))
+        if key not in known:
             agents = Agents(
-                tmp_path_factory.mktemp(schedule), etcd, num_nodes=4, num_workers=1, job_id=schedule, script=SCRIPT,
-                orders={"schedule": schedule}, start_method="spawn" if schedule == "Schedule1F1B" else "forkserver",
-                forks=forks,
+                tmp_path_factory.mktemp(schedule), etcd, num_nodes=4, num_workers=1, job_id="-".join(key),
+                script=SCRIPT, orders={"schedule": schedule, **orders}, forks=forks,
+                start_method="spawn" if key == ("Schedule1F1B",) else "forkserver",
             )  # fmt: skip
-            known[schedule] = agents.run("abcd")
-            assert len(known[schedule].results) == 4, known[schedule].text()
-        return known[schedule]
+            known[key] = agents.run("abcd")
+            assert len(known[key].results) == 4, known[key].text()
+        return known[key]
 
     return reference
 
@@ -69,15 +71,20 @@ def losses(directory: Path) -> list[str]:
 def assert_same(outcome: Outcome, expected: Outcome, lost: set[int]) -> None:
     text = outcome.text()
     assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
+    assert_equal(outcome, expected)
+    assert "all workers restart" not in text
+
+
+def assert_equal(outcome: Outcome, expected: Outcome) -> None:
+    text = outcome.text()
     assert outcome.results.keys() == expected.results.keys(), text
     for rank, result in outcome.results.items():
         assert result["hash"] == expected.results[rank]["hash"], f"rank {rank}\n{text}"
     assert losses(outcome.directory) == losses(expected.directory), text
-    assert "all workers restart" not in text
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_workers(place: str, run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_workers(place: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
     """Each stage once, the first and the last too, in the first iteration too."""
     faults = [
         {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
@@ -86,13 +93,13 @@ def test_workers(place: str, run: Start, undisturbed: Callable[[str], Outcome]) 
     assert_same(run(faults), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
-def test_the_same_stage_again(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_the_same_stage_again(run: Start, undisturbed: Callable[..., Outcome]) -> None:
     faults = [{"at": "backward", "iteration": number, "rank": 2, "scope": "worker"} for number in (2, 4, 5, 9)]
     assert_same(run(faults), undisturbed("Schedule1F1B"), {2})
 
 
 @pytest.mark.parametrize("place", ["forward", "agreed"])
-def test_nodes(place: str, run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_nodes(place: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
     faults = [
         {"at": place, "iteration": 4, "rank": 1, "scope": "node"},
         {"at": place, "iteration": 7, "rank": 3, "scope": "node"},
@@ -102,7 +109,7 @@ def test_nodes(place: str, run: Start, undisturbed: Callable[[str], Outcome]) ->
     assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0, 0, 0], outcome.text()
 
 
-def test_neighbours_are_lost_together(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_neighbours_are_lost_together(run: Start, undisturbed: Callable[..., Outcome]) -> None:
     """Two stages on each node: the messages between the lost ones are in no log, and are sent again."""
     faults = [
         {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
@@ -111,7 +118,7 @@ def test_neighbours_are_lost_together(run: Start, undisturbed: Callable[[str], O
     assert_same(run(faults, nodes="abcd", spares=2, num_workers=2), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
-def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: Callable[..., Outcome]) -> None:
     """While the first one repeats its iterations, which it goes on with."""
     faults = [
         {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
@@ -122,7 +129,7 @@ def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: Callable[[str], 
     assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 2, 3})
 
 
-def test_the_replacement_is_lost_as_well(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_the_replacement_is_lost_as_well(run: Start, undisturbed: Callable[..., Outcome]) -> None:
     """While it repeats iterations, at the end of that, and two together."""
     faults = [
         {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
@@ -133,7 +140,7 @@ def test_the_replacement_is_lost_as_well(run: Start, undisturbed: Callable[[str]
     assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 3})
 
 
-def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callable[..., Outcome]) -> None:
     faults = [
         {"at": "forward", "iteration": 6, "rank": 2, "scope": "node"},
         {"at": "backward", "iteration": 3, "rank": 3, "scope": "worker", "after": 0},
@@ -142,7 +149,7 @@ def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callab
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule: str, run: Start, undisturbed: Callable[[str], Outcome]) -> None:
+def test_schedules(schedule: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
     choose = random.Random(schedule)
     faults = [
         {"at": choose.choice(PLACES), "iteration": number, "rank": choose.randrange(4), "scope": "worker"}
@@ -162,12 +169,21 @@ def test_set_up_without_a_seed_cannot_be_repeated(make_agents: Callable[..., Age
     assert len(outcome.results) == 4, outcome.text()
 
 
-def test_a_collective_in_the_iteration_cannot_be_repeated(make_agents: Callable[..., Agents]) -> None:
+def test_sections_without_communication_are_repeated(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+    faults = [
+        {"at": "backward", "iteration": number, "rank": rank, "scope": "worker"} for number, rank in ((2, 1), (6, 0))
+    ]
+    assert_same(run(faults, section="alone"), undisturbed("Schedule1F1B", section="alone"), {0, 1})
+
+
+@pytest.mark.parametrize("orders", [{"collective": True}, {"section": "communicates"}], ids=["iteration", "section"])
+@pytest.mark.parametrize("num_workers", [1, 2], ids=["one is lost", "two are lost"])
+def test_collectives_cannot_be_repeated(
+    num_workers: int, orders: dict[str, Any], run: Start, undisturbed: Callable[..., Outcome]
+) -> None:
+    """Nothing is invented for them, nor taken from the ones that survivors are in: all workers begin again."""
     faults = [{"at": "forward", "iteration": 5, "rank": 2, "scope": "node"}]
-    outcome = make_agents(
-        num_nodes=2, num_workers=2, script=SCRIPT, orders={"faults": faults, "collective": True},
-        options=("--spares", "1"),
-    ).run("abc")  # fmt: skip
+    outcome = run(faults, nodes="abcde" if num_workers == 1 else "abc", spares=1, num_workers=num_workers, **orders)
     assert "only messages can be repeated from logs, not collectives" in outcome.text()
     assert "all workers restart" in outcome.text()
-    assert len(outcome.results) == 4, outcome.text()
+    assert_equal(outcome, undisturbed("Schedule1F1B", **orders))

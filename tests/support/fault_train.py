@@ -94,10 +94,20 @@ def fault(at: str, iteration: int | None = None) -> None:
         if mark(f"fired.{index}"):
             if order["scope"] == "wait":
                 wait_for(DIR / f"go.{index}", 60.0)
+            elif at == "init" and order["scope"] == "node":
+                # The others of this node are lost with it, so they must have begun.
+                for rank in ranks_of_this_node():
+                    wait_for(DIR / f"pids.{rank}", 60.0)
+                die("node")
             elif "delay_s" in order:
                 threading.Thread(target=lambda order=order: (time.sleep(order["delay_s"]), die(order["scope"]))).start()
             else:
                 die(order["scope"])
+
+
+def ranks_of_this_node() -> range:
+    first = RANK - int(os.environ["LOCAL_RANK"])
+    return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def wait_for(path: Path, timeout_s: float) -> None:

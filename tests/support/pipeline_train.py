@@ -2,7 +2,8 @@
 orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining; with "seedless" each process begins with
-another state, with "collective" there is an all-reduce in each iteration.
+another state, with "collective" there is an all-reduce in each iteration; with "section" there is one of these now and
+then, which "communicates" or not.
 """
 
 from __future__ import annotations
@@ -86,6 +87,18 @@ def main() -> None:
     job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
     with open(DIR / f"calls.{RANK}", "a") as calls, open(DIR / f"losses.{RANK}", "a") as losses:
 
+        @job.resilient
+        def decay() -> float:
+            """Inside an iteration it is a part of that: it draws what comes next there."""
+            return 0.01 + 0.01 * torch.rand(1).item()
+
+        @job.resilient
+        def look() -> float:
+            size = blocks[0].layer.linear1.weight.detach().norm()
+            if ORDERS.get("section") == "communicates":
+                dist.all_reduce(size)
+            return size.item()
+
         @job.iteration
         def train(x: Tensor, y: Tensor) -> list[Tensor]:
             now["iteration"] = job.iteration_number
@@ -94,6 +107,7 @@ def main() -> None:
             for block in blocks:
                 block.calls = 0
             optimizer.zero_grad()
+            optimizer.param_groups[0]["weight_decay"] = decay()
             schedule.step(
                 *([x] if 0 in indices else []), target=y if last in indices else None,
                 losses=found if last in indices else None,
@@ -111,6 +125,9 @@ def main() -> None:
             found = train(x, (x + 1) % WORDS)
             print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
             fault("between", job.iteration_number - 1)
+            if "section" in ORDERS and number % 3 == 1:
+                size = look()
+                optimizer.param_groups[0]["lr"] *= 1 + 0.001 * size  # what it finds counts
     leave_result(job, blocks, [optimizer])
 
 

@@ -69,6 +69,13 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
     dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def repeated(replacement: Messages, iteration: int) -> Iterator[None]:
+    replacement.begin(iteration, generation=2)
+    yield
+    replacement.end()
+
+
 def send(value: float, to: int = 2, tag: int = 0) -> None:
     dist.isend(SENT + value, to, tag=tag).wait()
 
@@ -92,12 +99,12 @@ def test_a_replacement_gets_what_its_predecessor_was_sent(make: Callable[[int], 
     sender.give(2, 3, link)
     replacement = make(2)
     replacement.take(1, link)
+    replacement.begin_replay([2])
     for iteration in range(3):
-        with replacement.replaying(iteration, generation=2):
+        with repeated(replacement, iteration):
             assert torch.equal(receive(tag=7), SENT + 10 + iteration)
             assert torch.equal(receive(), SENT + iteration)
             send(30 + iteration, to=1)
-    assert replacement.served == 6
     replacement.end_replay()
     replacement.begin(3, generation=2)
     assert torch.equal(receive(), torch.zeros_like(SENT))  # from the group again, and the fake one brings nothing
@@ -106,7 +113,8 @@ def test_a_replacement_gets_what_its_predecessor_was_sent(make: Callable[[int], 
     replacement.give(1, 3, link)
     again = make(1)
     again.take(2, link)
-    with again.replaying(0, generation=3):
+    again.begin_replay([1])
+    with repeated(again, 0):
         assert torch.equal(receive(2), SENT + 30)
 
 
@@ -122,7 +130,8 @@ def test_large_logs_go_in_pieces(make: Callable[[int], Messages], monkeypatch: p
     assert link.pieces.qsize() > 5
     replacement = make(2)
     replacement.take(1, link)
-    with replacement.replaying(0, 2):
+    replacement.begin_replay([2])
+    with repeated(replacement, 0):
         assert all(torch.equal(receive(), SENT + value) for value in range(20))
 
 
@@ -140,8 +149,9 @@ def test_a_repeated_iteration_counts_its_messages_again(make: Callable[[int], Me
     sender.give(2, 2, link)
     replacement = make(2)
     replacement.take(1, link)
+    replacement.begin_replay([2])
     for iteration, values in enumerate(([1, 2], [3, 4])):
-        with replacement.replaying(iteration, 3):
+        with repeated(replacement, iteration):
             assert [torch.equal(receive(), SENT + value) for value in values] == [True, True]
 
 
@@ -149,9 +159,9 @@ def test_who_repeats_too_is_heard_and_told(make: Callable[[int], Messages], monk
     replacement = make(2)
     served: list[str] = []
     finished = messages.torch_private.finished_work
-    replacement.repeating = frozenset({0})
     monkeypatch.setattr(messages.torch_private, "finished_work", lambda: served.append("") or finished())
-    with replacement.replaying(0, 2):
+    replacement.begin_replay([0, 2])
+    with repeated(replacement, 0):
         send(1, to=0)
         receive(0)
         assert not served  # by the group
@@ -171,7 +181,8 @@ def test_a_message_of_another_iteration_is_not_taken(make: Callable[[int], Messa
     sender.give(2, 4, link)
     replacement = make(2)
     replacement.take(1, link)
-    with replacement.replaying(2, 2), pytest.raises(CannotReplay, match="sent in iteration 3, and is waited for in 2"):
+    replacement.begin_replay([2])
+    with repeated(replacement, 2), pytest.raises(CannotReplay, match="sent in iteration 3, and is waited for in 2"):
         receive()
 
 
@@ -205,7 +216,8 @@ def test_a_message_that_nobody_has_or_that_does_not_fit(make: Callable[[int], Me
     sender.give(2, 1, link)
     replacement = make(2)
     replacement.take(1, link)
-    with replacement.replaying(0, 2):
+    replacement.begin_replay([2])
+    with repeated(replacement, 0):
         with pytest.raises(CannotReplay, match=r"float32 \[2, 3\], and what waits for it torch.int64 \[6\]"):
             dist.irecv(torch.zeros(6, dtype=torch.int64), 1)
         with pytest.raises(CannotReplay, match=r"message 1 of .* is in nobody's log"):

@@ -38,9 +38,12 @@ class Worker:
         assert self.agent.receive()["op"] == "hello"
         self.enter(1)
 
-    def enter(self, generation: int) -> None:
+    def go(self, generation: int) -> None:
         self.agent.send({"op": "go", "generation": generation, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
                          "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})
+
+    def enter(self, generation: int) -> None:
+        self.go(generation)
         self.supervisor.wait_go()
 
     def report(self) -> dict[str, Any]:
@@ -193,6 +196,73 @@ def test_an_agreement_that_was_cut_goes_on_if_all_do(make: Callable[..., Worker]
     assert reports == [{"updated": False, "mixed": False, "state": before}]
     assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
     worker.tracker.finish()
+
+
+def test_after_a_first_step_an_agreement_that_was_cut_is_the_end_of_the_iteration(make: Callable[..., Worker]) -> None:
+    """A backward lay between the steps, so nobody has said that he could still make the update; and to wait for what
+    all do, with a step under way, would be to wait for ever."""
+    cut = False
+
+    def agree() -> None:
+        if cut:
+            raise ConnectionError("the agreement was cut")
+
+    worker = make(num=3, agree=agree)
+    worker.tracker.goes_on = lambda error: pytest.fail("asked")
+
+    def steps() -> None:
+        worker.tracker.begin()
+        worker.backward(0)
+        worker.optimizers[0].step()
+        for index in (1, 2):
+            worker.backward(index)
+        for optimizer in worker.optimizers[1:]:
+            optimizer.step()
+
+    steps()  # now it is known that a backward lies between the first two only
+    worker.tracker.finish()
+    before, cut = worker.values(), True
+    with pytest.raises(ConnectionError):
+        steps()
+    worker.stop()
+    worker.tracker.cut()
+    assert worker.reported()["updated"] is False
+    assert worker.values() == before or worker.tracker.mixed
+
+
+def test_who_makes_no_step_agrees_too(make: Callable[..., Worker]) -> None:
+    """The others wait for all."""
+    agreed: list[int] = []
+    worker = make(agree=lambda: agreed.append(worker.tracker.num_steps))
+    worker.tracker.begin()
+    worker.tracker.join_agreement()
+    worker.tracker.finish()
+    worker.tracker.begin()
+    worker.backward(0)
+    worker.optimizers[0].step()
+    worker.tracker.join_agreement()
+    worker.tracker.finish()
+    assert agreed == [0, 0]
+    with worker.tracker.repeating():
+        worker.tracker.begin()
+        worker.tracker.join_agreement()
+    worker.tracker.begin(ghost=True)
+    worker.tracker.join_agreement()
+    assert agreed == [0, 0]
+
+
+def test_an_update_that_a_stopped_generation_counts_on_is_not_made(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.stop(1)
+    worker.reported()
+    worker.go(2)
+    go = worker.supervisor.peek_go()
+    assert worker.supervisor.enter_update(go)
+    worker.supervisor.leave()
+    worker.stop(2)
+    assert not worker.supervisor.enter_update(go)
+    with worker.supervisor.fence:
+        assert not worker.supervisor.is_ahead(go)
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
