@@ -44,7 +44,7 @@ lint: venv
 	$(VENV)/bin/lint-imports
 
 test: venv etcd native lint
-	$(PY) -m pytest --numprocesses 2 --dist loadgroup
+	$(PY) -m pytest --numprocesses 2
 
 bench: venv etcd
 	$(PY) benchmarks/recovery.py

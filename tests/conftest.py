@@ -13,6 +13,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,20 +37,26 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two processes of pytest (make test): one has what starts jobs, in its order and never two jobs at a time,
-    the other, which takes only the time that jobs leave it, has the rest."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("alone" if starts_no_job(item) else "jobs"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time, the
+    other, which takes only the time that jobs leave it, has the rest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTheirNeeds(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "no jobs" if starts_no_job(nodeid) else "jobs"
+
+    return ByTheirNeeds(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and starts_no_job(item):
+    if "PYTEST_XDIST_WORKER" in os.environ and starts_no_job(item.nodeid):
         os.nice(19)  # and there it stays
 
 
-def starts_no_job(item: pytest.Item) -> bool:
-    return item.path.relative_to(Path(__file__).parent).parts[0] in ("model", "unit")
+def starts_no_job(nodeid: str) -> bool:
+    return nodeid.startswith(("tests/model/", "tests/unit/"))
 
 
 def pytest_unconfigure() -> None:
