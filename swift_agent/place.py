@@ -109,8 +109,8 @@ class Place:
     newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
     effect, and what is small comes into force when the script gets there. *repeats*: a newcomer has not come to an
     iteration of its own yet; *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs
-    nobody for it. *units*: of the batches of *here*;
-    *target_units*: of those of *target*, which may be those of a job of another size.
+    nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
+    *here*; *target_units*: of those of *target*, which may be those of a job of another size.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -125,6 +125,7 @@ class Place:
         self.replays_before = 0
         self.replays_alone = True
         self.ghost_sections = 0
+        self.restored_sections = 0
         self.tracked: Tracked | None = None
         self.units = Units()
         self.target_units = Units()
@@ -198,12 +199,12 @@ class Place:
         position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
         return {"position": position, "units": units, "point": self.point.tree(), "start": start}
 
-    def take_over(self, offer: Mapping[str, Any], iteration: int) -> None:
+    def take_over(self, offer: Mapping[str, Any], iteration: int, *, from_checkpoint: bool = False) -> None:
         """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
         place in the loop.
         """
         assert self.tracked is not None
-        if self.tracked.messages is not None and not self.tracked.messages.incomplete:
+        if self.tracked.messages is not None and not self.tracked.messages.incomplete and not from_checkpoint:
             self.tracked.messages.give_up("this process has taken over a state, without the log of what was sent")
         target, start = Position(**offer["position"]), offer["start"]
         rng = self.seeds.keeps_generators
@@ -219,6 +220,16 @@ class Place:
                 self.start.install(start, rng=rng)
             self._point_at, self._point_units = astuple(target), Units(**offer["units"])
             self.status = "holding"
+
+    def begin_with(self, offer: Mapping[str, Any], iteration: int, *, repeats: bool) -> None:
+        """The checkpoint of the state before *iteration* has been loaded. *repeats*: what comes after it has yet to be
+        repeated, see `begin_replay`; until that begins nothing is held."""
+        with self.lock:
+            self.status = "empty"
+            self.take_over(offer, iteration, from_checkpoint=True)
+            if repeats:
+                self.status = "empty"
+                self.restored_sections = self.here.sections if self.target is None else self.target.sections
 
     def begin_replay(self, iteration: int, alone: bool) -> None:
         """A newcomer has the logs to repeat all iterations before *iteration*."""
@@ -288,5 +299,6 @@ class Place:
                 num_parameters=updates.num_parameters,
                 reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
                 logs=tracked.messages is not None and tracked.messages.is_complete,
+                checkpoint=tracked.checkpoints.newest if tracked.checkpoints is not None else 0,
             )
         return report.to_json()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent import handover, kept_state
+from swift_agent.checkpoints import CheckpointError
 from swift_agent.ddp import Layout
 from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
@@ -34,6 +35,7 @@ from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFaile
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_logging_store.errors import LogError
+from swift_recovery.errors import StateError
 from swift_recovery.plan import Plan
 from swift_recovery.replica import GroupLink, receive, receive_state, send_state
 
@@ -45,7 +47,7 @@ _POLL_S = 0.005
 
 
 class Rejoin:
-    """One object per worker. *phases_s*: seconds per phase of the last successful run.
+    """One object per worker. *phases_s*: seconds per phase of the last successful run; *iteration*: its plan's.
 
     *wait_quiet* returns when nothing of stopped groups touches a tensor any more.
     """
@@ -57,6 +59,8 @@ class Rejoin:
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
         self._device, self._wait_quiet = device, wait_quiet
         self.phases_s: dict[str, float] = {}
+        self.iteration = 0
+        self._restored = 0  # the checkpoint that this newcomer began with
 
     def run(self) -> None:
         """Return when this worker is live in the newest generation, with the state that its plan says."""
@@ -100,7 +104,7 @@ class Rejoin:
             clock.mark("others repeat")
         self._pay_debt(plan.iteration)
         place.ghost_sections = max(place.ghost_sections, plan.sections)
-        self.phases_s = clock.phases_s
+        self.phases_s, self.iteration = clock.phases_s, plan.iteration
 
     def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
@@ -172,18 +176,53 @@ class Rejoin:
             except LogError as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
             return
-        if place.here.iteration or self._tracked.updates.mixed:
+        if place.here.iteration > self._restored or self._tracked.updates.mixed:
             # It was cut while it repeated them together with others, and cannot begin again.
             raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
         if not self._groups.is_native:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
+        messages.prepare_replay()
+        begin = self._restore(plan)
         for rank in range(dist.get_world_size()):
             if rank not in plan.replays:
                 messages.take(rank, self._link(rank))
-        messages.check_origin(place.rank)
-        if plan.iteration:
-            messages.begin_replay(plan.replays)
+        if not begin:
+            messages.check_origin(place.rank)
+        messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
+        if begin == plan.iteration:
+            messages.end_replay()
+            self.tell_replayed()
+
+    def _restore(self, plan: Plan) -> int:
+        """Begin with the newest checkpoint that is not after the plan's iteration; its iteration, 0 if there is none.
+        The first of those who repeat says which: all must begin with the same."""
+        place, tracked, checkpoints = self._place, self._tracked, self._tracked.checkpoints
+        if checkpoints is None:
+            return 0
+        store = PrefixStore("replay from", self._groups.store)
+        if place.rank == plan.replays[0]:
+            try:
+                store.set("iteration", str(checkpoints.find(before=plan.iteration + 1)))
+            except CheckpointError as error:
+                raise CannotReplay(str(error)) from None
+        while not store.check(["iteration"]):
+            self._supervisor.check()
+            time.sleep(_POLL_S)
+        iteration = int(store.get("iteration"))
+        if iteration == self._restored:
+            return iteration  # of an earlier attempt, or there is none
+        if self._restored:
+            raise CutReplay(f"it began with the checkpoint of iteration {self._restored}, and others with {iteration}")
+        try:
+            extra = checkpoints.load(iteration, tracked.state)
+        except (OSError, StateError) as error:
+            raise CannotReplay(f"the checkpoint of iteration {iteration} cannot be loaded: {error}") from None
+        assert tracked.messages is not None
+        tracked.messages.restore(extra["messages"], iteration)
+        place.begin_with(extra["place"], iteration, repeats=True)
+        self._restored = iteration
+        return iteration
 
     def _wait_for_replays(self, plan: Plan) -> None:
         """Not in an operation of the next iteration, which would come to its timeout."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -23,12 +24,14 @@ import torch
 
 from swift_agent import data, torch_private, tracking
 from swift_agent.channel import ENV_SOCKET
+from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, Units
 from swift_agent.running import Running
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.worker_env import ENV_SIZES
+from swift_recovery.checkpoint import CheckpointDirectory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +54,7 @@ class Job:
         self._replicas: Sequence[int] | None = None
         self._overlap_update = self._exact = self._is_stage = False
         self._log_messages: bool | None = None
+        self._checkpoints: Settings | None = None
         self._begun = False
         self._loops = 0
         self._closed = False
@@ -117,6 +121,34 @@ class Job:
         self._overlap_update, self._exact = self._overlap_update or overlap_update, self._exact or exact
         tracking.check(self._pending, overlap_update=self._overlap_update)
 
+    def checkpoint(self, directory: str | os.PathLike[str], *, every: int, keep: int = 2) -> None:
+        """Take a checkpoint of all tracked state before each iteration whose number *every* divides, while training
+        goes on; begin with the newest one there, if any: in another run of this script, and when all workers of this
+        one have to start again. To be called before the first iteration, on all ranks alike.
+
+        *directory*: on a filesystem that all nodes share; it is made if need be. The newest *keep* stay. A copy of the
+        state of this rank (of one rank of each replica set) is held on the CPU until it is written. Without an agent
+        nothing is written or loaded.
+
+        Raises `UsageError` for what cannot be, and after the first iteration.
+        """
+        mistakes = []
+        if self._begun:
+            mistakes.append("call it before the training loop begins")
+        if self._checkpoints is not None:
+            mistakes.append("it was called before")
+        for name, number in (("every", every), ("keep", keep)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                mistakes.append(f"{name}={number!r} is no number of at least 1")
+        path = os.fspath(directory)
+        if "://" in path:
+            mistakes.append(f"{path}: only directories that all nodes share can be written to yet, no URL")
+        if mistakes:
+            raise UsageError("job.checkpoint(): " + "; ".join(mistakes))
+        if self._supervisor is None:
+            warnings.warn("without swift-run no checkpoints are written, and none is loaded", stacklevel=2)
+        self._checkpoints = Settings(CheckpointDirectory(Path(path).absolute()), every, keep)
+
     def _begin(self) -> None:
         """The first point of the loop."""
         if self._begun:
@@ -136,7 +168,8 @@ class Job:
         tracked = Tracked(
             self._pending, self._replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
             exact=self._exact, stage_of=self.rank if self._is_stage else None,
-            logs=self._log_directory() if self._supervisor and logs else None,
+            logs=self._log_directory() if self._supervisor and logs else None, rank=self.rank,
+            checkpoints=self._checkpoints,
         )  # fmt: skip
         if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
             raise UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -482,8 +483,8 @@ def pipeline_stage(candidate: Any) -> torch.nn.Module | None:
     return module
 
 
-def watch_schedules(stepped: Callable[[Any, bool], None]) -> None:
-    """`stepped(schedule, first)` is called in each step of a pipeline schedule. *first*: stages tell each other the
+def watch_schedules(stepped: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
+    """Each step of a pipeline schedule begins inside `stepped(schedule, first)`. *first*: stages tell each other the
     shapes of what they will send."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is not None:
@@ -491,17 +492,22 @@ def watch_schedules(stepped: Callable[[Any, bool], None]) -> None:
         _watch_schedule(schedules.PipelineScheduleMulti, "_initialize_stages", stepped)
 
 
-def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], None]) -> None:
+def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
     original = getattr(kind, name)
 
     def initialize(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         flags = _schedule_flags(schedule)
         forward = all(done for flag, done in flags.items() if "forward" in flag)
         backward = all(done for flag, done in flags.items() if "backward" in flag)
-        stepped(schedule, not forward or backward != schedule._has_backward)
-        return original(schedule, *args, **kwargs)
+        with stepped(schedule, not forward or backward != schedule._has_backward):
+            return original(schedule, *args, **kwargs)
 
     setattr(kind, name, initialize)
+
+
+def name_of_schedule(schedule: Any) -> str:
+    """The same in another process of the same script, and of schedules that differ another one."""
+    return f"{type(schedule).__name__} of {schedule._n_microbatches}"
 
 
 def _schedule_flags(schedule: Any) -> dict[str, bool]:

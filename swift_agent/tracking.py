@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_agent import ddp, overlap, torch_private, transfer
+from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
 from swift_agent.supervisor import Supervisor
@@ -79,10 +80,11 @@ class Tracked:
     def __init__(
         self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
         *, overlap_update: bool = False, exact: bool = False, stage_of: int | None = None,
-        logs: Path | None = None,
+        logs: Path | None = None, rank: int = 0, checkpoints: Settings | None = None,
     ) -> None:  # fmt: skip
         """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
-        *logs*: if this rank is the only one with its part of the model, its messages are logged there."""
+        *logs*: if this rank is the only one with its part of the model, its messages are logged there. *checkpoints*:
+        if and where they are taken."""
         check(pending, overlap_update=overlap_update)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
@@ -95,6 +97,9 @@ class Tracked:
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             self.messages = Messages(self.replicas[0], logs, supervisor.note)
+        self.checkpoints: Checkpoints | None = None
+        if supervisor is not None and checkpoints is not None:
+            self.checkpoints = Checkpoints(checkpoints, rank, world_size, self.replicas, supervisor.note)
         self._supervisor = supervisor
         several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)
         if overlap_update and len(self.replicas) < world_size:

@@ -47,9 +47,10 @@ class LogWriter:
         self._budget_bytes, self._segment_bytes = budget_bytes, segment_bytes
         self._changed = threading.Condition()
         # Guarded by the condition.
-        self._queue: deque[tuple[Header, memoryview]] = deque()
+        self._queue: deque[tuple[Header, memoryview] | None] = deque()  # None: a new segment begins
         self._queued_bytes = 0
         self._num_accepted = self._num_written = 0
+        self._closed: dict[int, int] = {}  # the number of a segment, and the last iteration in it
         self._closing = False
         self._error: LogError | None = None
         self.wait_s = 0.0
@@ -58,6 +59,7 @@ class LogWriter:
         self._number = -1
         self._file_fd = -1
         self._segment: SegmentWriter | None = None
+        self._last_iteration = -1
         self._begin_segment()
         self._thread = threading.Thread(target=self._run, name="swift-log-writer", daemon=True)
         self._thread.start()
@@ -91,6 +93,24 @@ class LogWriter:
             self._num_accepted += 1
             self._changed.notify_all()
 
+    def roll(self) -> None:
+        """What is appended from now on is in a segment of its own, if anything was appended before."""
+        with self._changed:
+            self._check()
+            self._queue.append(None)
+            self._changed.notify_all()
+
+    def drop(self, before: int) -> int:
+        """Delete the closed segments in which all messages are of iterations *before* that one; the bytes that were
+        freed. Raises `LogError`. Nobody may read the log meanwhile."""
+        with self._changed:
+            self._check()
+            old = [number for number, iteration in self._closed.items() if iteration < before]
+            freed = sum(self._remove(number) for number in old)
+            for number in old:
+                del self._closed[number]
+        return freed
+
     def flush(self) -> None:
         """Return when all that was appended is on the disk (fsync). Raises `LogError`."""
         with self._changed:
@@ -116,7 +136,7 @@ class LogWriter:
             self._check()
 
     def _has_room(self, num_bytes: int) -> bool:
-        return not self._queue or self._queued_bytes + num_bytes <= self._budget_bytes
+        return not self._queued_bytes or self._queued_bytes + num_bytes <= self._budget_bytes
 
     def _check(self) -> None:
         if self._error is not None:
@@ -131,9 +151,18 @@ class LogWriter:
                     self._changed.wait_for(lambda: self._queue or self._closing)
                     if not self._queue:
                         break
-                    header, payload = self._queue[0]  # it counts until it is written
+                    first = self._queue[0]  # it counts until it is written
+                    if first is None:
+                        self._queue.popleft()
+                if first is None:
+                    if self._last_iteration >= 0:
+                        self._end_segment()
+                        self._begin_segment()
+                    continue
+                header, payload = first
                 assert self._segment is not None
                 self._segment.append(header, payload)
+                self._last_iteration = max(self._last_iteration, header.iteration)
                 if self._segment.num_bytes >= self._segment_bytes:
                     self._end_segment()
                     self._begin_segment()
@@ -174,6 +203,18 @@ class LogWriter:
         assert self._segment is not None
         self._segment.finish()
         os.fsync(self._file_fd)
+        with self._changed:
+            self._closed[self._number] = self._last_iteration
+        self._last_iteration = -1
+
+    def _remove(self, number: int) -> int:
+        path = segment_path(self._directory, self._name, number)
+        try:
+            num_bytes = path.stat().st_size
+            path.unlink()
+        except OSError as error:
+            raise self._failed(error) from error
+        return num_bytes
 
     def _write(self, data: Buffer) -> None:
         view = memoryview(data)

@@ -4,8 +4,8 @@ Order of preference per replica set (DESIGN section 5): roll forward to the newe
 or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
 survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
 all have updated: these are undone (see `consistency`; `lossy` has other ways, for who asks for them). Ranks of which
-nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent.
-Checkpoints are not planned here yet: where they would be needed the plan is a restart of all workers, and says so.
+nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent, since
+the newest checkpoint if there is one. Where nothing of that is possible all workers start again, with that checkpoint.
 
 This module must never look at tensors, clocks or files.
 """
@@ -37,11 +37,11 @@ class Plan:
     a rank that is no key leads its replica set.
     *undone*, *patches*: how survivors cut in the middle of an update leave it, before anything else is sent: each rank
     undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
-    *replays*: new ranks that repeat all iterations before *iteration*, beginning with the state that the script's
-    set-up gives, from what the others have logged; they are no key of *sources* or *layouts*.
-    `restart`: state cannot be brought back in place. *keepers*, *loads*: when the job goes on with another number of
-    ranks (see `resize`): by slot, which local rank of the former workers keeps its state in a file (or that it is there
-    already), and the ranks that load one.
+    *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
+    the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
+    `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or anew. *keepers*,
+    *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
+    workers keeps its state in a file (or that it is there already), and the ranks that load one.
     """
 
     kind: PlanKind
@@ -136,8 +136,11 @@ def make_plan(
         return _nobody_holds(by_rank)
     sets = _replica_sets(holding, world_size)
     orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
+    checkpoint = max((report.checkpoint for report in by_rank.values()), default=0)
     if orphans and (leaving or not all(report.logs for report in holding.values())):
-        return Plan("restart", f"ranks {orphans} are lost and no survivor holds a replica of their state")
+        return Plan(
+            "restart", f"ranks {orphans} are lost and no survivor holds a replica of their state{_from(checkpoint)}"
+        )
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
     if not common:
@@ -146,7 +149,7 @@ def make_plan(
         return Plan(
             "restart",
             f"ranks {ahead} are ahead of iteration {target}, the newest that all replica sets can reach, "
-            "and their update cannot be undone",
+            f"and their update cannot be undone{_from(checkpoint)}",
         )
     # Inside a set ranks differ by one at most, so this is the smallest of the newest states of all sets.
     iteration = max(common)
@@ -183,7 +186,7 @@ def make_plan(
     new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
     moved = sorted(set(sources) - set(new))
     handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
-    why = _why(iteration, new, moved, sources, handovers, orphans)
+    why = _why(iteration, new, moved, sources, handovers, orphans, checkpoint)
     why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why])
     return Plan(
         "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches),
@@ -257,7 +260,7 @@ def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tu
 
 def _why(
     iteration: int, new: list[int], moved: list[int], sources: Mapping[int, int], handovers: tuple[int, ...],
-    replays: list[int],
+    replays: list[int], checkpoint: int,
 ) -> str:  # fmt: skip
     parts = []
     if handovers:
@@ -269,9 +272,19 @@ def _why(
         parts.append(f"ranks {moved} take over the state of iteration {iteration} from ranks "
                      f"{sorted({sources[rank] for rank in moved})}")
     if replays:
-        parts.append(f"ranks {replays} have no replica and repeat iterations 0 to {iteration - 1} from the logs of the "
-                     "others" if iteration else f"ranks {replays} have no replica and begin anew")
+        parts.append(f"ranks {replays} have no replica and {_what_is_repeated(checkpoint, iteration)}")
     return "; ".join(parts) or f"all ranks hold iteration {iteration}"
+
+
+def _what_is_repeated(checkpoint: int, iteration: int) -> str:
+    if checkpoint >= iteration:
+        return f"load the checkpoint of iteration {checkpoint}" if checkpoint else "begin anew"
+    said = f"repeat iterations {checkpoint} to {iteration - 1} from the logs of the others"
+    return f"load the checkpoint of iteration {checkpoint}, and {said}" if checkpoint else said
+
+
+def _from(checkpoint: int) -> str:
+    return f"; the newest checkpoint known is that of iteration {checkpoint}" if checkpoint else ""
 
 
 def _why_mended(iteration: int, undone: Mapping[int, tuple[int, ...]], patches: Iterable[Patch]) -> list[str]:

@@ -25,7 +25,8 @@ class RankReport:
     included. *updated*: the parameters, by number, of *num_parameters*, that update number *iteration* has reached
     already, where updates overlap the backward; the state is that of *iteration* but for these. *reduced*: the
     gradients of update number *iteration* are complete here, so this rank can still make it. *logs*: every message that
-    this rank has sent in an iteration is in its log.
+    this rank has sent in an iteration is in its log, but for those before *checkpoint*: the iteration of the newest one
+    that it knows to count, 0 if there is none.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankReport:
     num_parameters: int = 0
     reduced: bool = False
     logs: bool = False
+    checkpoint: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
@@ -44,9 +46,9 @@ class RankReport:
         data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
         if not self.updated:
             del data["updated"], data["num_parameters"]
-        for flag in ("reduced", "logs"):
-            if not data[flag]:
-                del data[flag]
+        for name in ("reduced", "logs", "checkpoint"):
+            if not data[name]:
+                del data[name]
         return data
 
     @classmethod
@@ -64,6 +66,7 @@ class RankReport:
             num_parameters=int(data.get("num_parameters", 0)),
             reduced=bool(data.get("reduced", False)),
             logs=bool(data.get("logs", False)),
+            checkpoint=int(data.get("checkpoint", 0)),
         )
 
 

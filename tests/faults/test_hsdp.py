@@ -7,6 +7,7 @@ state at the end are bit for bit those of an undisturbed run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,22 @@ def test_shards_without_replicas_are_told_at_the_start(run: Start) -> None:
     # The first replacement of rank 1 may or may not have got to the script before all were ended.
     starts = {rank: len(pids) for rank, pids in outcome.pids.items()}
     assert set(outcome.exit_codes.values()) == {0} and starts in ({0: 2, 1: n, 2: 2, 3: 2} for n in (2, 3)), text
+
+
+def test_shards_without_replicas_come_back_from_a_checkpoint(
+    make_agents: Callable[..., Agents], tmp_path: Path
+) -> None:
+    """Each rank's from its own part."""
+    (tmp_path / "undisturbed").mkdir()
+    expected = make_agents(tmp_path / "undisturbed", orders={"model": "fsdp"}, script=SCRIPT).run()
+    faults = [
+        {"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"},
+        {"at": "after_step", "iteration": 8, "rank": 2, "scope": "node"},
+    ]
+    orders = {"model": "fsdp", "faults": faults, "checkpoint": 3, "patient": True}
+    outcome = make_agents(orders=orders, script=SCRIPT, options=("--spares", "1")).run("abc")
+    text = outcome.text()
+    for iteration in (3, 6):
+        assert f"all ranks begin with the checkpoint of iteration {iteration}" in text
+    assert "MB in 4 parts" in text
+    assert sorted(outcome.results) == [0, 1, 2, 3] and outcome.hashes == expected.hashes, text

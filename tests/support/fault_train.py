@@ -3,9 +3,11 @@
 Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank",
 "scope"}], "pause_s"}. A fault fires once in the whole job: the process that fires it creates its marker file first, and
 dies after that, or (scope "wait") waits for the file `go.{index}`. After each iteration it pauses, until a file `hurry`
-is there. With "pace_s" an iteration takes that long until the test makes the file `free`. With "stretch_s" it takes
-about that long, spread over its parts at random, until there is a file `hurry`. The file `last` may hold the number of
-iterations after which the job ends, if that is sooner: a whole number of epochs, far ahead when the file is made.
+is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints`; if "patient" the
+iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file `free`. With
+"stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`. The file `last`
+may hold the number of iterations after which the job ends, if that is sooner: a whole number of epochs, far ahead when
+the file is made.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.
@@ -208,6 +210,48 @@ def arm_agreement() -> None:
     tracking.transfer = Transfer  # type: ignore[assignment]
 
 
+def arm_checkpoints() -> None:
+    """Places in the thread that writes a checkpoint."""
+    from swift_agent import checkpoints
+    from swift_recovery.checkpoint import CheckpointDirectory
+
+    settle, settled = checkpoints.Checkpoints._settle, {"iteration": -1}
+
+    def settling(self: checkpoints.Checkpoints, task: Any) -> None:
+        settled["iteration"] = task.iteration
+        settle(self, task)
+
+    checkpoints.Checkpoints._settle = settling  # type: ignore[method-assign]
+
+    def armed(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: object, **kwargs: object) -> object:
+            fault(f"before {name}", settled["iteration"])
+            result = original(*args, **kwargs)
+            fault(f"after {name}", settled["iteration"])
+            return result
+
+        setattr(owner, name, wrapped)
+
+    armed(checkpoints.state_file, "write")
+    armed(CheckpointDirectory, "commit")
+    armed(CheckpointDirectory, "remove")
+
+
+def take_checkpoints(job: swift.Job) -> None:
+    """If that is ordered: one before each iteration that "checkpoint" divides."""
+    if "checkpoint" in ORDERS:
+        arm_checkpoints()
+        job.checkpoint(DIR / "checkpoints", every=ORDERS["checkpoint"])
+
+
+def until_it_counts(job: swift.Job) -> None:
+    """If that is ordered: training goes on only when no checkpoint is under way any more."""
+    if ORDERS.get("patient"):
+        assert job._running._tracked.checkpoints.wait(60.0)  # type: ignore[attr-defined]
+
+
 def build(job: swift.Job) -> None:
     torch.manual_seed(7)
     net = Net()
@@ -228,6 +272,7 @@ def build(job: swift.Job) -> None:
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8) for optimizer in optimizers]
     replicas = [job.rank] if alone else None
+    take_checkpoints(job)
     job.track(model=model, optimizer=optimizers, scheduler=schedulers, loader=loader, replicas=replicas)
     calls = open(DIR / f"calls.{RANK}", "a", buffering=1)  # noqa: SIM115 - kept for the life of the process
 
@@ -235,6 +280,7 @@ def build(job: swift.Job) -> None:
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         now["iteration"] = job.iteration_number
         print(job.iteration_number, os.getpid(), file=calls)
+        until_it_counts(job)
         if kind == "accumulate":
             with model.no_sync():
                 F.cross_entropy(model(x[:4]), y[:4]).backward()

@@ -23,6 +23,8 @@ from tests.support.fault_train import (
     fault,
     leave_result,
     now,
+    take_checkpoints,
+    until_it_counts,
 )
 
 
@@ -57,11 +59,13 @@ def main() -> None:
     fully_shard(net, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
+    take_checkpoints(job)
     job.track(model=net, optimizer=optimizer, scheduler=scheduler)
 
     @job.iteration
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         now["iteration"] = job.iteration_number
+        until_it_counts(job)
         loss = F.cross_entropy(net(x), y)
         loss.backward()
         fault("before_step")

@@ -28,6 +28,8 @@ from tests.support.fault_train import (
     fault,
     leave_result,
     now,
+    take_checkpoints,
+    until_it_counts,
 )
 
 WIDTH, LENGTH, WORDS, BATCH, MICRO_BATCHES = 16, 6, 20, 16, 8
@@ -84,6 +86,7 @@ def main() -> None:
     blocks = nn.ModuleList(stage.submod for stage in stages)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+    take_checkpoints(job)
     job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
     with open(DIR / f"calls.{RANK}", "a") as calls, open(DIR / f"losses.{RANK}", "a") as losses:
 
@@ -103,6 +106,7 @@ def main() -> None:
         def train(x: Tensor, y: Tensor) -> list[Tensor]:
             now["iteration"] = job.iteration_number
             print(job.iteration_number, file=calls, flush=True)
+            until_it_counts(job)
             found: list[Tensor] = []
             for block in blocks:
                 block.calls = 0

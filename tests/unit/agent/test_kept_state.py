@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from swift_agent import data, kept_state
-from swift_agent.errors import ReplicaMismatch
 from swift_agent.place import Place, Seeds, Units
 from swift_agent.tracking import Tracked
+from swift_recovery.errors import StateError
 
 
 def tracked(seed: int, num_steps: int) -> Tracked:
@@ -54,10 +54,10 @@ def test_a_damaged_or_cut_file_is_refused_and_none_is_left_when_the_disk_is_full
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ReplicaMismatch, match="was kept has checksum"):
+    with pytest.raises(StateError, match="is damaged"):
         kept_state.load(str(tmp_path), 3, tracked(2, 0))
     path.write_bytes(content[:-100])
-    with pytest.raises(EOFError):
+    with pytest.raises(StateError, match="ends early"):
         kept_state.load(str(tmp_path), 3, tracked(2, 0))
     with pytest.raises(FileNotFoundError):
         kept_state.keep(str(tmp_path / "absent"), 3, tracked(1, 1), offer())

@@ -242,7 +242,7 @@ def test_a_log_that_cannot_be_written_any_more_is_given_up(
         dist.isend(torch.zeros(2).to_sparse(), 2)
     assert "no plain memory" in sender.incomplete and len(notes) == 1 and "all workers start again" in notes[0]
     send(2)
-    assert len(notes) == 1 and not list((tmp_path / "node1").glob("messages-*"))
+    assert len(notes) == 1 and not list((tmp_path / "node1").glob("messages-*/sent"))
 
 
 def test_a_log_takes_no_more_than_half_of_what_is_free(
@@ -276,7 +276,7 @@ def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Me
     first.begin(0, 1)
     send(1)
     second = make(1)
-    (only,) = (tmp_path / "node1").glob("messages-1-*")
+    (only,) = (tmp_path / "node1").glob("messages-1-*/sent")
     with LogReader(only) as log:
         assert log.channels == []
     second.begin(0, 1)
@@ -286,3 +286,118 @@ def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Me
         assert log.sequences(Channel(dist.group.WORLD.group_name, 1, 2)) == [0]  # type: ignore[union-attr]
     del first
     gc.collect()
+
+
+def one_iteration(rank: Messages, number: int, *values: float) -> None:
+    rank.begin(number, 1)
+    for value in values:
+        send(value)
+    rank.end()
+
+
+def test_what_was_sent_before_a_checkpoint_goes_when_that_counts(
+    make: Callable[[int], Messages], tmp_path: Path
+) -> None:
+    sender, link = make(1), Pipe()
+    for number in range(2):
+        one_iteration(sender, number, number)
+    sender.begin_checkpoint(2)
+    for number in range(2, 4):
+        one_iteration(sender, number, number)
+    left = sender._bytes_left
+    sender._writer.flush()
+    sender.checkpointed(2)
+    assert sender.is_complete and sender._bytes_left > left
+    sender.give(2, 4, link)
+    replacement = make(2)
+    counts = {"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 2]], "first steps": []}  # type: ignore[union-attr]
+    replacement.restore(counts, 2)
+    replacement.take(1, link)
+    replacement.begin_replay([2])
+    for number in range(2, 4):
+        with repeated(replacement, number):
+            assert torch.equal(receive(), SENT + number)
+    replacement.end_replay()
+    assert replacement.is_complete and not list((tmp_path / "node2").glob("messages-*/taken"))
+
+
+def test_without_the_checkpoint_the_rest_is_of_no_use(make: Callable[[int], Messages]) -> None:
+    sender, link = make(1), Pipe()
+    one_iteration(sender, 0, 0)
+    sender.begin_checkpoint(1)
+    one_iteration(sender, 1, 1)
+    sender._writer.flush()
+    sender.checkpointed(1)
+    sender.give(2, 2, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    replacement.begin_replay([2])
+    with repeated(replacement, 0), pytest.raises(CannotReplay, match=r"message 0 of .* is in nobody's log"):
+        receive()
+
+
+def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
+    make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: 2 * SENT.nbytes)
+    sender, link = make(1), Pipe()
+    one_iteration(sender, 0, 0, 1, 2)
+    assert not sender.is_complete
+    sender.begin_checkpoint(1)
+    one_iteration(sender, 1, 7)
+    assert not sender.is_complete  # that checkpoint may never count
+    sender.checkpointed(1)
+    assert sender.is_complete and "logged again" in notes[-1]
+    sender.give(2, 2, link)
+    replacement = make(2)
+    replacement.restore({"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 3]], "first steps": []}, 1)  # type: ignore[union-attr]
+    replacement.take(1, link)
+    replacement.begin_replay([2])
+    with repeated(replacement, 1):
+        assert torch.equal(receive(), SENT + 7)
+
+
+class Schedule:
+    """Of a pipeline, as far as its first step goes."""
+
+    _n_microbatches = 4
+
+
+@pytest.mark.parametrize("num_repeated", [0, 2])
+def test_a_first_step_is_repeated_wherever_a_process_begins(num_repeated: int, make: Callable[[int], Messages]) -> None:
+    """Its messages have been deleted from no log, and are not counted with the others; they come from the log also
+    where the first iteration of the new process is one that all others make as well."""
+    schedule, link = Schedule(), Pipe()
+    sender = make(1)
+    sender.begin(0, 1)
+    with sender._on_step(schedule, True):
+        send(100)
+    send(0)
+    sender.end()
+    saved = sender.begin_checkpoint(1)
+    assert saved["first steps"] == [", first step of Schedule of 4"] and [row[-1] for row in saved["sent"]] == [1]
+    one_iteration(sender, 1, 1)
+    one_iteration(sender, 2, 2)
+    sender.checkpointed(1)
+    sender.give(2, 1 + num_repeated, link)
+    replacement = make(2)
+    mine = {"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 1]], "first steps": saved["first steps"]}  # type: ignore[union-attr]
+    replacement.restore(mine, 1)
+    replacement.take(1, link)
+    replacement.begin_replay([2])
+    if not num_repeated:
+        replacement.end_replay()
+    for number in range(max(1, num_repeated)):
+        replacement.begin(1 + number, 2)
+        if number == 0:
+            with replacement._on_step(schedule, True):
+                assert torch.equal(receive(), SENT + 100)
+        if num_repeated:
+            assert torch.equal(receive(), SENT + 1 + number)
+        else:
+            assert torch.equal(receive(), torch.zeros_like(SENT))  # from the group
+        replacement.end()
+    replacement.end_replay()
+    replacement.begin(9, 2)
+    with replacement._on_step(schedule, True):
+        assert torch.equal(receive(), torch.zeros_like(SENT))  # all make it again

@@ -167,3 +167,40 @@ def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(Damaged, match=r"w0\.00000000\.seg: the header of a record"):
         LogReader(tmp_path)
+
+
+def test_old_segments_are_dropped_and_newer_ones_stay(tmp_path: Path) -> None:
+    with LogWriter(tmp_path, "w0", segment_bytes=3000) as writer:
+        writer.roll()  # nothing is there yet
+        for number in range(40):
+            if number == 20:
+                writer.roll()
+            append(writer, FORTH, number, torch.full((100,), float(number)))
+        writer.flush()
+        before = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert writer.drop(0) == 0
+        freed = writer.drop(5)  # the iteration of message 20
+        assert freed == before - sum(path.stat().st_size for path in tmp_path.iterdir()) > 8000
+        with LogReader(tmp_path) as reader:
+            assert reader.sequences(FORTH) == list(range(20, 40))
+        assert writer.drop(5) == 0
+        append(writer, FORTH, 40, torch.zeros(1))
+        writer.roll()
+        writer.roll()
+        append(writer, FORTH, 41, torch.zeros(1))
+        writer.flush()
+        writer.drop(100)  # but for the segment that is being written
+        with LogReader(tmp_path) as reader:
+            assert reader.sequences(FORTH) == [41]
+        append(writer, FORTH, 42, torch.zeros(1))
+    with LogReader(tmp_path) as reader:
+        assert reader.sequences(FORTH) == [41, 42] and reader.torn == []
+
+
+def test_a_message_larger_than_the_budget_does_not_wait_for_a_new_segment(tmp_path: Path) -> None:
+    with LogWriter(tmp_path, "w0", budget_bytes=100) as writer:
+        for number in range(20):
+            append(writer, FORTH, number, torch.zeros(100))
+            writer.roll()
+    with LogReader(tmp_path) as reader:
+        assert reader.sequences(FORTH) == list(range(20))

@@ -1,0 +1,199 @@
+"""Jobs that take checkpoints: a lost stage begins with the newest, and so do all if nothing else is left.
+
+Kills at every step of a checkpoint leave a job that ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import assert_recovered
+from tests.support import job
+from tests.support.agent_forks import ForkServer
+from tests.support.job import Agents, Outcome
+
+PIPELINE = Path(job.__file__).with_name("pipeline_train.py")
+STEPS = ["before write", "after write", "before commit", "after commit", "after remove"]
+
+
+@pytest.fixture
+def pipeline(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
+    def train(faults: list[dict[str, Any]], nodes: str = "abcd", num_workers: int = 1, **orders: Any) -> Outcome:
+        num_nodes = 4 // num_workers
+        options = ("--spares", str(len(nodes) - num_nodes)) if len(nodes) > num_nodes else ()
+        return make_agents(
+            num_nodes=num_nodes, num_workers=num_workers, max_restarts=20, script=PIPELINE, options=options,
+            orders={"faults": faults, "checkpoint": 3, "patient": True, **orders},
+        ).run(nodes)  # fmt: skip
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., Outcome]:
+    """The pipeline without failures and without checkpoints."""
+    known: dict[str, Outcome] = {}
+
+    def reference(**orders: Any) -> Outcome:
+        key = json.dumps(orders)
+        if key not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            known[key] = Agents(
+                directory, etcd, num_nodes=4, num_workers=1, job_id=f"undisturbed-{len(known)}", script=PIPELINE,
+                orders=orders, forks=forks,
+            ).run("abcd")  # fmt: skip
+            assert len(known[key].results) == 4, known[key].text()
+        return known[key]
+
+    return reference
+
+
+def assert_equal(outcome: Outcome, expected: Outcome) -> None:
+    text = outcome.text()
+    assert outcome.results.keys() == expected.results.keys(), text
+    for rank, result in outcome.results.items():
+        assert result["hash"] == expected.results[rank]["hash"], f"rank {rank}\n{text}"
+
+
+def assert_only(lost: set[int], outcome: Outcome) -> None:
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, outcome.text()
+    assert "all workers restart" not in outcome.text()
+
+
+def iterations_in(directory: Path) -> list[int]:
+    found = (directory / "checkpoints").glob("*/committed.json")
+    return sorted(json.loads(path.read_text())["iteration"] for path in found)
+
+
+@pytest.mark.parametrize(("place", "begins"), [("forward", (3, 6, 9)), ("agreed", (3, 9)), ("between", (3, 9))])
+def test_a_lost_stage_begins_with_the_newest(
+    place: str, begins: tuple[int, ...], pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
+) -> None:
+    """Each stage once; also right after a checkpoint, where nothing is to be repeated but the pipeline's first step.
+    Where all go on with iteration 6 none is taken there."""
+    faults = [
+        {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
+        for iteration, rank in ((3, 2), (5, 0), (7, 3), (10, 1))
+    ]
+    outcome = pipeline(faults)
+    assert_only({0, 1, 2, 3}, outcome)
+    assert_equal(outcome, expected())
+    for begin in begins:
+        assert f"load the checkpoint of iteration {begin}" in outcome.text()
+    assert iterations_in(outcome.directory) == [9, 12]
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_schedules(schedule: str, pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]) -> None:
+    faults = [{"at": "backward", "iteration": number, "rank": number % 4, "scope": "worker"} for number in (4, 6, 11)]
+    outcome = pipeline(faults, schedule=schedule)
+    assert_only({0, 2, 3}, outcome)
+    assert_equal(outcome, expected(schedule=schedule))
+
+
+def test_neighbours_lost_together_begin_with_the_same(
+    pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
+) -> None:
+    faults = [
+        {"at": "backward", "iteration": 5, "rank": 2, "scope": "node"},
+        {"at": "before_step", "iteration": 10, "rank": 1, "scope": "node"},
+    ]
+    outcome = pipeline(faults, nodes="abcd", num_workers=2)
+    assert_only({0, 1, 2, 3}, outcome)
+    assert_equal(outcome, expected())
+
+
+@pytest.mark.parametrize("at", STEPS)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_loss_at_a_step_of_a_checkpoint(
+    at: str, rank: int, pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
+) -> None:
+    """Of the second and of the third; only rank 0 commits."""
+    if rank and "write" not in at:
+        pytest.skip("only rank 0 commits and removes")
+    faults = [
+        {"at": at, "iteration": iteration, "rank": rank, "scope": scope}
+        for iteration, scope in ((6, "worker"), (9, "node"))
+    ]
+    outcome = pipeline(faults, nodes="abcde", patient=False, pause_s=0.3)
+    assert_only({rank}, outcome)
+    assert_equal(outcome, expected())
+    assert iterations_in(outcome.directory)[-1] == 12
+
+
+def test_all_begin_with_it_if_iterations_cannot_be_repeated(
+    pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
+) -> None:
+    faults = [{"at": "forward", "iteration": number, "rank": 2, "scope": "worker"} for number in (2, 5, 10)]
+    outcome = pipeline(faults, collective=True)
+    text = outcome.text()
+    assert text.count("only messages can be repeated from logs, not collectives") >= 2, text
+    for begin in (3, 9):
+        assert f"all ranks begin with the checkpoint of iteration {begin}" in text
+    assert_equal(outcome, expected(collective=True))
+
+
+def test_a_damaged_one_is_not_used(
+    make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """All begin with the one before it, and it is taken again."""
+    start(make_agents, tmp_path, iterations=8)
+    assert iterations_in(tmp_path) == [3, 6]
+    part = next((tmp_path / "checkpoints" / "iteration-000000000006").glob("rank-2.*"))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    outcome = start(make_agents, tmp_path)
+    assert f"{part} is damaged: it is not what was written" in outcome.text()
+    assert "all ranks begin with the checkpoint of iteration 3" in outcome.text()
+    assert_equal(outcome, expected())
+    for path in (tmp_path / "checkpoints").glob("*/rank-*"):
+        path.unlink()
+    outcome = start(make_agents, tmp_path)
+    assert not outcome.results and "can be loaded on all ranks" in outcome.text()
+    assert "give job.checkpoint() another directory" in outcome.text()
+    assert iterations_in(tmp_path) == [9, 12]
+
+
+def start(make_agents: Callable[..., Agents], directory: Path, **orders: Any) -> Outcome:
+    for path in directory.glob("result.*"):
+        path.unlink()
+    return make_agents(
+        directory, num_nodes=4, num_workers=1, script=PIPELINE,
+        orders={"faults": [], "checkpoint": 3, "patient": True, **orders},
+    ).run("abcd")  # fmt: skip
+
+
+def test_where_nothing_can_be_written_training_goes_on(
+    make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").touch()
+    outcome = start(make_agents, tmp_path)
+    assert not outcome.results
+    assert "give job.checkpoint() a directory that all nodes can read and write" in outcome.text()
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    for number in (3, 6, 9, 12):
+        (tmp_path / "checkpoints" / f"iteration-{number:012d}").touch()  # in the way
+    outcome = start(make_agents, tmp_path, patient=False)
+    assert outcome.text().count("Training goes on.") >= 4
+    assert_equal(outcome, expected())
+
+
+def test_replicas_write_one_part(make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
+    """And all begin with it if none of them lives."""
+    faults = [
+        {"at": "forward", "iteration": 5, "rank": 0, "scope": "node"},
+        {"at": "forward", "iteration": 5, "rank": 2, "scope": "node"},
+    ]
+    agents = make_agents(orders={"faults": faults, "checkpoint": 4, "patient": True}, options=("--spares", "2"))
+    outcome = agents.run("abcd")
+    assert_recovered(outcome, undisturbed(), {0, 1, 2, 3}, num_faults=2)
+    assert "all ranks begin with the checkpoint of iteration 4" in outcome.text()
+    assert len(list((outcome.directory / "checkpoints").glob("*8/rank-0.*"))) == 1
+    assert not list((outcome.directory / "checkpoints").glob("*/rank-1.*"))

@@ -1,0 +1,184 @@
+"""The ranks of a job take checkpoints together: all of them, or none. Real stores and files, a thread for each rank."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from swift_agent import checkpoints
+from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
+from swift_agent.errors import UsageError
+from swift_agent.generation_store import StoreClient, StoreServer
+from swift_agent.session import Job
+from swift_recovery.checkpoint import CheckpointDirectory
+from swift_recovery.errors import StateError
+from swift_recovery.state import TrainingState
+
+
+def state(value: float) -> TrainingState:
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return TrainingState({"m": model})
+
+
+class Group:
+    """Three ranks, of which the first two are replicas."""
+
+    def __init__(self, path: Path, servers: Callable[[], StoreServer]) -> None:
+        self.notes: list[str] = []
+        self.directory = CheckpointDirectory(path)
+        settings = Settings(self.directory, every=10, keep=2)
+        sets = [[0, 1], [0, 1], [2]]
+        self.ranks = [Checkpoints(settings, rank, 3, members, self.notes.append) for rank, members in enumerate(sets)]
+        self._servers = servers
+        self.begin_generation()
+
+    def begin_generation(self) -> None:
+        self.server = self._servers()
+
+    def take(self, iteration: int, *ranks: int) -> None:
+        for rank in ranks or range(3):
+            store = StoreClient("127.0.0.1", self.server.port, b"", timedelta(seconds=10))
+            self.ranks[rank].take(iteration, state(iteration + rank // 2), lambda rank=rank: {"rank": rank}, store)
+
+    def wait(self, *ranks: int) -> None:
+        for rank in ranks or range(3):
+            assert self.ranks[rank].wait(10.0)
+
+    @property
+    def newest(self) -> list[int]:
+        return [rank.newest for rank in self.ranks]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    servers: list[StoreServer] = []
+
+    def start() -> StoreServer:
+        servers.append(StoreServer("127.0.0.1"))
+        return servers[-1]
+
+    yield Group(tmp_path / "checkpoints", start)
+    for server in servers:
+        server.close()
+
+
+def test_each_set_writes_one_part_and_each_rank_loads_its_own(group: Group) -> None:
+    for iteration in (10, 20, 30):
+        group.take(iteration)
+        group.wait()
+    assert group.newest == [30, 30, 30] and group.directory.committed() == [20, 30]
+    assert sum("checkpoint of iteration" in note for note in group.notes) == 3 and "[10] are removed" in group.notes[-1]
+    for rank, value in ((0, 30.0), (1, 30.0), (2, 31.0)):
+        found = state(0)
+        assert group.ranks[rank].load(30, found) == {"rank": 2 * (rank // 2)}
+        assert all(bool((parameter == value).all()) for parameter in found.parameters()[:1])
+    assert not group.server._values.keys() - {b"checkpoint/%d/counts" % number for number in (10, 20, 30)}
+
+
+def test_it_is_due_where_nobody_can_have_taken_it(group: Group) -> None:
+    one = group.ranks[2]
+    assert [number for number in range(35) if one.is_due(number)] == [10, 20, 30]
+    one.recovered(20)
+    assert [number for number in range(35) if one.is_due(number)] == [30]
+    one.recovered(7)
+    assert not one.is_due(20)
+
+
+def test_it_does_not_count_before_all_have_told(group: Group) -> None:
+    group.take(10, 0, 1)
+    assert not group.ranks[0].wait(0.3) and group.newest == [0, 0, 0] and group.directory.committed() == []
+    group.take(10, 2)
+    group.wait()
+    assert group.newest == [10, 10, 10]
+
+
+def test_the_end_of_a_generation_ends_it_and_the_next_one_is_not_disturbed(group: Group) -> None:
+    group.take(10, 0, 1)
+    for rank in group.ranks[:2]:
+        rank.recovered(12)
+    group.wait()
+    assert group.newest == [0, 0, 0]
+    group.begin_generation()
+    group.take(20)
+    group.wait()
+    assert group.newest == [20, 20, 20] and group.directory.committed() == [20]
+
+
+def test_one_that_fails_counts_for_nobody(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoints.state_file.write
+
+    def full(path: Path, *args: Any) -> Any:
+        if path.name.startswith("rank-2"):
+            raise OSError(28, "No space left on device")
+        return original(path, *args)
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoints.state_file, "write", full)
+        group.take(10)
+        group.wait()
+    assert group.newest == [0, 0, 0] and group.directory.committed() == []
+    (note,) = group.notes
+    assert "no checkpoint of iteration 10: " in note and "No space left" in note and "Training goes on" in note
+    group.take(20)
+    group.wait()
+    assert group.newest == [20, 20, 20]
+
+
+def test_training_does_not_wait_for_one_that_takes_long(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next ones are left out meanwhile, on all ranks, and said to be."""
+    original, goes_on = checkpoints.state_file.write, threading.Event()
+
+    def slow(path: Path, *args: Any) -> Any:
+        if path.name.startswith("rank-2"):
+            assert goes_on.wait(10.0)
+        return original(path, *args)
+
+    monkeypatch.setattr(checkpoints.state_file, "write", slow)
+    group.take(10)
+    group.take(20)
+    assert "no checkpoint of iteration 20: that of iteration 10 is still being written" in group.notes[0]
+    goes_on.set()
+    group.wait()
+    assert group.newest == [10, 10, 10]
+    group.take(30)
+    group.wait()
+    assert group.newest == [30, 30, 30] and group.directory.committed() == [10, 30]
+
+
+def test_what_cannot_be_loaded_is_said(group: Group, tmp_path: Path) -> None:
+    group.take(10)
+    group.wait()
+    other = Checkpoints(Settings(group.directory, 10), 3, 4, [3], group.notes.append)
+    with pytest.raises(StateError, match="is of 3 ranks, and this job has 4"):
+        other.load(10, state(0))
+    (tmp_path / "file").touch()
+    nowhere = Checkpoints(Settings(CheckpointDirectory(tmp_path / "file"), 10), 0, 1, [0], group.notes.append)
+    with pytest.raises(CheckpointError, match="a directory that all nodes can read and write"):
+        nowhere.find()
+    assert Checkpoints(Settings(CheckpointDirectory(tmp_path / "new"), 10), 0, 1, [0], group.notes.append).find() == 0
+
+
+def test_a_script_that_asks_for_what_cannot_be_hears_of_all_of_it(tmp_path: Path) -> None:
+    job = cast(Any, Job(0, 0, 1, torch.device("cpu"), cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace())))
+    with pytest.raises(UsageError, match=r"every=0 is .*; keep=True is .*; s3://bucket: only directories"):
+        job.checkpoint("s3://bucket", every=0, keep=True)
+    job.checkpoint(tmp_path, every=5)
+    job._begun = True
+    with pytest.raises(UsageError, match="before the training loop begins; it was called before"):
+        job.checkpoint(tmp_path, every=5)
+    alone = Job(0, 0, 1, torch.device("cpu"), cast(Any, None), cast(Any, None), None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alone.checkpoint(tmp_path, every=5)
+    assert "without swift-run no checkpoints are written" in str(caught[0].message)
