@@ -8,10 +8,7 @@ there, which a rank that repeats an iteration counts again from where that began
 While a replacement repeats the iterations of its predecessor, what survivors had sent it comes from their logs, and
 what it sends to them is dropped: they have it. It logs again what it sends, so that the next failure finds complete
 logs. It begins with what set-up gives, or with a checkpoint: what was sent before the newest one that counts is gone.
-
-The first step of a pipeline, in which stages tell each other shapes, comes again in each new process, wherever that
-begins: its messages have channels of their own, and are kept. This module must never decide who repeats what; the plan
-does.
+This module must never decide who repeats what; the plan does.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import json
 import os
 import shutil
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -42,8 +38,6 @@ from swift_recovery.replica import Link
 
 # Of the log that goes to a replacement in one piece.
 PIECE_BYTES = 16 << 20
-# In the name of a channel's group: its messages are those of a pipeline's first step.
-FIRST_STEP = ", first step of "
 # A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
 MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
 
@@ -72,10 +66,9 @@ class Messages:
         for old in directory.glob(f"messages-{rank}-*"):
             shutil.rmtree(old, ignore_errors=True)  # of a process that this one replaces
         self._directory = directory / f"messages-{rank}-{uuid.uuid4().hex[:8]}"
-        self._logs, self._first_steps = self._directory / "sent", self._directory / "first steps"
+        self._logs = self._directory / "sent"
         self._bytes_left = self._bytes = bytes_for_logs(directory)
-        self._writer = self._new_log(self._logs)
-        self._first_writer = self._new_log(self._first_steps)
+        self._writer = self._new_log()
         self._complete_from = 0  # the iteration
         self.checkpoint = 0
         """The iteration of the newest one that counts: what was sent before it is gone."""
@@ -85,15 +78,8 @@ class Messages:
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
         self._begun: tuple[dict[Channel, int], dict[Channel, int]] = ({}, {})
-        self._source: LogReader | None = None  # what was taken, while it is needed
-        self._replaying = False
+        self._source: LogReader | None = None  # what was taken, while iterations are repeated
         self._repeating: frozenset[int] = frozenset()
-        # Of pipelines, in this iteration; and whether it was their first.
-        self._schedules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._first_step = ""  # which one this is
-        self._first_steps_made: set[str] = set()
-        self._made_by_others: set[str] = set()  # before the checkpoint that this process began with
-        torch_private.watch_schedules(self._on_step)
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
 
     @property
@@ -113,7 +99,6 @@ class Messages:
         """An iteration begins; its messages count."""
         self._iteration, self._generation = iteration, generation
         self._begun = (self._sent.copy(), self._received.copy())
-        self._schedules.clear()
 
     def end(self) -> None:
         self._iteration = -1
@@ -122,28 +107,6 @@ class Messages:
         """The iteration was cut, and will be run again."""
         self._iteration = -1
         self._sent, self._received = self._begun
-        self.reset_schedules()
-
-    def reset_schedules(self) -> None:
-        """Pipelines forget a step that was cut."""
-        for schedule, first in self._schedules.items():
-            # Who comes new to it tells the shapes of its messages, and waits for those of the others.
-            torch_private.reset_schedule(schedule, first=first)
-        self._schedules.clear()
-
-    @contextlib.contextmanager
-    def _on_step(self, schedule: Any, first: bool) -> Iterator[None]:
-        self._schedules[schedule] = first or self._schedules.get(schedule, False)
-        if not first:
-            yield
-            return
-        self._first_step = name = FIRST_STEP + torch_private.name_of_schedule(schedule)
-        try:
-            yield
-        finally:
-            self._first_step = ""
-        self._first_steps_made.add(name)
-        self._let_go()
 
     # ---- checkpoints ----
 
@@ -155,22 +118,17 @@ class Messages:
                 self._writer.roll()
         elif not self._for_good:
             with self._giving_up():
-                self._writer = self._new_log(self._logs)
+                self._writer = self._new_log()
                 self._bytes_left, self._complete_from, self.incomplete = self._bytes, iteration, ""
                 self._note(
                     f"messages are logged again; with the checkpoint of iteration {iteration} they are of use again"
                 )
-        return {
-            "sent": _to_tree(self._sent),
-            "received": _to_tree(self._received),
-            "first steps": sorted(self._first_steps_made | self._made_by_others),
-        }
+        return {"sent": _to_tree(self._sent), "received": _to_tree(self._received)}
 
     def restore(self, tree: Mapping[str, Any] | None, iteration: int) -> None:
         """This process begins with that checkpoint; None: it was taken where nothing was logged."""
         if tree is not None:
             self._sent, self._received = _from_tree(tree["sent"]), _from_tree(tree["received"])
-            self._made_by_others = set(tree["first steps"])
         self._begun = (self._sent.copy(), self._received.copy())
         self._complete_from = self.checkpoint = iteration
 
@@ -188,10 +146,9 @@ class Messages:
         if the log cannot be read."""
         link.send_bytes(json.dumps(self.origins).encode())
         self._writer.flush()
-        self._first_writer.flush()
-        with LogReader(self._logs) as log, LogReader(self._first_steps) as first_steps:
+        with LogReader(self._logs) as log:
             piece, writer = _new_piece()
-            for record in (*_sent_to(destination, before, first_steps), *_sent_to(destination, before, log)):
+            for record in _sent_to(destination, before, log):
                 writer.append(*record)
                 if len(piece) >= PIECE_BYTES:
                     _send_piece(piece, writer, link)
@@ -218,26 +175,14 @@ class Messages:
                     "same each time: seed it (torch.manual_seed), and load no checkpoint that the job itself writes"
                 )
 
-    def prepare_replay(self) -> None:
-        """What was taken in an attempt that was cut is let go."""
-        self._close_source()
-
     def begin_replay(self, repeating: Collection[int]) -> None:
         """From the next iteration on messages come from what was taken, but for those of the ranks *repeating*, which
         repeat theirs, too; and are sent to those only."""
-        self._repeating, self._replaying = frozenset(repeating), True
+        self._repeating = frozenset(repeating)
         self._source = LogReader(self._directory / "taken")
 
     def end_replay(self) -> None:
-        """From the next iteration on messages pass, but for the first steps that the others will not make again."""
-        self._replaying = False
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._source is not None and not self._replaying and self._made_by_others <= self._first_steps_made:
-            self._close_source()
-
-    def _close_source(self) -> None:
+        """All that was taken has been used, or was not needed."""
         if self._source is not None:
             self._source.close()
             self._source = None
@@ -245,16 +190,14 @@ class Messages:
 
     def _is_repeated(self, peer: int) -> bool:
         """Whether the message was exchanged before, by *peer* and the predecessor."""
-        if self._source is None or peer in self._repeating:
-            return False
-        return self._replaying or self._first_step in self._made_by_others
+        return self._source is not None and peer not in self._repeating
 
     # ---- operations ----
 
     def _send(self, original: Any, group: Any, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
         if self._iteration < 0:
             return original(group, tensors, dst, tag)
-        channel = Channel(group.group_name + self._first_step, self.rank, _global_rank(group, dst), tag)
+        channel = Channel(group.group_name, self.rank, _global_rank(group, dst), tag)
         for tensor in tensors:
             number = self._sent.get(channel, 0)
             self._sent[channel] = number + 1
@@ -264,7 +207,7 @@ class Messages:
         return original(group, tensors, dst, tag)
 
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
-        if self.incomplete and not self._first_step:
+        if self.incomplete:
             return
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes > MAX_MESSAGE_BYTES:
@@ -275,9 +218,8 @@ class Messages:
         if self._bytes_left < 0:
             self.give_up("half of what was free on the disk is used up")
             return
-        writer = self._first_writer if self._first_step else self._writer
         with self._giving_up():
-            writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
+            self._writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
 
     def give_up(self, why: str) -> None:
         """Log no more until the next checkpoint; what was logged is of no use without the rest."""
@@ -297,14 +239,14 @@ class Messages:
         except LogError as error:
             self.give_up(str(error))
 
-    def _new_log(self, directory: Path) -> LogWriter:
-        directory.mkdir(parents=True, exist_ok=True)
-        return LogWriter(directory, f"rank{self.rank}")
+    def _new_log(self) -> LogWriter:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return LogWriter(self._logs, f"rank{self.rank}")
 
     def _recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         if self._iteration < 0:
             return original(group, tensors, src, tag)
-        channel = Channel(group.group_name + self._first_step, _global_rank(group, src), self.rank, tag)
+        channel = Channel(group.group_name, _global_rank(group, src), self.rank, tag)
         number = self._received.get(channel, 0)
         self._received[channel] = number + len(tensors)
         if not self._is_repeated(channel.source):
@@ -321,7 +263,7 @@ class Messages:
             raise CannotReplay(f"message {number} of {channel} is in nobody's log") from None
         except LogError as error:
             raise CannotReplay(str(error)) from None
-        if header.iteration != self._iteration and not self._first_step:
+        if header.iteration != self._iteration:
             raise CannotReplay(
                 f"message {number} of {channel} was sent in iteration {header.iteration}, and is waited for in "
                 f"{self._iteration}"
@@ -362,8 +304,7 @@ def _sent_to(destination: int, before: int, log: LogReader) -> Iterator[tuple[He
 
 
 def _to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
-    """Without first steps, which are counted anew in each process."""
-    return [[*astuple(channel), count] for channel, count in counts.items() if FIRST_STEP not in channel.group]
+    return [[*astuple(channel), count] for channel, count in counts.items()]
 
 
 def _from_tree(tree: Iterable[Sequence[Any]]) -> dict[Channel, int]:

@@ -197,7 +197,11 @@ class Place:
         if start is None and self._moved:
             start = self.start.tree()
         position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
-        return {"position": position, "units": units, "point": self.point.tree(), "start": start}
+        offered = {"position": position, "units": units, "point": self.point.tree(), "start": start}
+        assert self.tracked is not None
+        if self.tracked.pipelines is not None:
+            offered["pipelines"] = self.tracked.pipelines.offer()
+        return offered
 
     def take_over(self, offer: Mapping[str, Any], iteration: int, *, from_checkpoint: bool = False) -> None:
         """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
@@ -215,6 +219,8 @@ class Place:
             if self.status == "empty":
                 self.here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
                 self.target, self.target_units = target, Units(**offer["units"])
+                if self.tracked.pipelines is not None:
+                    self.tracked.pipelines.give(offer.get("pipelines", {}))
                 self.ghost_iterations, self._catch_up = iteration, start
             elif start is not None:
                 self.start.install(start, rng=rng)
@@ -226,6 +232,8 @@ class Place:
         repeated, see `begin_replay`; until that begins nothing is held."""
         with self.lock:
             self.status = "empty"
+            if not repeats:
+                offer = {**offer, "pipelines": {}}  # all stages are new, and tell each other
             self.take_over(offer, iteration, from_checkpoint=True)
             if repeats:
                 self.status = "empty"

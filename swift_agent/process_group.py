@@ -55,6 +55,7 @@ class ProcessGroups:
         self._generation = 0
         self._dead_generation = -1
         self._connected = False
+        self._is_detached = False  # inside `local` or `refused`
         self._why: str | None = None  # set while stopped
         self._stops: list[Stop] = []  # not known to be quiet yet
 
@@ -325,13 +326,19 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, collectives of connected groups return at once with local values; nobody else takes notice."""
+        """Inside, collectives of connected groups return at once with local values; nobody else takes notice. Nothing
+        changes inside another `local`, or `refused`."""
+        if self._is_detached:
+            yield
+            return
         everything = [one for group in self._groups for one in group.exchanges]
         for one in everything:
             one.local()
+        self._is_detached = True
         try:
             yield
         finally:
+            self._is_detached = False
             for one in everything:
                 one.end_local()
 
@@ -342,9 +349,11 @@ class ProcessGroups:
         everything = [one for group in self._groups for one in group.exchanges if group.pg.size() > 1]
         for one in everything:
             one.refuse(why)
+        self._is_detached = True
         try:
             yield
         finally:
+            self._is_detached = False
             for one in everything:
                 one.end_local()
 

@@ -181,7 +181,7 @@ class Rejoin:
             raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
         if not self._groups.is_native:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
-        messages.prepare_replay()
+        messages.end_replay()  # of an attempt that was cut
         begin = self._restore(plan)
         for rank in range(dist.get_world_size()):
             if rank not in plan.replays:

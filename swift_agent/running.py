@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.errors import StateError
 from swift_recovery.progress import ranges_of
+from swift_recovery.randomness import capture_generators, restore_generators
 
 R = TypeVar("R")
 
@@ -118,6 +119,8 @@ class Protected:
         place = self._place
         self._tracked = tracked
         tracked.updates.goes_on = self._goes_on
+        if tracked.pipelines is not None:
+            tracked.pipelines.alone = self._without_effect
         if tracked.has_shards_alone and place.rank == 0:
             begin = "the newest checkpoint" if tracked.checkpoints is not None else "what the script loads"
             self.supervisor.note(
@@ -314,8 +317,7 @@ class Protected:
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
                 updates.finish()
-                if tracked.messages is not None:
-                    tracked.messages.end()
+                tracked.end()
                 # In this order: who looks between the two finds more iterations begun than there are, never fewer.
                 place.here.iteration += 1
                 place.inside = ""
@@ -325,12 +327,10 @@ class Protected:
     def _cut_iteration(self) -> bool:
         """The iteration was interrupted. False: it has to be run again, on recovered groups. True: its update exists
         already, here or on a replica, and the script goes on after it."""
-        place, updates = self._place, self._require_tracked().updates
+        place, tracked = self._place, self._require_tracked()
+        updates = tracked.updates
         updates.cut()
         self._wait_quiet()
-        messages = self._require_tracked().messages
-        if messages is not None:
-            messages.end()
         if updates.updated:
             return True
         while (go := self._next_if_ahead()) is not None:
@@ -341,8 +341,7 @@ class Protected:
                     updates.finish_update()
                     return True
         place.start.restore()  # and with that the gradients are gone
-        if messages is not None:
-            messages.rewind()
+        tracked.rewind()
         place.leave()
         # The point's state may be replaced by this; the iteration's own begins anew.
         self._recover()
@@ -371,6 +370,7 @@ class Protected:
         """
         place, tracked = self._place, self._require_tracked()
         number, owes = place.here.iteration, not tracked.updates.updated
+        tracked.pass_over()
         # Where an update has begun, the forward was complete; it may be here that the rest of it is brought to.
         buffers = None if owes and not tracked.updates.done else tracked.copy_buffers()
         place.start.restore()
@@ -395,9 +395,11 @@ class Protected:
         place.seeds.for_iteration(number)
         with tracked.without_reduction(finite=place.here.iteration > number):
             try:
-                return call()
+                result = call()
             finally:
                 tracked.updates.cut()
+        tracked.end()
+        return result
 
     def _iteration_as_newcomer(self, call: Callable[[], R]) -> R:
         """The others have finished this iteration, and this newcomer has its update: run it for its result."""
@@ -412,9 +414,24 @@ class Protected:
                 result = call()
             finally:
                 tracked.updates.cut()
+        tracked.end()
         with place.lock:
             place.here.iteration += 1
         return result
+
+    @contextlib.contextmanager
+    def _without_effect(self) -> Iterator[None]:
+        """Forward and backward are run here only, with what they draw and count taken back."""
+        tracked = self._require_tracked()
+        generators = capture_generators({parameter.device for parameter in tracked.state.parameters()})
+        buffers = tracked.copy_buffers()
+        local = contextlib.nullcontext() if self._ghosting else self._groups.local()
+        try:
+            with local, tracked.without_reduction(finite=False):
+                yield
+        finally:
+            tracked.put_buffers(buffers)
+            restore_generators(generators)
 
     def _iteration_from_logs(self, call: Callable[[], R]) -> R:
         """This newcomer repeats an iteration of its predecessor, with the messages that the others had sent to that."""
@@ -435,7 +452,7 @@ class Protected:
                 self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
             self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
         finally:
-            messages.end()
+            tracked.end()
             place.leave()
         with place.lock:
             place.here.iteration += 1
@@ -474,8 +491,7 @@ class Protected:
             self._complete_iteration()
         except BaseException:
             tracked.updates.cut()
-            if tracked.messages is not None:
-                tracked.messages.rewind()
+            tracked.rewind()
             with place.lock:
                 place.inside = ""
                 if tracked.updates.updated:
@@ -509,6 +525,8 @@ class Protected:
                     supervisor.check()  # what a cut collective gave must not be handed out
                     place.inside = ""
                     place.here.sections += 1
+                if self._tracked is not None:
+                    self._tracked.end()
             except Exception as error:
                 if not self._was_cut(error):
                     raise
@@ -516,8 +534,8 @@ class Protected:
                 if place.inside:
                     self._wait_quiet()
                     place.start.restore()
-                if self._tracked is not None and self._tracked.messages is not None:
-                    self._tracked.messages.reset_schedules()
+                if self._tracked is not None and self._tracked.pipelines is not None:
+                    self._tracked.pipelines.rewind()
                 place.leave()
                 continue
             if self._recovered_in:

@@ -222,11 +222,12 @@ class Supervisor:
             return self._released
 
     def send(self, message: Message) -> None:
-        """Tell the agent; if it is gone, so is this process."""
+        """Tell the agent; if it is gone, so is this process. Nothing more after `close`, when it may still ask."""
         try:
             self._channel.send(message)
         except ChannelClosed:
-            _die("its agent is gone")
+            if not self._released:
+                _die("its agent is gone")
 
     def note(self, text: str) -> None:
         """A line for people, shown by the agent."""

@@ -483,6 +483,11 @@ def pipeline_stage(candidate: Any) -> torch.nn.Module | None:
     return module
 
 
+def has_schedules() -> bool:
+    """Whether there may be pipeline schedules in this process. Imports nothing for it."""
+    return "torch.distributed.pipelining.schedules" in sys.modules
+
+
 def watch_schedules(stepped: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
     """Each step of a pipeline schedule begins inside `stepped(schedule, first)`. *first*: stages tell each other the
     shapes of what they will send."""

@@ -21,6 +21,7 @@ from swift_agent import ddp, overlap, torch_private, transfer
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
+from swift_agent.pipelines import Pipelines
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
 from swift_recovery.checksum import checksum
@@ -97,6 +98,7 @@ class Tracked:
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             self.messages = Messages(self.replicas[0], logs, supervisor.note)
+        self.pipelines = Pipelines() if supervisor is not None and torch_private.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(checkpoints, rank, world_size, self.replicas, supervisor.note)
@@ -132,6 +134,27 @@ class Tracked:
         if self.messages is not None and not ghost:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
+
+    def end(self) -> None:
+        """The iteration, or a section, is over, and counts."""
+        if self.messages is not None:
+            self.messages.end()
+        if self.pipelines is not None:
+            self.pipelines.end()
+
+    def pass_over(self) -> None:
+        """The iteration was cut after all that it had to send; it counts, or an update comes that does."""
+        if self.messages is not None:
+            self.messages.end()
+        if self.pipelines is not None:
+            self.pipelines.pass_over()
+
+    def rewind(self) -> None:
+        """It was cut, and will be run again."""
+        if self.messages is not None:
+            self.messages.rewind()
+        if self.pipelines is not None:
+            self.pipelines.rewind()
 
     def reset_shards(self) -> None:
         """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from swift_agent.ctl import cli
-from tests.support.job import Agents, Outcome
+from tests.support.job import ROOT, Agents, Outcome
 
 ITERATIONS = 120
 
@@ -71,6 +72,32 @@ def assert_unnoticed(outcome: Outcome, expected: str, num_processes: dict[int, i
     assert {rank: len(pids) for rank, pids in outcome.pids.items()} == {r: num_processes.get(r, 1) for r in range(4)}
     assert outcome.hashes == {expected}, text
     assert "equal checksums" in text, text
+
+
+PIPELINE = ROOT / "tests" / "support" / "pipeline_train.py"
+
+
+@pytest.mark.parametrize("every", [None, 4], ids=["no checkpoints", "checkpoints"])
+def test_a_stage_of_a_pipeline_moves(every: int | None, make_agents: Callable[..., Agents], tmp_path: Path) -> None:
+    """Its successor is new to the schedule; what its neighbours had told the one before it comes from their logs."""
+    (tmp_path / "undisturbed").mkdir()
+    expected = make_agents(
+        tmp_path / "undisturbed", num_nodes=4, num_workers=1, script=PIPELINE, orders={"iterations": 40}
+    ).run("abcd")
+    orders = {"iterations": 40, "pace_s": 0.2} | ({"checkpoint": every} if every else {})
+    agents = make_agents(num_nodes=4, num_workers=1, script=PIPELINE, orders=orders, options=("--spares", "1"))
+    for node in "abcde":
+        agents.start(node)
+    wait_until(agents, lambda: (agents.directory / "losses.3").exists())
+    wait_until(agents, lambda: len((agents.directory / "losses.3").read_text().splitlines()) > 6)
+    leaving = owner(agents, 2)
+    code, text = ctl(agents, "drain", leaving)
+    assert code == 0, text
+    outcome = free(agents)
+    assert "all workers restart" not in outcome.text()
+    assert {rank: len(pids) for rank, pids in outcome.pids.items()} == {0: 1, 1: 1, 2: 2, 3: 1}, outcome.text()
+    for rank, result in expected.results.items():
+        assert outcome.results[rank]["hash"] == result["hash"], outcome.text()
 
 
 @pytest.fixture

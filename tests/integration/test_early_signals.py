@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,8 @@ def default_signals() -> None:
     ("moment", "signum"), [*((moment, signal.SIGTERM) for moment in MOMENTS), ("etcd's directory", signal.SIGINT)]
 )
 def test_nothing_remains(moment: str, signum: signal.Signals, tmp_path: Path) -> None:
-    temporary, log, script = tmp_path / "tmp", tmp_path / "log", tmp_path / "train.py"
-    temporary.mkdir()
+    # Not in tmp_path, whose name may be too long for the sockets of an agent: it would take another directory.
+    temporary, log, script = Path(tempfile.mkdtemp()), tmp_path / "log", tmp_path / "train.py"
     script.write_text("import time\ntime.sleep(100)\n")
     command = [sys.executable, "-m", "swift_agent.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "SWIFT_ETCD_BINARY": etcd_binary(), "TMPDIR": str(temporary)}

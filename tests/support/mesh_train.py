@@ -136,12 +136,7 @@ def whole_batch(net: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.
 
 def pipelined(net: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor, torch.Tensor], Any]:
     number, group = mesh.get_local_rank("model"), mesh["model"].get_group()
-    size = BATCH // NUM_CHUNKS
-    between, end = torch.zeros(size, WIDTH, requires_grad=True), torch.zeros(size, 4, requires_grad=True)
-    stage = PipelineStage(
-        net, number, 2, torch.device("cpu"), group=group,
-        input_args=(between if number else between.detach(),), output_args=(end if number else between,),
-    )  # fmt: skip
+    stage = PipelineStage(net, number, 2, torch.device("cpu"), group=group)  # its stages tell each other the shapes
     schedule = Schedule1F1B(stage, NUM_CHUNKS, loss_fn=F.cross_entropy)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -30,6 +30,7 @@ from tests.support.fault_train import (
     now,
     take_checkpoints,
     until_it_counts,
+    wait_for,
 )
 
 WIDTH, LENGTH, WORDS, BATCH, MICRO_BATCHES = 16, 6, 20, 16, 8
@@ -129,6 +130,8 @@ def main() -> None:
             found = train(x, (x + 1) % WORDS)
             print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
             fault("between", job.iteration_number - 1)
+            if "pace_s" in ORDERS and number > 3:
+                wait_for(DIR / "free", ORDERS["pace_s"])
             if "section" in ORDERS and number % 3 == 1:
                 size = look()
                 optimizer.param_groups[0]["lr"] *= 1 + 0.001 * size  # what it finds counts

@@ -310,7 +310,7 @@ def test_what_was_sent_before_a_checkpoint_goes_when_that_counts(
     assert sender.is_complete and sender._bytes_left > left
     sender.give(2, 4, link)
     replacement = make(2)
-    counts = {"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 2]], "first steps": []}  # type: ignore[union-attr]
+    counts = {"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 2]]}  # type: ignore[union-attr]
     replacement.restore(counts, 2)
     replacement.take(1, link)
     replacement.begin_replay([2])
@@ -350,54 +350,8 @@ def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
     assert sender.is_complete and "logged again" in notes[-1]
     sender.give(2, 2, link)
     replacement = make(2)
-    replacement.restore({"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 3]], "first steps": []}, 1)  # type: ignore[union-attr]
+    replacement.restore({"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 3]]}, 1)  # type: ignore[union-attr]
     replacement.take(1, link)
     replacement.begin_replay([2])
     with repeated(replacement, 1):
         assert torch.equal(receive(), SENT + 7)
-
-
-class Schedule:
-    """Of a pipeline, as far as its first step goes."""
-
-    _n_microbatches = 4
-
-
-@pytest.mark.parametrize("num_repeated", [0, 2])
-def test_a_first_step_is_repeated_wherever_a_process_begins(num_repeated: int, make: Callable[[int], Messages]) -> None:
-    """Its messages have been deleted from no log, and are not counted with the others; they come from the log also
-    where the first iteration of the new process is one that all others make as well."""
-    schedule, link = Schedule(), Pipe()
-    sender = make(1)
-    sender.begin(0, 1)
-    with sender._on_step(schedule, True):
-        send(100)
-    send(0)
-    sender.end()
-    saved = sender.begin_checkpoint(1)
-    assert saved["first steps"] == [", first step of Schedule of 4"] and [row[-1] for row in saved["sent"]] == [1]
-    one_iteration(sender, 1, 1)
-    one_iteration(sender, 2, 2)
-    sender.checkpointed(1)
-    sender.give(2, 1 + num_repeated, link)
-    replacement = make(2)
-    mine = {"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 1]], "first steps": saved["first steps"]}  # type: ignore[union-attr]
-    replacement.restore(mine, 1)
-    replacement.take(1, link)
-    replacement.begin_replay([2])
-    if not num_repeated:
-        replacement.end_replay()
-    for number in range(max(1, num_repeated)):
-        replacement.begin(1 + number, 2)
-        if number == 0:
-            with replacement._on_step(schedule, True):
-                assert torch.equal(receive(), SENT + 100)
-        if num_repeated:
-            assert torch.equal(receive(), SENT + 1 + number)
-        else:
-            assert torch.equal(receive(), torch.zeros_like(SENT))  # from the group
-        replacement.end()
-    replacement.end_replay()
-    replacement.begin(9, 2)
-    with replacement._on_step(schedule, True):
-        assert torch.equal(receive(), torch.zeros_like(SENT))  # all make it again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
@@ -459,7 +460,7 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
                         (schedules.PipelineScheduleMulti, "_initialize_stages")):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))
     steps: list[tuple[Any, bool]] = []
-    torch_private.watch_schedules(lambda schedule, first: steps.append((schedule, first)))
+    torch_private.watch_schedules(lambda schedule, first: contextlib.nullcontext(steps.append((schedule, first))))
     torch.manual_seed(0)
     num_stages = 1 if kind == "Schedule1F1B" else 2
     modules = [torch.nn.Linear(3, 3) for _ in range(num_stages)]

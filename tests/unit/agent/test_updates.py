@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from swift_agent import supervisor
 from swift_agent.channel import Channel
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.supervisor import Supervisor
@@ -263,6 +265,24 @@ def test_an_update_that_a_stopped_generation_counts_on_is_not_made(make: Callabl
     assert not worker.supervisor.enter_update(go)
     with worker.supervisor.fence:
         assert not worker.supervisor.is_ahead(go)
+
+
+def test_a_worker_that_has_ended_well_is_not_killed_for_what_it_is_still_asked(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent asks for the rate from time to time; the answer may find the channel closed."""
+    died: list[str] = []
+    monkeypatch.setattr(supervisor, "_die", died.append)
+    worker = make()
+    worker.supervisor.close()
+    worker.supervisor.send({"op": "at", "iteration": 7})
+    assert not died
+    other = make()
+    other.agent.close()
+    deadline_s = time.monotonic() + 10.0
+    while not died and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert died[0] == "its agent is gone"
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
