@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from swift_agent import tracking
+from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.messages import CannotReplay, CutReplay
@@ -32,7 +33,6 @@ from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
-from swift_recovery.errors import StateError
 from swift_recovery.progress import ranges_of
 from swift_recovery.randomness import capture_generators, restore_generators
 
@@ -107,6 +107,7 @@ class Protected:
     ) -> None:
         self._place, self.supervisor, self._groups, self._device = place, supervisor, groups, device
         self._tracked: Tracked | None = None
+        self._checkpointing: Checkpointing | None = None
         self._ghosts = contextlib.ExitStack()
         self._ghosting = False
         self._modules_sent = False
@@ -127,6 +128,9 @@ class Protected:
                 "the model is sharded, and no rank holds a replica of another one's shards: if one is lost all workers "
                 f"start again, with {begin}. On a mesh of two dimensions (replicate, shard) they go on."
             )
+        if tracked.checkpoints is not None:
+            note = self.supervisor.note
+            self._checkpointing = Checkpointing(tracked.checkpoints, place, tracked, self._groups, note)
         self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet)
         if place.status == "empty":
             self._origin()
@@ -134,53 +138,25 @@ class Protected:
             self._recover()
             return
         self._phases_s = {}  # of no recovery
-        checkpoint = tracked.checkpoints.find() if tracked.checkpoints is not None else 0
+        newest = self._checkpointing.find() if self._checkpointing is not None else 0
         with place.lock:
-            place.status = "empty" if checkpoint else "holding"
+            place.status = "empty" if newest else "holding"
         try:
             # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
             # then never cuts a collective of somebody's set-up, which could not be repeated.
-            everyone = self._groups.all_gather_ints([*self._origin(), checkpoint])
+            everyone = self._groups.all_gather_ints([*self._origin(), newest])
             if tracked.messages is not None:
                 tracked.messages.origins = [origin for *origin, _ in everyone]
-            self._begin_with_checkpoint(min(found for *_, found in everyone))
+            common = min(found for *_, found in everyone)
+            if common and self._checkpointing is not None:
+                self._checkpointing.begin(common)
+            with place.lock:
+                place.status = "holding"
         except Exception as error:
             if not self._was_cut(error):
                 raise
             if place.status == "empty":
                 self._recover()  # before the script is in a loop
-
-    def _begin_with_checkpoint(self, iteration: int) -> None:
-        """That one, or the newest older one that all ranks can load; 0: there is none."""
-        place, tracked = self._place, self._require_tracked()
-        reasons = []
-        while iteration:
-            assert tracked.checkpoints is not None
-            extra = None
-            try:
-                extra = tracked.checkpoints.load(iteration, tracked.state)
-            except (OSError, StateError) as error:
-                reasons.append(str(error))
-                self.supervisor.note(f"the checkpoint of iteration {iteration} cannot be loaded: {error}")
-            if all(loaded for (loaded,) in self._groups.all_gather_ints([extra is not None])) and extra is not None:
-                place.begin_with(extra["place"], iteration, repeats=False)
-                # In other buckets the same gradients would have other sums.
-                tracked.restore_layouts(extra["layouts"])
-                if tracked.messages is not None:
-                    tracked.messages.restore(extra["messages"], iteration)
-                if place.rank == 0:
-                    self.supervisor.note(f"all ranks begin with the checkpoint of iteration {iteration}")
-                return
-            # The state is mixed now: an older one, or none.
-            iteration = min(found for (found,) in self._groups.all_gather_ints([tracked.checkpoints.find(iteration)]))
-            if not iteration:
-                raise CheckpointError(
-                    f"no checkpoint in {tracked.checkpoints.directory} can be loaded on all ranks: "
-                    f"{'; '.join(reasons) or 'see what other ranks say'}. Nothing there was changed. To begin anew "
-                    "give job.checkpoint() another directory."
-                )
-        with place.lock:
-            place.status = "holding"
 
     def _origin(self) -> list[int]:
         """What repeated iterations have to begin with: a checksum of the state, and the seed."""
@@ -198,28 +174,12 @@ class Protected:
             self._recover()
             # What was received belongs to this point, too. Nothing is owed any more.
             place.keep_point()
-        if self._require_tracked().checkpoints is not None:
-            self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        """Take one if it is due, and let go what an earlier one has made needless."""
-        place, tracked, number = self._place, self._require_tracked(), self._place.here.iteration
-        checkpoints, messages, store = tracked.checkpoints, tracked.messages, self._groups.store
-        assert checkpoints is not None
-        if messages is not None and checkpoints.newest > messages.checkpoint:
-            messages.checkpointed(checkpoints.newest)
-        if not checkpoints.is_due(number):
-            return
-
-        def extra() -> dict[str, Any]:
-            logged = messages.begin_checkpoint(number) if messages is not None else None
-            return {"place": place.offer(), "layouts": tracked.layouts_for(number), "messages": logged}
-
-        try:
-            checkpoints.take(number, tracked.state, extra, store.clone())
-        except dist.DistStoreError as error:
-            if not self._was_cut(error):
-                raise
+        if self._checkpointing is not None:
+            try:
+                self._checkpointing.at_point()
+            except dist.DistStoreError as error:
+                if not self._was_cut(error):
+                    raise
 
     def close(self) -> None:
         supervisor, place = self.supervisor, self._place
@@ -246,8 +206,7 @@ class Protected:
 
     def _last_checkpoint_is_over(self) -> bool:
         """False if a failure comes first."""
-        checkpoints = self._tracked.checkpoints if self._tracked is not None else None
-        while checkpoints is not None and not checkpoints.wait(timeout_s=0.05):
+        while self._checkpointing is not None and not self._checkpointing.is_over(timeout_s=0.05):
             if self.supervisor.interrupted:
                 return False
         return True
@@ -590,9 +549,8 @@ class Protected:
             self._have_this_replaced(str(error))
         except CannotReplay as error:
             self._give_up(str(error))
-        checkpoints = self._require_tracked().checkpoints
-        if checkpoints is not None:
-            checkpoints.recovered(self._rejoin.iteration)
+        if self._checkpointing is not None:
+            self._checkpointing.recovered(self._rejoin.iteration)
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = time.monotonic()

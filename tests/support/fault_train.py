@@ -112,6 +112,13 @@ def ranks_of_this_node() -> range:
     return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
+def update(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    fault("before_step")
+    for optimizer in optimizers:
+        optimizer.step()
+    fault("after_step")
+
+
 def wait_for(path: Path, timeout_s: float) -> None:
     """Until the test has made this file."""
     deadline_s = time.monotonic() + timeout_s
@@ -290,10 +297,7 @@ def build(job: swift.Job) -> None:
         else:
             loss = F.cross_entropy(model(x), y)
         loss.backward()
-        fault("before_step")
-        for optimizer in optimizers:
-            optimizer.step()
-        fault("after_step")
+        update(optimizers)
         for optimizer in optimizers:
             optimizer.zero_grad()
         for scheduler in schedulers:

@@ -25,6 +25,7 @@ from tests.support.fault_train import (
     now,
     take_checkpoints,
     until_it_counts,
+    update,
 )
 
 
@@ -68,9 +69,7 @@ def main() -> None:
         until_it_counts(job)
         loss = F.cross_entropy(net(x), y)
         loss.backward()
-        fault("before_step")
-        optimizer.step()
-        fault("after_step")
+        update([optimizer])
         optimizer.zero_grad()
         scheduler.step()
         return loss.detach()

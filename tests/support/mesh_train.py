@@ -22,7 +22,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import swift_agent as swift
-from tests.support.fault_train import DIR, ITERATIONS, ORDERS, RANK, arm_private_places, fault, leave_result, now
+from tests.support.fault_train import (
+    DIR,
+    ITERATIONS,
+    ORDERS,
+    RANK,
+    arm_private_places,
+    fault,
+    leave_result,
+    now,
+    update,
+)
 from tests.support.hsdp_train import arm_agreement
 
 WIDTH, HIDDEN, BATCH, NUM_CHUNKS = 16, 32, 8, 4
@@ -162,9 +172,7 @@ def main() -> None:
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:
         now["iteration"] = job.iteration_number
         loss = step(x, y)
-        fault("before_step")
-        optimizer.step()
-        fault("after_step")
+        update([optimizer])
         optimizer.zero_grad()
         return loss
 

@@ -30,6 +30,7 @@ from tests.support.fault_train import (
     now,
     take_checkpoints,
     until_it_counts,
+    update,
     wait_for,
 )
 
@@ -119,9 +120,7 @@ def main() -> None:
             )  # fmt: skip
             if ORDERS.get("collective"):
                 dist.all_reduce(torch.zeros(1))
-            fault("before_step")
-            optimizer.step()
-            fault("after_step")
+            update([optimizer])
             scheduler.step()
             return found
 
