@@ -137,7 +137,7 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints in {self.directory} cannot be read ({error.strerror or error}): give job.checkpoint() a "
-                "directory that all nodes can read and write"
+                "directory or bucket that all nodes can read and write"
             ) from error
 
     def load(self, iteration: int, state: TrainingState) -> Any:
@@ -150,7 +150,9 @@ class Checkpoints:
                 f"job has {self._world_size}"
             )
         part = found.part_of(self._rank)
-        extra = state_file.read(self.directory.path_of(iteration, part), state, part.written)
+        path = self.directory.path_of(iteration, part)
+        with self.directory.store.reading(path) as stream:
+            extra = state_file.read(stream, f"{self.directory}/{path}", state, part.written)
         self.newest = self._last = iteration
         return extra
 
@@ -200,9 +202,10 @@ class Checkpoints:
         if task.copy is None:
             return {}
         path = self.directory.new_part(task.iteration, self._rank)
-        part = Part(path.name, tuple(self._replicas), state_file.write(path, task.copy))
+        with self.directory.store.writing(path) as stream:
+            written = state_file.write(stream, task.copy)
         task.copy = None
-        return part.to_json()
+        return Part(path.rpartition("/")[2], tuple(self._replicas), written).to_json()
 
     def _commit(self, task: _Task, store: StoreClient, name: str) -> bool:
         keys = [f"{name}/{rank}" for rank in range(self._world_size)]

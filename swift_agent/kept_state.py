@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_agent.tracking import Tracked
+from swift_logging_store.store import whole_file
 from swift_recovery import state_file
 
 _NAME = "kept-state"
@@ -31,10 +32,13 @@ def path_of(directory: str, iteration: int) -> str:
 
 def keep(directory: str, iteration: int, tracked: Tracked, offer: dict[str, Any]) -> None:
     """Write the state before *iteration* and *offer*, see `Place.offer`. Raises OSError; then there is no such file."""
-    state_file.write(Path(path_of(directory, iteration)), tracked.state, offer, durable=False)
+    with whole_file(Path(path_of(directory, iteration)), durable=False) as stream:
+        state_file.write(stream, tracked.state, offer)
 
 
 def load(directory: str, iteration: int, tracked: Tracked) -> Any:
     """Receive the state into *tracked*; the offer that was kept with it. Raises OSError, or `StateError` for a file
     that is not what was kept."""
-    return state_file.read(Path(path_of(directory, iteration)), tracked.state)
+    path = path_of(directory, iteration)
+    with open(path, "rb", buffering=1 << 20) as stream:
+        return state_file.read(stream, path, tracked.state)

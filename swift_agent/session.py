@@ -31,6 +31,7 @@ from swift_agent.running import Running
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.worker_env import ENV_SIZES
+from swift_logging_store.store import StoreUnknown, open_store
 from swift_recovery.checkpoint import CheckpointDirectory
 
 P = ParamSpec("P")
@@ -126,9 +127,9 @@ class Job:
         goes on; begin with the newest one there, if any: in another run of this script, and when all workers of this
         one have to start again. To be called before the first iteration, on all ranks alike.
 
-        *directory*: on a filesystem that all nodes share; it is made if need be. The newest *keep* stay. A copy of the
-        state of this rank (of one rank of each replica set) is held on the CPU until it is written. Without an agent
-        nothing is written or loaded.
+        *directory*: on a filesystem that all nodes share, made if need be, or `s3://BUCKET/PREFIX` (credentials as for
+        AWS's tools). The newest *keep* stay. A copy of the state of this rank (of one rank of each replica set) is held
+        on the CPU until it is written. Without an agent nothing is written or loaded.
 
         Raises `UsageError` for what cannot be, and after the first iteration.
         """
@@ -140,14 +141,15 @@ class Job:
         for name, number in (("every", every), ("keep", keep)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 mistakes.append(f"{name}={number!r} is no number of at least 1")
-        path = os.fspath(directory)
-        if "://" in path:
-            mistakes.append(f"{path}: only directories that all nodes share can be written to yet, no URL")
+        try:
+            store = open_store(os.fspath(directory))
+        except StoreUnknown as error:
+            mistakes.append(str(error))
         if mistakes:
             raise UsageError("job.checkpoint(): " + "; ".join(mistakes))
         if self._supervisor is None:
             warnings.warn("without swift-run no checkpoints are written, and none is loaded", stacklevel=2)
-        self._checkpoints = Settings(CheckpointDirectory(Path(path).absolute()), every, keep)
+        self._checkpoints = Settings(CheckpointDirectory(store), every, keep)
 
     def _begin(self) -> None:
         """The first point of the loop."""

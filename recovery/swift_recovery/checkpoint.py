@@ -10,17 +10,14 @@ by taking its `committed.json` away first. Must never decide when a checkpoint i
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from swift_logging_store.store import Store
 from swift_recovery.errors import StateError
 from swift_recovery.progress import ranges_of, ranks_of
 from swift_recovery.state_file import Written
@@ -50,7 +47,7 @@ class Part:
     def from_json(cls, data: Mapping[str, Any]) -> Part:
         """Raises KeyError, TypeError or ValueError on what `to_json` did not write."""
         name = data["name"]
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is no name of a file")
         return cls(name, ranks_of(data["ranks"]), Written(int(data["num_bytes"]), int(data["checksum"], 16)))
 
@@ -104,81 +101,61 @@ def to_remove(committed: Iterable[int], begun: Iterable[int], keep: int) -> list
 
 
 class CheckpointDirectory:
-    """*path* is made if need be. All methods raise OSError if the filesystem does."""
+    """Checkpoints in *store*. All methods raise OSError if that does."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, store: Store) -> None:
+        self.store = store
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self.store)
 
     def committed(self) -> list[int]:
         """The iterations of the checkpoints that count, in ascending order."""
-        return sorted(number for number, at in self._found().items() if (at / _MARK).exists())
+        return [number for number in self._found() if self.store.exists(f"{_at(number)}/{_MARK}")]
 
     def newest(self, before: int | None = None) -> int:
         """The iteration of the newest one that counts (below *before*), 0 if there is none."""
-        return max((number for number in self.committed() if before is None or number < before), default=0)
+        for number in reversed(self._found()):
+            if (before is None or number < before) and self.store.exists(f"{_at(number)}/{_MARK}"):
+                return number
+        return 0
 
-    def new_part(self, iteration: int, rank: int) -> Path:
-        """Where a part is to be written: a name that nobody has."""
-        at = self._at(iteration)
-        at.mkdir(parents=True, exist_ok=True)
-        return at / f"rank-{rank}.{uuid.uuid4().hex[:8]}.state"
+    def new_part(self, iteration: int, rank: int) -> str:
+        """The path in the store of a part that is to be written: a name that nobody has."""
+        return f"{_at(iteration)}/rank-{rank}.{uuid.uuid4().hex[:8]}.state"
 
-    def path_of(self, iteration: int, part: Part) -> Path:
-        return self._at(iteration) / part.name
+    def path_of(self, iteration: int, part: Part) -> str:
+        return f"{_at(iteration)}/{part.name}"
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        """All its parts are on the disk: it counts when this returns."""
-        at = self._at(checkpoint.iteration)
-        new = at / f"{_MARK}.{uuid.uuid4().hex[:8]}"
-        with open(new, "x") as stream:
-            json.dump(checkpoint.to_json(), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(at)  # the names of the parts, before they are told of
-        os.replace(new, at / _MARK)
-        for directory in (at, self.path):
-            _sync(directory)
+        """All its parts are durable: it counts when this returns."""
+        data = json.dumps(checkpoint.to_json(), indent=1).encode()
+        self.store.put(f"{_at(checkpoint.iteration)}/{_MARK}", data)
 
     def load(self, iteration: int) -> Checkpoint:
         """One that counts. Raises `StateError` if what says so cannot be understood."""
-        path = self._at(iteration) / _MARK
+        path = f"{_at(iteration)}/{_MARK}"
+        with self.store.reading(path) as stream:
+            data = stream.read()
         try:
-            found = Checkpoint.from_json(json.loads(path.read_bytes()))
+            found = Checkpoint.from_json(json.loads(data))
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"{path} cannot be used: {error}") from None
+            raise StateError(f"{self.store}/{path} cannot be used: {error}") from None
         if found.iteration != iteration:
-            raise StateError(f"{path} is of iteration {found.iteration}")
+            raise StateError(f"{self.store}/{path} is of iteration {found.iteration}")
         return found
 
     def remove(self, keep: int) -> list[int]:
         """Keep the newest *keep* that count, and what is newer; returns what was removed."""
         removed = to_remove(self.committed(), self._found(), keep)
         for iteration in removed:
-            at = self._at(iteration)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(at / _MARK)
-            _sync(at)
-            shutil.rmtree(at, ignore_errors=True)
+            self.store.remove(f"{_at(iteration)}/{_MARK}")
+            self.store.remove_directory(_at(iteration))
         return removed
 
-    def _found(self) -> dict[int, Path]:
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            return {}
-        return {int(match[1]): self.path / match[0] for name in names if (match := _NAME.fullmatch(name))}
-
-    def _at(self, iteration: int) -> Path:
-        return self.path / f"iteration-{iteration:012d}"
+    def _found(self) -> list[int]:
+        return sorted(int(match[1]) for name in self.store.names() if (match := _NAME.fullmatch(name)))
 
 
-def _sync(directory: Path) -> None:
-    """Names of files are on the disk only when their directory is."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _at(iteration: int) -> str:
+    return f"iteration-{iteration:012d}"

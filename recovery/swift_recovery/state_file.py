@@ -2,14 +2,11 @@
 
     8 bytes `SWIFTSTA` | what `send_state` gives a link | XXH3-64 of everything before, 8 bytes, little-endian
 
-A message of a link is its length in 8 bytes, big-endian, and its bytes; tensors are their bytes alone. A file has its
-name when it is complete and on the disk. Must never decide which state is kept, or for how long.
+A message of a link is its length in 8 bytes, big-endian, and its bytes; tensors are their bytes alone. Must never
+decide which state is kept, where, or for how long.
 """
 
-import contextlib
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
@@ -56,47 +53,32 @@ class StateCopy:
         raise StateError("a copy of a state receives none")
 
 
-def write(path: Path, state: Sendable, extra: Any = None, *, durable: bool = True) -> Written:
-    """*extra*: see `send_state`; a `StateCopy` has its own. *durable*: on the disk when this returns.
-
-    Raises OSError, or `StateError` for a state that cannot be described; then there is no such file, and what was there
-    before under that name is as it was.
-    """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb", buffering=1 << 20) as stream:
-            link = _FileLink(stream, path)
-            link.write(_MAGIC)
-            send_state(state, extra, [link])
-            written = Written(link.num_bytes + _SIZE_BYTES, link.hash.intdigest())
-            stream.write(written.checksum.to_bytes(_SIZE_BYTES, "little"))
-            stream.flush()
-            if durable:
-                os.fsync(stream.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(part)
-        raise
+def write(stream: BinaryIO, state: Sendable, extra: Any = None) -> Written:
+    """*extra*: see `send_state`; a `StateCopy` has its own. Raises `StateError` for a state that cannot be described,
+    and what the stream raises; the file is then of no use."""
+    link = _FileLink(stream, "")
+    link.write(_MAGIC)
+    send_state(state, extra, [link])
+    written = Written(link.num_bytes + _SIZE_BYTES, link.hash.intdigest())
+    stream.write(written.checksum.to_bytes(_SIZE_BYTES, "little"))
     return written
 
 
-def read(path: Path, state: TrainingState, expected: Written | None = None) -> Any:
+def read(stream: BinaryIO, name: str, state: TrainingState, expected: Written | None = None) -> Any:
     """Install the state in *state*, which must hold nothing of worth: what is large is read straight into it. Returns
     the *extra* that was written.
 
-    Raises OSError, or `StateError` for a file that is not what was written (*expected*, where that is known) or holds
-    the state of another model; parameters and optimizer state are then mixed.
+    Raises `StateError`, with the file's *name*, if it is not what was written (*expected*, where that is known) or
+    holds the state of another model, and what the stream raises; parameters and optimizer state are then mixed.
     """
-    with open(path, "rb", buffering=1 << 20) as stream:
-        link = _FileLink(stream, path)
-        if link.read(len(_MAGIC)) != _MAGIC:
-            raise StateError(f"{path} holds no training state")
-        incoming = receive(state, link, staged=False)
-        found = Written(link.num_bytes + _SIZE_BYTES, link.hash.intdigest())
-        said = int.from_bytes(stream.read(_SIZE_BYTES), "little")
-        if found.checksum != said or stream.read(1) or expected not in (None, found):
-            raise StateError(f"{path} is damaged: it is not what was written")
+    link = _FileLink(stream, name)
+    if link.read(len(_MAGIC)) != _MAGIC:
+        raise StateError(f"{name} holds no training state")
+    incoming = receive(state, link, staged=False)
+    found = Written(link.num_bytes + _SIZE_BYTES, link.hash.intdigest())
+    said = int.from_bytes(stream.read(_SIZE_BYTES), "little")
+    if found.checksum != said or stream.read(1) or expected not in (None, found):
+        raise StateError(f"{name} is damaged: it is not what was written")
     return incoming.commit()
 
 
@@ -109,8 +91,8 @@ class _FileLink:
 
     device = _CPU
 
-    def __init__(self, stream: BinaryIO, path: Path) -> None:
-        self._stream, self._path = stream, path
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream, self._name = stream, name
         self.hash = xxhash.xxh3_64()
         self.num_bytes = 0
 
@@ -129,7 +111,7 @@ class _FileLink:
     def recv_bytes(self) -> bytes:
         size = int.from_bytes(self.read(_SIZE_BYTES), "big")
         if size > _MAX_MESSAGE_BYTES:
-            raise StateError(f"{self._path} is damaged: it announces {size} bytes")
+            raise StateError(f"{self._name} is damaged: it announces {size} bytes")
         return self.read(size)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -146,7 +128,7 @@ class _FileLink:
         while left:
             size = self._stream.readinto(left)  # type: ignore[attr-defined]
             if not size:
-                raise StateError(f"{self._path} is damaged: it ends early")
+                raise StateError(f"{self._name} is damaged: it ends early")
             left = left[size:]
         self._count(memory)
 

@@ -16,6 +16,7 @@ from tests.faults.conftest import assert_recovered
 from tests.support import job
 from tests.support.agent_forks import ForkServer
 from tests.support.job import Agents, Outcome
+from tests.support.s3_server import BUCKET, S3Server
 
 PIPELINE = Path(job.__file__).with_name("pipeline_train.py")
 
@@ -163,11 +164,16 @@ def test_a_damaged_one_is_not_used(
     assert iterations_in(tmp_path) == [9, 12]
 
 
-def start(make_agents: Callable[..., Agents], directory: Path, **orders: Any) -> Outcome:
+FAULT_OF_A_STAGE = [{"at": "backward", "iteration": 5, "rank": 2, "scope": "worker"}]
+
+
+def start(
+    make_agents: Callable[..., Agents], directory: Path, environment: dict[str, str] | None = None, **orders: Any
+) -> Outcome:
     for path in directory.glob("result.*"):
         path.unlink()
     return make_agents(
-        directory, num_nodes=4, num_workers=1, script=PIPELINE,
+        directory, num_nodes=4, num_workers=1, script=PIPELINE, environment=environment or {},
         orders={"faults": [], "checkpoint": 3, "patient": True, **orders},
     ).run("abcd")  # fmt: skip
 
@@ -178,13 +184,30 @@ def test_where_nothing_can_be_written_training_goes_on(
     (tmp_path / "checkpoints").touch()
     outcome = start(make_agents, tmp_path)
     assert not outcome.results
-    assert "give job.checkpoint() a directory that all nodes can read and write" in outcome.text()
+    assert "give job.checkpoint() a directory or bucket that all nodes can read and write" in outcome.text()
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").mkdir()
     for number in (3, 6, 9, 12):
         (tmp_path / "checkpoints" / f"iteration-{number:012d}").touch()  # in the way
     outcome = start(make_agents, tmp_path, patient=False)
     assert outcome.text().count("Training goes on.") >= 4
+    assert_equal(outcome, expected())
+
+
+def test_checkpoints_in_a_bucket(
+    make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """A stage begins with one of them, and so do all in the next run."""
+    with S3Server(tmp_path / "s3") as server:
+        given = {"store": f"s3://{BUCKET}/run", "environment": server.environment}
+        outcome = start(make_agents, tmp_path, iterations=8, faults=FAULT_OF_A_STAGE, **given)
+        assert outcome.fired == {0} and "load the checkpoint of iteration 3" in outcome.text()
+        assert_only({2}, outcome)
+        assert f"in s3://{BUCKET}/run: " in outcome.text() and server.environment["AWS_SECRET_ACCESS_KEY"] not in (
+            outcome.text()
+        )
+        outcome = start(make_agents, tmp_path, faults=FAULT_OF_A_STAGE, **given)  # which does not come twice
+    assert "all ranks begin with the checkpoint of iteration 6" in outcome.text()
     assert_equal(outcome, expected())
 
 

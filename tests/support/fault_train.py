@@ -3,11 +3,11 @@
 Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", "faults": [{"at", "iteration", "rank",
 "scope"}], "pause_s"}. A fault fires once in the whole job: the process that fires it creates its marker file first, and
 dies after that, or (scope "wait") waits for the file `go.{index}`. After each iteration it pauses, until a file `hurry`
-is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints`; if "patient" the
-iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file `free`. With
-"stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`. The file `last`
-may hold the number of iterations after which the job ends, if that is sooner: a whole number of epochs, far ahead when
-the file is made.
+is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints` or in "store"; if
+"patient" the iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file
+`free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`. The
+file `last` may hold the number of iterations after which the job ends, if that is sooner: a whole number of epochs, far
+ahead when the file is made.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.
@@ -230,27 +230,27 @@ def arm_checkpoints() -> None:
 
     checkpoints.Checkpoints._settle = settling  # type: ignore[method-assign]
 
-    def armed(owner: Any, name: str) -> None:
+    def armed(owner: Any, name: str, label: str) -> None:
         original = getattr(owner, name)
 
         def wrapped(*args: object, **kwargs: object) -> object:
-            fault(f"before {name}", settled["iteration"])
+            fault(f"before {label}", settled["iteration"])
             result = original(*args, **kwargs)
-            fault(f"after {name}", settled["iteration"])
+            fault(f"after {label}", settled["iteration"])
             return result
 
         setattr(owner, name, wrapped)
 
-    armed(checkpoints.state_file, "write")
-    armed(CheckpointDirectory, "commit")
-    armed(CheckpointDirectory, "remove")
+    armed(checkpoints.Checkpoints, "_write", "write")
+    armed(CheckpointDirectory, "commit", "commit")
+    armed(CheckpointDirectory, "remove", "remove")
 
 
 def take_checkpoints(job: swift.Job) -> None:
     """If that is ordered: one before each iteration that "checkpoint" divides."""
     if "checkpoint" in ORDERS:
         arm_checkpoints()
-        job.checkpoint(DIR / "checkpoints", every=ORDERS["checkpoint"])
+        job.checkpoint(ORDERS.get("store", DIR / "checkpoints"), every=ORDERS["checkpoint"])
 
 
 def until_it_counts(job: swift.Job) -> None:

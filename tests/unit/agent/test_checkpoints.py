@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from swift_agent import checkpoints
 from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.generation_store import StoreClient, StoreServer
 from swift_agent.session import Job
+from swift_logging_store.store import LocalStore
 from swift_recovery.checkpoint import CheckpointDirectory
 from swift_recovery.errors import StateError
 from swift_recovery.state import TrainingState
@@ -36,7 +36,7 @@ class Group:
 
     def __init__(self, path: Path, servers: Callable[[], StoreServer]) -> None:
         self.notes: list[str] = []
-        self.directory = CheckpointDirectory(path)
+        self.directory = CheckpointDirectory(LocalStore(path))
         settings = Settings(self.directory, every=10, keep=2)
         sets = [[0, 1], [0, 1], [2]]
         self.ranks = [Checkpoints(settings, rank, 3, members, self.notes.append) for rank, members in enumerate(sets)]
@@ -116,15 +116,15 @@ def test_the_end_of_a_generation_ends_it_and_the_next_one_is_not_disturbed(group
 
 
 def test_one_that_fails_counts_for_nobody(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = checkpoints.state_file.write
+    original = LocalStore.writing
 
-    def full(path: Path, *args: Any) -> Any:
-        if path.name.startswith("rank-2"):
+    def full(store: LocalStore, path: str) -> Any:
+        if "rank-2" in path:
             raise OSError(28, "No space left on device")
-        return original(path, *args)
+        return original(store, path)
 
     with monkeypatch.context() as context:
-        context.setattr(checkpoints.state_file, "write", full)
+        context.setattr(LocalStore, "writing", full)
         group.take(10)
         group.wait()
     assert group.newest == [0, 0, 0] and group.directory.committed() == []
@@ -137,14 +137,14 @@ def test_one_that_fails_counts_for_nobody(group: Group, monkeypatch: pytest.Monk
 
 def test_training_does_not_wait_for_one_that_takes_long(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next ones are left out meanwhile, on all ranks, and said to be."""
-    original, goes_on = checkpoints.state_file.write, threading.Event()
+    original, goes_on = LocalStore.writing, threading.Event()
 
-    def slow(path: Path, *args: Any) -> Any:
-        if path.name.startswith("rank-2"):
+    def slow(store: LocalStore, path: str) -> Any:
+        if "rank-2" in path:
             assert goes_on.wait(10.0)
-        return original(path, *args)
+        return original(store, path)
 
-    monkeypatch.setattr(checkpoints.state_file, "write", slow)
+    monkeypatch.setattr(LocalStore, "writing", slow)
     group.take(10)
     group.take(20)
     assert "no checkpoint of iteration 20: that of iteration 10 is still being written" in group.notes[0]
@@ -163,16 +163,19 @@ def test_what_cannot_be_loaded_is_said(group: Group, tmp_path: Path) -> None:
     with pytest.raises(StateError, match="is of 3 ranks, and this job has 4"):
         other.load(10, state(0))
     (tmp_path / "file").touch()
-    nowhere = Checkpoints(Settings(CheckpointDirectory(tmp_path / "file"), 10), 0, 1, [0], group.notes.append)
-    with pytest.raises(CheckpointError, match="a directory that all nodes can read and write"):
+    nowhere, new = (
+        Checkpoints(Settings(CheckpointDirectory(LocalStore(tmp_path / name)), 10), 0, 1, [0], group.notes.append)
+        for name in ("file", "new")
+    )
+    with pytest.raises(CheckpointError, match="a directory or bucket that all nodes can read and write"):
         nowhere.find()
-    assert Checkpoints(Settings(CheckpointDirectory(tmp_path / "new"), 10), 0, 1, [0], group.notes.append).find() == 0
+    assert new.find() == 0
 
 
 def test_a_script_that_asks_for_what_cannot_be_hears_of_all_of_it(tmp_path: Path) -> None:
     job = cast(Any, Job(0, 0, 1, torch.device("cpu"), cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace())))
-    with pytest.raises(UsageError, match=r"every=0 is .*; keep=True is .*; s3://bucket: only directories"):
-        job.checkpoint("s3://bucket", every=0, keep=True)
+    with pytest.raises(UsageError, match=r"every=0 is .*; keep=True is .*; hdfs://name/: a directory"):
+        job.checkpoint("hdfs://name/", every=0, keep=True)
     job.checkpoint(tmp_path, every=5)
     job._begun = True
     with pytest.raises(UsageError, match="before the training loop begins; it was called before"):

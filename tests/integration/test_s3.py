@@ -1,0 +1,120 @@
+"""Checkpoints in a bucket of a real S3 server: they come and go; wrong secret, no bucket, frozen. Jobs with one:
+tests/faults/test_checkpoints.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
+from swift_logging_store import store as stores
+from swift_logging_store.store import Store, open_store
+from swift_recovery import state_file
+from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.checksum import checksum
+from swift_recovery.errors import StateError
+from swift_recovery.state import TrainingState
+from tests.support.s3_server import BUCKET, S3Server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with S3Server(tmp_path_factory.mktemp("s3")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def make(seed: int, width: int = 1500) -> TrainingState:
+    torch.manual_seed(seed)
+    return TrainingState({"m": nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))})
+
+
+def commit(store: Store, iteration: int, state: TrainingState) -> Part:
+    directory = CheckpointDirectory(store)
+    path = directory.new_part(iteration, 0)
+    with store.writing(path) as stream:
+        part = Part(path.rpartition("/")[2], (0,), state_file.write(stream, state, {"at": iteration}))
+    directory.commit(Checkpoint(iteration, 1, (part,)))
+    return part
+
+
+def load(store: Store, name: str, path: str, state: TrainingState) -> object:
+    with store.reading(path) as stream:
+        return state_file.read(stream, name, state)
+
+
+def test_files_come_and_go() -> None:
+    store = open_store(f"s3://{BUCKET}/some/files")
+    assert store.names() == [] and not store.exists("a/b") and str(store) == f"s3://{BUCKET}/some/files"
+    with store.writing("a/b") as stream:
+        stream.write(b"first")
+        assert not store.exists("a/b")
+    store.put("a/c", b"second")
+    store.put("a/c", b"third")
+    assert store.names() == ["a"] and sorted(store.names("a")) == ["b", "c"]
+    assert store.exists("a/b") and not store.exists("a")
+    with store.reading("a/c") as stream:
+        assert stream.read() == b"third"
+    with pytest.raises(FileNotFoundError), store.reading("a/d"):
+        pass
+    store.remove("a/c")
+    store.remove("a/c")
+    assert store.names("a") == ["b"]
+    store.remove_directory("a")
+    store.remove_directory("a")
+    assert store.names() == []
+
+
+def test_checkpoints_come_back_and_old_ones_go() -> None:
+    store = open_store(f"s3://{BUCKET}/run-1")
+    directory, states = CheckpointDirectory(store), {number: make(number) for number in (10, 20, 30)}
+    parts = {number: commit(store, number, state) for number, state in states.items()}
+    assert directory.committed() == [10, 20, 30] and directory.newest(before=30) == 20
+    assert directory.remove(keep=2) == [10] and directory.committed() == [20, 30]
+    found, path = make(0), directory.path_of(30, directory.load(30).part_of(0))
+    assert parts[30].written.num_bytes > 9_000_000  # several parts of an upload
+    assert load(store, "part", path, found) == {"at": 30}
+    assert checksum(found.replicated_tensors()) == checksum(states[30].replicated_tensors())
+    with store.reading(path) as stream:
+        whole = bytearray(stream.read())
+    whole[5_000_000] ^= 1
+    store.put(path, bytes(whole))
+    with pytest.raises(StateError, match="part is damaged"):
+        load(store, "part", path, found)
+
+
+def test_a_wrong_secret_and_a_bucket_that_is_not_there_are_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(url: str) -> int:
+        return Checkpoints(Settings(CheckpointDirectory(open_store(url)), 10), 0, 1, [0], print).find()
+
+    assert find(f"s3://{BUCKET}/nothing/yet") == 0
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret-of-tests")
+    with pytest.raises(CheckpointError, match=r"s3://checkpoints/run-2 cannot be read \(.*bucket that all") as e:
+        find(f"s3://{BUCKET}/run-2")
+    assert "another-secret" not in str(e.value)
+
+
+def test_a_frozen_server_ends_in_an_error(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("REQUEST_TIMEOUT_S", 1.0), ("CONNECT_TIMEOUT_S", 1.0), ("MAX_ATTEMPTS", 1)):
+        monkeypatch.setattr(stores, name, value)
+    store = open_store(f"s3://{BUCKET}/run-3")
+    commit(store, 10, make(1))
+    server.freeze()
+    try:
+        with pytest.raises(OSError, match=r"(?i)timeout|timed out|time-out"):
+            commit(store, 20, make(2))
+    finally:
+        server.thaw()
+    assert CheckpointDirectory(store).committed() == [10]  # what was broken off counts for nothing
+    commit(store, 20, make(2))
+    assert CheckpointDirectory(store).committed() == [10, 20]

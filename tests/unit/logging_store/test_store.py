@@ -1,0 +1,79 @@
+"""Files below a directory, and what is no store at all. The same on S3: tests/integration/test_s3.py."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_logging_store.store import LocalStore, S3Store, StoreUnknown, open_store, whole_file
+
+
+def test_files_come_and_go(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "new" / "one"))
+    assert store.names() == [] and not store.exists("a/b") and str(store) == str(tmp_path / "new" / "one")
+    with store.writing("a/b") as stream:
+        stream.write(b"first")
+        assert not store.exists("a/b")  # not before it is complete
+    store.put("a/c", b"second")
+    store.put("a/c", b"third")
+    assert store.names() == ["a"] and sorted(store.names("a")) == ["b", "c"]
+    assert store.exists("a/b") and not store.exists("a")
+    with store.reading("a/c") as stream:
+        assert stream.read() == b"third"
+    with pytest.raises(FileNotFoundError), store.reading("a/d"):
+        pass
+    store.remove("a/c")
+    store.remove("a/c")
+    assert store.names("a") == ["b"]
+    store.remove_directory("a")
+    store.remove_directory("a")
+    assert store.names() == []
+
+
+@pytest.mark.parametrize("url", ["relative", "file:///tmp/x", "/tmp/x"])
+def test_urls_of_directories(url: str) -> None:
+    assert isinstance(open_store(url), LocalStore)
+
+
+@pytest.mark.parametrize(
+    "url", ["hdfs://name/path", "s3://", "s3:///prefix", "file://host/path", "s3://b/p?scheme=http"]
+)
+def test_what_is_no_store_is_refused(url: str) -> None:
+    with pytest.raises(StoreUnknown, match="a directory that all nodes share, file:///PATH or s3://BUCKET/PREFIX"):
+        open_store(url)
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "pyarrow":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(StoreUnknown, match=r"pip install 'swift-agent\[s3\]'"):
+        S3Store("bucket", "")
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "one"
+    path.write_bytes(b"before")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"), whole_file(path) as stream:
+        stream.write(b"after")
+    with pytest.raises(ZeroDivisionError), whole_file(path) as stream:
+        stream.write(b"%d" % (1 // 0))
+    assert path.read_bytes() == b"before" and [one.name for one in tmp_path.iterdir()] == ["one"]
+    with whole_file(path, durable=False) as stream:  # does not sync
+        stream.write(b"after")
+    assert path.read_bytes() == b"after"
