@@ -1,4 +1,4 @@
-"""Runs what a script has marked: iterations and sections. `Protected` under an agent, `Unprotected` without one.
+"""Runs what a script has marked, iterations and sections, under an agent. Without one: `unprotected`.
 
 An iteration is run again if a peer fails before the update; if a replica has made the update, its function is run once
 more as a *ghost*, without communication and without effect, so that the script gets its result, and the update is
@@ -16,9 +16,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.ghosts import Ghosts
 from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups
@@ -34,7 +35,6 @@ from swift_agent.rejoin import Rejoin
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.progress import ranges_of
-from swift_recovery.randomness import capture_generators, restore_generators
 
 R = TypeVar("R")
 
@@ -44,58 +44,7 @@ _UNLOCKED = contextlib.nullcontext()
 QUIET_TIMEOUT = timedelta(seconds=20)
 
 
-class Running(Protocol):
-    """What a `Job` needs; `begin` comes first, once."""
-
-    def begin(self, tracked: Tracked) -> None:
-        """The first point of the loop: from here on this worker holds state, or gets it from a survivor."""
-
-    def at_point(self) -> None:
-        """User code is between two steps."""
-
-    def iterate(self, call: Callable[[], R]) -> R:
-        """Run one iteration until it counts; its result."""
-
-    def section(self, call: Callable[[], R]) -> R:
-        """Run a `@job.resilient` section until it counts; its result."""
-
-    def close(self) -> None:
-        """The end of the run: return once no other rank can need this one."""
-
 _NOT_LOGGED = "only messages can be repeated from logs, not collectives"
-
-
-class Unprotected:
-    """Without an agent: the same order of seeds and counts, so that the same script trains the same model."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-
-    def begin(self, tracked: Tracked) -> None:
-        self._tracked = tracked
-
-    def at_point(self) -> None: ...
-
-    def iterate(self, call: Callable[[], R]) -> R:
-        place, tracked = self._place, self._tracked
-        place.seeds.for_iteration(place.here.iteration)
-        tracked.begin(place.here.iteration)
-        place.enter("iteration")
-        try:
-            result = call()
-        finally:
-            place.leave()
-        tracked.updates.finish()
-        place.here.iteration += 1
-        return result
-
-    def section(self, call: Callable[[], R]) -> R:
-        place = self._place
-        place.seeds.for_section(place.here.sections)
-        place.here.sections += 1
-        return call()
-
-    def close(self) -> None: ...
 
 
 class Protected:
@@ -108,8 +57,7 @@ class Protected:
         self._place, self.supervisor, self._groups, self._device = place, supervisor, groups, device
         self._tracked: Tracked | None = None
         self._checkpointing: Checkpointing | None = None
-        self._ghosts = contextlib.ExitStack()
-        self._ghosting = False
+        self.ghosts = Ghosts(place, groups)
         self._modules_sent = False
         self._created_s = time.monotonic()
         self._phases_s: dict[str, float] = {} if started_s is None else {"start": started_s}
@@ -118,10 +66,10 @@ class Protected:
 
     def begin(self, tracked: Tracked) -> None:
         place = self._place
-        self._tracked = tracked
+        self._tracked = self.ghosts.tracked = tracked
         tracked.updates.goes_on = self._goes_on
         if tracked.pipelines is not None:
-            tracked.pipelines.alone = self._without_effect
+            tracked.pipelines.alone = self.ghosts.without_effect
         if tracked.has_shards_alone and place.rank == 0:
             begin = "the newest checkpoint" if tracked.checkpoints is not None else "what the script loads"
             self.supervisor.note(
@@ -211,12 +159,6 @@ class Protected:
                 return False
         return True
 
-    def enter_ghost(self) -> None:
-        """Collectives of the stopped groups return at once, with local values, until the next recovery."""
-        if not self._ghosting:
-            self._ghosts.enter_context(self._groups.ghost())
-            self._ghosting = True
-
     # ---- iterations ----
 
     def iterate(self, call: Callable[[], R]) -> R:
@@ -228,7 +170,7 @@ class Protected:
                 self._recover()  # the script came here without a point in between
             number = place.here.iteration
             if number < place.ghost_iterations:
-                return self._iteration_as_newcomer(call)
+                return self.ghosts.iteration_of_newcomer(call)
             if place.repeats:
                 if place.replays:
                     return self._iteration_from_logs(call)
@@ -338,59 +280,13 @@ class Protected:
             if not owes:
                 place.here.iteration += 1
                 tracked.updates.settle()
-        self.enter_ghost()
-        result = self._as_ghost(call, number)
+        self.ghosts.enter()
+        result = self.ghosts.iteration(call, number)
         if buffers is not None:
             tracked.put_buffers(buffers)
         if owes:
             place.owed = Owed(number, lambda: self._pay(call))
         return result
-
-    def _as_ghost(self, call: Callable[[], R], number: int) -> R:
-        place, tracked = self._place, self._require_tracked()
-        # Owed: its layouts are those before the update.
-        tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
-        tracked.begin(number, ghost=True)
-        place.seeds.for_iteration(number)
-        with tracked.without_reduction(finite=place.here.iteration > number):
-            try:
-                result = call()
-            finally:
-                tracked.updates.cut()
-        tracked.end()
-        return result
-
-    def _iteration_as_newcomer(self, call: Callable[[], R]) -> R:
-        """The others have finished this iteration, and this newcomer has its update: run it for its result."""
-        place, tracked = self._place, self._require_tracked()
-        tracked.begin(place.here.iteration, ghost=True)
-        place.seeds.for_iteration(place.here.iteration)
-        if self._groups.aborted is not None:
-            self.enter_ghost()
-        local = contextlib.nullcontext() if self._ghosting else self._groups.local()
-        with local, tracked.without_reduction(finite=False):
-            try:
-                result = call()
-            finally:
-                tracked.updates.cut()
-        tracked.end()
-        with place.lock:
-            place.here.iteration += 1
-        return result
-
-    @contextlib.contextmanager
-    def _without_effect(self) -> Iterator[None]:
-        """Forward and backward are run here only, with what they draw and count taken back."""
-        tracked = self._require_tracked()
-        generators = capture_generators({parameter.device for parameter in tracked.state.parameters()})
-        buffers = tracked.copy_buffers()
-        local = contextlib.nullcontext() if self._ghosting else self._groups.local()
-        try:
-            with local, tracked.without_reduction(finite=False):
-                yield
-        finally:
-            tracked.put_buffers(buffers)
-            restore_generators(generators)
 
     def _iteration_from_logs(self, call: Callable[[], R]) -> R:
         """This newcomer repeats an iteration of its predecessor, with the messages that the others had sent to that."""
@@ -475,7 +371,7 @@ class Protected:
                     self._recover()
                 if place.here.sections < place.ghost_sections:
                     between = place.repeats and place.here.sections >= place.restored_sections
-                    return self._section_between_logs(call) if between else self._section_as_ghost(call)
+                    return self._section_between_logs(call) if between else self.ghosts.section(call)
                 place.keep_start()  # what was received belongs to it, too
                 place.seeds.for_section(place.here.sections)
                 place.enter("section")
@@ -500,17 +396,6 @@ class Protected:
             if self._recovered_in:
                 self._tell_resumed()
             return result
-
-    def _section_as_ghost(self, call: Callable[[], R]) -> R:
-        """The others have finished this section: run it for its result, with local values only."""
-        if self._groups.aborted is None:
-            with self._groups.local():
-                result = call()
-        else:
-            result = call()
-        with self._place.lock:
-            self._place.here.sections += 1
-        return result
 
     def _section_between_logs(self, call: Callable[[], R]) -> R:
         """A newcomer that repeats iterations really uses what a section gives it: that must not be invented."""
@@ -542,7 +427,7 @@ class Protected:
         tries.
         """
         self._wait_quiet()
-        self._leave_ghost()
+        self.ghosts.leave()
         try:
             self._rejoin.run()
         except CutReplay as error:
@@ -554,11 +439,6 @@ class Protected:
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = time.monotonic()
-
-    def _leave_ghost(self) -> None:
-        if self._ghosting:
-            self._ghosts.close()
-            self._ghosting = False
 
     def _wait_quiet(self) -> None:
         """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""

@@ -27,9 +27,9 @@ from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, Units
-from swift_agent.running import Running
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
+from swift_agent.unprotected import Running
 from swift_agent.worker_env import ENV_SIZES
 from swift_logging_store.store import StoreUnknown, open_store
 from swift_recovery.checkpoint import CheckpointDirectory

@@ -24,9 +24,10 @@ from swift_agent.channel import ENV_SOCKET, connect
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, RngMode, Seeds
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
-from swift_agent.running import Protected, Unprotected, is_communication_error
+from swift_agent.running import Protected, is_communication_error
 from swift_agent.session import Job
 from swift_agent.supervisor import Supervisor
+from swift_agent.unprotected import Unprotected
 from swift_agent.worker_env import ENV_GENERATION, ENV_STARTED
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
@@ -126,7 +127,7 @@ def _create_groups(
             with supervisor.changed:
                 place.status = "empty"
             if created:
-                protected.enter_ghost()
+                protected.ghosts.enter()
             else:
                 groups.init_default_group(
                     backend, go.session_store, go.generation, place.rank, go.world_size, timeout=timeout, solo=True

@@ -1,0 +1,104 @@
+"""Runs iterations and sections for their result only: without communication that anybody notices, without effect.
+
+Of survivors that need not run an iteration again, because its update exists; of newcomers on their way to where the
+others are; and the first step of a pipeline, when the others have long made theirs.
+
+    stopped groups: enter --> ... --> leave, at the next recovery        connected groups: for one call
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from swift_agent.place import Place
+from swift_agent.process_group import ProcessGroups
+from swift_agent.tracking import Tracked
+from swift_recovery.randomness import capture_generators, restore_generators
+
+R = TypeVar("R")
+
+
+class Ghosts:
+    """One per worker under an agent. *tracked*: from the first point of the loop on."""
+
+    def __init__(self, place: Place, groups: ProcessGroups) -> None:
+        self._place, self._groups = place, groups
+        self.tracked: Tracked | None = None
+        self._stack = contextlib.ExitStack()
+        self._is_entered = False
+
+    def enter(self) -> None:
+        """Collectives of the stopped groups return at once, with local values, until the next recovery."""
+        if not self._is_entered:
+            self._stack.enter_context(self._groups.ghost())
+            self._is_entered = True
+
+    def leave(self) -> None:
+        """The groups are about to be connected again."""
+        if self._is_entered:
+            self._stack.close()
+            self._is_entered = False
+
+    def iteration(self, call: Callable[[], R], number: int) -> R:
+        """Of a survivor, number *number*, inside `enter`."""
+        place, tracked = self._place, self._require_tracked()
+        # Owed: its layouts are those before the update.
+        tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
+        tracked.begin(number, ghost=True)
+        place.seeds.for_iteration(number)
+        with tracked.without_reduction(finite=place.here.iteration > number):
+            try:
+                result = call()
+            finally:
+                tracked.updates.cut()
+        tracked.end()
+        return result
+
+    def iteration_of_newcomer(self, call: Callable[[], R]) -> R:
+        """The others have finished this iteration, and this newcomer has its update: run it for its result."""
+        place, tracked = self._place, self._require_tracked()
+        tracked.begin(place.here.iteration, ghost=True)
+        place.seeds.for_iteration(place.here.iteration)
+        if self._groups.aborted is not None:
+            self.enter()
+        local = contextlib.nullcontext() if self._is_entered else self._groups.local()
+        with local, tracked.without_reduction(finite=False):
+            try:
+                result = call()
+            finally:
+                tracked.updates.cut()
+        tracked.end()
+        with place.lock:
+            place.here.iteration += 1
+        return result
+
+    @contextlib.contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """Forward and backward are run here only, with what they draw and count taken back."""
+        tracked = self._require_tracked()
+        generators = capture_generators({parameter.device for parameter in tracked.state.parameters()})
+        buffers = tracked.copy_buffers()
+        local = contextlib.nullcontext() if self._is_entered else self._groups.local()
+        try:
+            with local, tracked.without_reduction(finite=False):
+                yield
+        finally:
+            tracked.put_buffers(buffers)
+            restore_generators(generators)
+
+    def section(self, call: Callable[[], R]) -> R:
+        """The others have finished this section: run it for its result, with local values only."""
+        if self._groups.aborted is None:
+            with self._groups.local():
+                result = call()
+        else:
+            result = call()
+        with self._place.lock:
+            self._place.here.sections += 1
+        return result
+
+    def _require_tracked(self) -> Tracked:
+        assert self.tracked is not None
+        return self.tracked
