@@ -5,14 +5,18 @@ It must never write or wait for a file itself while iterations run; `checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
-from swift_agent.checkpoints import CheckpointError, Checkpoints
+from swift_agent.checkpoints import CheckpointError, Checkpoints, NotNow
+from swift_agent.errors import UsageError
 from swift_agent.place import Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.tracking import Tracked
 from swift_recovery.errors import StateError
+
+_CONNECT_TIMEOUT = timedelta(seconds=30)
 
 
 class Checkpointing:
@@ -25,14 +29,30 @@ class Checkpointing:
         self._checkpoints, self._place, self._tracked = checkpoints, place, tracked
         self._groups, self._note = groups, note
 
-    def find(self) -> int:
-        """The iteration of the newest one that this rank sees; 0: there is none."""
-        return self._checkpoints.find()
+    def find(self) -> tuple[int, int]:
+        """The iteration of the newest one that this rank sees, 0: there is none; and after how many the next comes."""
+        return self._checkpoints.find(), self._checkpoints.every
 
-    def begin(self, iteration: int) -> None:
-        """All ranks together, before the script is in a loop: begin with that one, or the newest older one that all
-        can load. Raises `CheckpointError` if there is none; the state is mixed then."""
+    def begin(self, found: Sequence[tuple[int, int]]) -> None:
+        """All ranks together, before the script is in a loop: begin with the newest one that all can load. *found*:
+        what `find` says on all ranks, (0, 0) where none was asked for.
+
+        Raises `CheckpointError` if there is none, or not the same for all; the state is mixed then. `UsageError`, if
+        the script has not asked for the same on all ranks."""
         place, tracked, checkpoints, reasons = self._place, self._tracked, self._checkpoints, []
+        if len({every for _, every in found}) > 1:
+            said = {rank: every for rank, (_, every) in enumerate(found)}
+            raise UsageError(f"job.checkpoint(every=...) must be the same on all ranks; it is {said} (0: not called)")
+        newest = [number for number, _ in found]
+        iteration = min(newest)
+        if not iteration and max(newest):
+            raise CheckpointError(
+                f"rank {newest.index(max(newest))} sees a checkpoint of iteration {max(newest)} in "
+                f"{checkpoints.directory}, and rank {newest.index(0)} sees none there: do all nodes share it? Nothing "
+                "was changed."
+            )
+        if not iteration:
+            return
         while iteration:
             extra: dict[str, Any] = {}
             try:
@@ -42,10 +62,12 @@ class Checkpointing:
                 self._note(f"the checkpoint of iteration {iteration} cannot be loaded: {error}")
             if all(loaded for (loaded,) in self._groups.all_gather_ints([bool(extra)])):
                 place.begin_with(extra["place"], iteration, repeats=False)
-                # In other buckets the same gradients would have other sums.
-                tracked.restore_layouts(extra["layouts"])
+                if len(extra["layouts"]) == len(tracked.keepers):
+                    # In other buckets the same gradients would have other sums.
+                    tracked.restore_layouts(extra["layouts"])
                 if tracked.messages is not None:
-                    tracked.messages.restore(extra["messages"], iteration)
+                    tracked.messages.restore(extra["place"].get("messages"), iteration)
+                    tracked.messages.all_began_at = iteration
                 if place.rank == 0:
                     self._note(f"all ranks begin with the checkpoint of iteration {iteration}")
                 return
@@ -57,20 +79,23 @@ class Checkpointing:
         )
 
     def at_point(self) -> None:
-        """Take one if it is due, and let go what an earlier one has made needless. Raises dist.DistStoreError if the
-        generation is at its end; then none is taken."""
+        """Take one if it is due, and let go what an earlier one has made needless."""
+        tracked, checkpoints, number = self._tracked, self._checkpoints, self._place.here.iteration
+        if tracked.messages is not None and checkpoints.newest > tracked.messages.checkpoint:
+            tracked.messages.checkpointed(checkpoints.newest)
+        if number >= checkpoints.due:
+            store = self._groups.store
+            checkpoints.take(number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT))
+
+    def _extra(self) -> dict[str, Any]:
+        """What belongs to a checkpoint besides the state. Raises `NotNow`."""
         tracked, number = self._tracked, self._place.here.iteration
-        checkpoints, messages = self._checkpoints, tracked.messages
-        if messages is not None and checkpoints.newest > messages.checkpoint:
-            messages.checkpointed(checkpoints.newest)
-        if not checkpoints.is_due(number):
-            return
-
-        def extra() -> dict[str, Any]:
-            logged = messages.begin_checkpoint(number) if messages is not None else None
-            return {"place": self._place.offer(), "layouts": tracked.layouts_for(number), "messages": logged}
-
-        checkpoints.take(number, tracked.state, extra, self._groups.store.clone())
+        if not all(keeper.is_settled(number) for keeper in tracked.keepers):
+            raise NotNow("DistributedDataParallel rebuilds its buckets in the next iteration")
+        tracked.reset_shards()  # an evaluation may have left whole parameters behind
+        if tracked.messages is not None:
+            tracked.messages.begin_checkpoint(number)
+        return {"place": self._place.offer(), "layouts": tracked.layouts_for(number)}
 
     def recovered(self, iteration: int) -> None:
         """All go on with that iteration, in a new generation."""

@@ -14,12 +14,12 @@ This module must never decide who begins with a checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,10 @@ from swift_recovery.state_file import StateCopy
 _PATIENCE = timedelta(days=7)
 
 
+class NotNow(SwiftError):
+    """A checkpoint cannot be taken at this point; it is left out."""
+
+
 class CheckpointError(SwiftError):
     """What there is of checkpoints is of no use; nothing was changed."""
 
@@ -52,49 +56,61 @@ class Settings:
 
 @dataclass
 class _Task:
+    """*connect*: to the store of the generation. *none*: why this rank has no part; it tells that then."""
+
     iteration: int
-    store: StoreClient
-    copy: StateCopy | None
-    began_s: float
+    connect: Callable[[], StoreClient]
+    copy: StateCopy | None = None
+    none: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    store: StoreClient | None = None
+    is_cut: bool = False
 
 
 class Checkpoints:
     """Of the rank *rank* of *world_size*, which holds the same as *replicas*. *note* tells people.
 
-    Threads: one writes; everything else belongs to the thread that trains.
+    Threads: one writes and speaks to the store; everything else belongs to the thread that trains, which waits for
+    neither.
     """
 
     def __init__(
         self, settings: Settings, rank: int, world_size: int, replicas: list[int], note: Callable[[str], None]
     ) -> None:
-        self.directory, self._settings = settings.directory, settings
+        self.directory, self.every, self._keep = settings.directory, settings.every, settings.keep
         self._rank, self._world_size, self._replicas = rank, world_size, replicas
         self._note = note
         self.newest = 0
         """The iteration of the newest one that this process knows to count, 0 if there is none."""
-        self._last = 0
+        self.due = self.every
+        """One is to be taken at the first point from this iteration on."""
         self._changed = threading.Condition()
-        self._task: _Task | None = None
+        self._tasks: deque[_Task] = deque()  # the first is under way
         self._thread: threading.Thread | None = None
 
     # ---- taking ----
 
-    def is_due(self, iteration: int) -> bool:
-        return iteration % self._settings.every == 0 and iteration > self._last
-
-    def take(self, iteration: int, state: TrainingState, extra: Callable[[], Any], store: StoreClient) -> None:
-        """Take that of the state before *iteration*; what *extra* gives goes with it. *store*: of the generation; a
-        connection of its own, which is closed when nobody needs it any more."""
-        self._last = iteration
+    def take(
+        self, iteration: int, state: TrainingState, extra: Callable[[], Any], connect: Callable[[], StoreClient]
+    ) -> None:
+        """Take that of the state before *iteration*; what *extra* gives goes with it. *connect*: to the store of the
+        generation, for the thread. Where that is impossible it is left out, by all ranks, and said."""
+        self._is_next_after(iteration)
+        task = _Task(iteration, connect)
         with self._changed:
-            before = self._task
+            before = self._tasks[0] if self._tasks else None
         if before is not None:
-            self._leave_out(iteration, before, store)
-            return
-        began_s = time.monotonic()
-        copy = StateCopy(state, extra()) if self._rank == self._replicas[0] else None
+            task.none = (
+                f"that of iteration {before.iteration} is still being written, since "
+                f"{task.began_s - before.began_s:.0f} s"
+            )
+        elif self._rank == self._replicas[0]:
+            try:
+                task.copy = StateCopy(state, extra())
+            except (StateError, NotNow, MemoryError, RuntimeError) as error:
+                task.none = str(error) or type(error).__name__
         with self._changed:
-            self._task = _Task(iteration, store, copy, began_s)
+            self._tasks.append(task)
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="swift-checkpoints", daemon=True)
@@ -104,27 +120,20 @@ class Checkpoints:
         """A generation begins with that iteration. What a former one had under way does not count if it does not yet;
         none is taken here, where some ranks may have taken theirs."""
         with self._changed:
-            if self._task is not None:
-                self._task.store.cut()
-        self._last = max(self._last, iteration)
+            for task in self._tasks:
+                task.is_cut = True
+                if task.store is not None:
+                    task.store.cut()
+        if iteration >= self.due:
+            self._is_next_after(iteration)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is under way any more."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._task is None, timeout_s)
+            return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
-    def _leave_out(self, iteration: int, before: _Task, store: StoreClient) -> None:
-        if self._rank == 0 or before.copy is not None:
-            self._note(
-                f"no checkpoint of iteration {iteration}: that of iteration {before.iteration} is still being written, "
-                f"since {time.monotonic() - before.began_s:.0f} s"
-            )
-        try:
-            store.set(f"checkpoint/{iteration}/{self._rank}", json.dumps({"none": "busy"}))
-        except dist.DistStoreError:
-            pass  # a failure: it does not count anyway
-        finally:
-            store.close()
+    def _is_next_after(self, iteration: int) -> None:
+        self.due = (iteration // self.every + 1) * self.every
 
     # ---- beginning with one ----
 
@@ -153,7 +162,8 @@ class Checkpoints:
         path = self.directory.path_of(iteration, part)
         with self.directory.store.reading(path) as stream:
             extra = state_file.read(stream, f"{self.directory}/{path}", state, part.written)
-        self.newest = self._last = iteration
+        self.newest = iteration
+        self._is_next_after(iteration)
         return extra
 
     # ---- the thread ----
@@ -161,42 +171,63 @@ class Checkpoints:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._task is not None)
-                task = self._task
-            assert task is not None
+                self._changed.wait_for(lambda: self._tasks)
+                task = self._tasks[0]
             try:
                 self._settle(task)
             except dist.DistStoreError:
                 pass  # its generation has ended
+            except Exception as error:  # whatever it is: the next one may succeed
+                self._tell_why_not(task, error)
             finally:
+                if task.store is not None:
+                    task.store.close()
                 with self._changed:
-                    self._task = None
+                    self._tasks.popleft()
                     self._changed.notify_all()
-                task.store.close()
 
     def _settle(self, task: _Task) -> None:
-        store, name = task.store, f"checkpoint/{task.iteration}"
-        part: dict[str, Any] = {"none": "failed"}
-        with self._telling_why_not(task):
-            # What counts meanwhile is known before this rank lets the next one count, and so lets older ones go.
-            self.newest = max(self.newest, self.directory.newest())
-            part = self._write(task)
+        name = f"checkpoint/{task.iteration}"
+        part: dict[str, Any] = {"none": task.none}
+        if not task.none:
+            try:
+                # What counts by now is known before this rank lets the next one count, and so lets older ones go.
+                self.newest = max(self.newest, self.directory.newest(before=task.iteration))
+                part = self._write(task)
+            except Exception as error:  # whatever it is: the others wait for a word
+                task.copy = None
+                part = {"none": self._tell_why_not(task, error)}
+        elif self._replicas[0] == self._rank:
+            self._tell_why_not(task, task.none)
+        store = self._connect(task)
         store.set(f"{name}/{self._rank}", json.dumps(part))
         if self._rank == 0:
             counts = False
-            with self._telling_why_not(task):
+            try:
                 counts = self._commit(task, store, name)
+            except dist.DistStoreError:
+                raise
+            except Exception as error:  # as above
+                self._tell_why_not(task, error)
             store.set(f"{name}/counts", "yes" if counts else "no")
+            if counts:
+                self._remove_old(task)
         store.wait([f"{name}/counts"], _PATIENCE)
         if store.get(f"{name}/counts") == b"yes":
             self.newest = max(self.newest, task.iteration)
 
-    @contextlib.contextmanager
-    def _telling_why_not(self, task: _Task) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, StateError, KeyError, TypeError, ValueError) as error:
-            self._note(f"no checkpoint of iteration {task.iteration}: {error}. Training goes on.")
+    def _connect(self, task: _Task) -> StoreClient:
+        store = task.connect()
+        with self._changed:
+            task.store = store
+            if task.is_cut:
+                store.cut()
+        return store
+
+    def _tell_why_not(self, task: _Task, why: object) -> str:
+        said = str(why) or type(why).__name__
+        self._note(f"no checkpoint of iteration {task.iteration}: {said}. Training goes on.")
+        return said
 
     def _write(self, task: _Task) -> dict[str, Any]:
         if task.copy is None:
@@ -218,12 +249,20 @@ class Checkpoints:
         parts = tuple(Part.from_json(data) for data in told if data)
         # As it will be read: one that nobody could use must not count.
         checkpoint = Checkpoint.from_json(Checkpoint(task.iteration, self._world_size, parts).to_json())
+        self.directory.check_parts(checkpoint)
         self.directory.commit(checkpoint)
-        removed = self.directory.remove(self._settings.keep)
         size = sum(part.written.num_bytes for part in parts)
-        gone = f"; those of iterations {removed} are removed" if removed else ""
         self._note(
             f"checkpoint of iteration {task.iteration} in {self.directory}: {size / 1e6:.1f} MB in {len(parts)} parts, "
-            f"{time.monotonic() - task.began_s:.1f} s{gone}"
+            f"{time.monotonic() - task.began_s:.1f} s"
         )
         return True
+
+    def _remove_old(self, task: _Task) -> None:
+        try:
+            removed = self.directory.remove(self._keep, task.iteration)
+        except OSError as error:
+            self._note(f"old checkpoints cannot be removed: {error}")
+            return
+        if removed:
+            self._note(f"checkpoints of iterations {', '.join(map(str, removed))} are removed")

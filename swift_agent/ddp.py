@@ -159,8 +159,14 @@ class BucketKeeper:
             self._hook.remove()
             self._hook = None
 
+    def is_settled(self, iteration: int) -> bool:
+        """Whether `layout_for` would only look: else torch has yet to rebuild the buckets, on all ranks together."""
+        recorded = self._recorded_in is not None and iteration > self._recorded_in
+        return not recorded or buckets_rebuilt(self.ddp) or not rebuilds_buckets(self.ddp)
+
     def layout_for(self, iteration: int) -> Layout | None:
-        """On a survivor, before `restore`: the layout with which `iteration` begins; None: there is none yet."""
+        """The layout with which `iteration` begins; None: there is none yet. Where `is_settled` does not hold only on a
+        survivor, before `restore`."""
         if self._recorded_in is None or iteration <= self._recorded_in:
             return None
         return expected_layout(self.ddp)

@@ -229,8 +229,8 @@ class StoreClient(Store):
         with self._lock:
             self._socket.close()
 
-    def clone(self) -> StoreClient:
-        return StoreClient(self._host, self._port, self._token, self._time)
+    def clone(self, timeout: timedelta | None = None) -> StoreClient:
+        return StoreClient(self._host, self._port, self._token, timeout or self._time)
 
     @property
     def timeout(self) -> timedelta:

@@ -29,6 +29,11 @@ class Ghosts:
         self._stack = contextlib.ExitStack()
         self._is_entered = False
 
+    @property
+    def is_on(self) -> bool:
+        """Whether what runs now is a ghost, so that nobody else runs it."""
+        return self._is_entered or self._groups.is_local
+
     def enter(self) -> None:
         """Collectives of the stopped groups return at once, with local values, until the next recovery."""
         if not self._is_entered:

@@ -69,6 +69,8 @@ class Messages:
         self._logs = self._directory / "sent"
         self._bytes_left = self._bytes = bytes_for_logs(directory)
         self._writer = self._new_log()
+        self.all_began_at = 0
+        """The iteration of the checkpoint with which all ranks began together; 0: with what set-up gave."""
         self._complete_from = 0  # the iteration
         self.checkpoint = 0
         """The iteration of the newest one that counts: what was sent before it is gone."""
@@ -110,9 +112,9 @@ class Messages:
 
     # ---- checkpoints ----
 
-    def begin_checkpoint(self, iteration: int) -> dict[str, Any]:
-        """A checkpoint of the state before *iteration* is taken, and this belongs to it; for `restore`. A log that was
-        given up begins again."""
+    def begin_checkpoint(self, iteration: int) -> None:
+        """A checkpoint of the state before *iteration* is taken; `counts` belong to it. A log that was given up begins
+        again."""
         if not self.incomplete:
             with self._giving_up():
                 self._writer.roll()
@@ -123,13 +125,26 @@ class Messages:
                 self._note(
                     f"messages are logged again; with the checkpoint of iteration {iteration} they are of use again"
                 )
+
+    def counts(self) -> dict[str, Any]:
+        """Of all messages of this rank so far: who takes it over goes on counting."""
         return {"sent": _to_tree(self._sent), "received": _to_tree(self._received)}
 
-    def restore(self, tree: Mapping[str, Any] | None, iteration: int) -> None:
-        """This process begins with that checkpoint; None: it was taken where nothing was logged."""
-        if tree is not None:
-            self._sent, self._received = _from_tree(tree["sent"]), _from_tree(tree["received"])
+    def take_over(self, counts: Mapping[str, Any] | None) -> None:
+        """This process has the state of its predecessor, but not the log of what that had sent."""
+        if counts is not None:
+            self._count_on(counts)
+        if not self.incomplete:
+            self.give_up("this process has taken over a state, without the log of what was sent")
+
+    def _count_on(self, counts: Mapping[str, Any]) -> None:
+        self._sent, self._received = _from_tree(counts["sent"]), _from_tree(counts["received"])
         self._begun = (self._sent.copy(), self._received.copy())
+
+    def restore(self, counts: Mapping[str, Any] | None, iteration: int) -> None:
+        """This process begins with that checkpoint; None: it was taken where nothing was logged."""
+        if counts is not None:
+            self._count_on(counts)
         self._complete_from = self.checkpoint = iteration
 
     def checkpointed(self, iteration: int) -> None:
@@ -144,7 +159,7 @@ class Messages:
     def give(self, destination: int, before: int, link: Link) -> None:
         """To a replacement of rank *destination*: what it was sent in the iterations before that one. Raises `LogError`
         if the log cannot be read."""
-        link.send_bytes(json.dumps(self.origins).encode())
+        link.send_bytes(json.dumps([self.origins, self.all_began_at]).encode())
         self._writer.flush()
         with LogReader(self._logs) as log:
             piece, writer = _new_piece()
@@ -158,7 +173,7 @@ class Messages:
 
     def take(self, source: int, link: Link) -> None:
         """What *source* gives."""
-        self.origins = json.loads(link.recv_bytes())
+        self.origins, self.all_began_at = json.loads(link.recv_bytes())
         number = 0
         while piece := link.recv_bytes():
             path = self._directory / "taken" / f"from{source}.{number:08d}{SUFFIX}"
@@ -236,7 +251,7 @@ class Messages:
     def _giving_up(self) -> Iterator[None]:
         try:
             yield
-        except LogError as error:
+        except (LogError, OSError) as error:
             self.give_up(str(error))
 
     def _new_log(self) -> LogWriter:

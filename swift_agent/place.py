@@ -201,6 +201,8 @@ class Place:
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
             offered["pipelines"] = self.tracked.pipelines.offer()
+        if self.tracked.messages is not None:
+            offered["messages"] = self.tracked.messages.counts()
         return offered
 
     def take_over(self, offer: Mapping[str, Any], iteration: int, *, from_checkpoint: bool = False) -> None:
@@ -208,8 +210,8 @@ class Place:
         place in the loop.
         """
         assert self.tracked is not None
-        if self.tracked.messages is not None and not self.tracked.messages.incomplete and not from_checkpoint:
-            self.tracked.messages.give_up("this process has taken over a state, without the log of what was sent")
+        if self.tracked.messages is not None and not from_checkpoint:
+            self.tracked.messages.take_over(offer.get("messages"))
         target, start = Position(**offer["position"]), offer["start"]
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)

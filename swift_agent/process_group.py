@@ -56,6 +56,8 @@ class ProcessGroups:
         self._dead_generation = -1
         self._connected = False
         self._is_detached = False  # inside `local` or `refused`
+        self.is_local = False
+        """Inside `local`."""
         self._why: str | None = None  # set while stopped
         self._stops: list[Stop] = []  # not known to be quiet yet
 
@@ -334,11 +336,11 @@ class ProcessGroups:
         everything = [one for group in self._groups for one in group.exchanges]
         for one in everything:
             one.local()
-        self._is_detached = True
+        self._is_detached = self.is_local = True
         try:
             yield
         finally:
-            self._is_detached = False
+            self._is_detached = self.is_local = False
             for one in everything:
                 one.end_local()
 

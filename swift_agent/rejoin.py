@@ -188,6 +188,9 @@ class Rejoin:
                 messages.take(rank, self._link(rank))
         if not begin:
             messages.check_origin(place.rank)
+        if begin == messages.all_began_at and self._tracked.pipelines is not None:
+            # The first steps since then are in the logs, or come.
+            self._tracked.pipelines.give({})
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
         if begin == plan.iteration:
@@ -203,7 +206,9 @@ class Rejoin:
         store = PrefixStore("replay from", self._groups.store)
         if place.rank == plan.replays[0]:
             try:
-                store.set("iteration", str(checkpoints.find(before=plan.iteration + 1)))
+                # What others know to count may not be seen here yet.
+                known = plan.checkpoint if plan.checkpoint <= plan.iteration else 0
+                store.set("iteration", str(max(checkpoints.find(before=plan.iteration + 1), known)))
             except CheckpointError as error:
                 raise CannotReplay(str(error)) from None
         while not store.check(["iteration"]):
@@ -212,14 +217,12 @@ class Rejoin:
         iteration = int(store.get("iteration"))
         if iteration == self._restored:
             return iteration  # of an earlier attempt, or there is none
-        if self._restored:
-            raise CutReplay(f"it began with the checkpoint of iteration {self._restored}, and others with {iteration}")
         try:
             extra = checkpoints.load(iteration, tracked.state)
         except (OSError, StateError) as error:
             raise CannotReplay(f"the checkpoint of iteration {iteration} cannot be loaded: {error}") from None
         assert tracked.messages is not None
-        tracked.messages.restore(extra["messages"], iteration)
+        tracked.messages.restore(extra["place"].get("messages"), iteration)
         place.begin_with(extra["place"], iteration, repeats=True)
         self._restored = iteration
         return iteration

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
-from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.errors import PeerFailure, SwiftError, UsageError
 from swift_agent.ghosts import Ghosts
 from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.place import Owed, Place
@@ -70,6 +70,7 @@ class Protected:
         tracked.updates.goes_on = self._goes_on
         if tracked.pipelines is not None:
             tracked.pipelines.alone = self.ghosts.without_effect
+            tracked.pipelines.is_ghost = lambda: self.ghosts.is_on
         if tracked.has_shards_alone and place.rank == 0:
             begin = "the newest checkpoint" if tracked.checkpoints is not None else "what the script loads"
             self.supervisor.note(
@@ -86,18 +87,17 @@ class Protected:
             self._recover()
             return
         self._phases_s = {}  # of no recovery
-        newest = self._checkpointing.find() if self._checkpointing is not None else 0
+        newest, every = self._checkpointing.find() if self._checkpointing is not None else (0, 0)
         with place.lock:
             place.status = "empty" if newest else "holding"
         try:
             # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
             # then never cuts a collective of somebody's set-up, which could not be repeated.
-            everyone = self._groups.all_gather_ints([*self._origin(), newest])
+            everyone = self._groups.all_gather_ints([*self._origin(), newest, every])
             if tracked.messages is not None:
-                tracked.messages.origins = [origin for *origin, _ in everyone]
-            common = min(found for *_, found in everyone)
-            if common and self._checkpointing is not None:
-                self._checkpointing.begin(common)
+                tracked.messages.origins = [told[:2] for told in everyone]
+            if self._checkpointing is not None:
+                self._checkpointing.begin([(told[2], told[3]) for told in everyone])
             with place.lock:
                 place.status = "holding"
         except Exception as error:
@@ -123,11 +123,7 @@ class Protected:
             # What was received belongs to this point, too. Nothing is owed any more.
             place.keep_point()
         if self._checkpointing is not None:
-            try:
-                self._checkpointing.at_point()
-            except dist.DistStoreError as error:
-                if not self._was_cut(error):
-                    raise
+            self._checkpointing.at_point()
 
     def close(self) -> None:
         supervisor, place = self.supervisor, self._place
@@ -487,8 +483,8 @@ def is_communication_error(error: BaseException) -> bool:
     """Whether *error* is what torch raises when a connection of a process group breaks."""
     if isinstance(error, (dist.DistError, PeerFailure)):
         return True
-    if isinstance(error, UsageError):
-        return False  # its text names our package, as that of our stores' errors does
+    if isinstance(error, SwiftError):
+        return False  # its text may name our package, as that of our stores' errors does
     text = str(error).lower()
     marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out")
     return isinstance(error, RuntimeError) and any(mark in text for mark in marks)

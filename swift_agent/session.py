@@ -178,6 +178,11 @@ class Job:
                 f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "
                 "state; give one number of nodes, or all ranks to track(replicas=...)."
             )
+        if self._checkpoints is not None and self._place.seeds.keeps_generators and len(tracked.replicas) > 1:
+            raise UsageError(
+                "job.checkpoint(): with swift.init(rng='user') each rank has generators of its own, and one rank of a "
+                "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
+            )
         self._place.hold(tracked)
         self._running.begin(tracked)
 

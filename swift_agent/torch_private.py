@@ -7,16 +7,20 @@ tests/unit/agent/test_torch_private.py has a test per function that fails when a
 from __future__ import annotations
 
 import inspect
+import io
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from swift_agent.errors import SwiftError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -508,6 +512,39 @@ def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], Abstrac
             return original(schedule, *args, **kwargs)
 
     setattr(kind, name, initialize)
+
+
+def change_mode_of_schedule(schedule: Any) -> None:
+    """Its step is to be one in which stages tell each other their shapes, as when it changes its mode."""
+    for name in _schedule_flags(schedule):
+        if "backward" in name:
+            setattr(schedule, name, not schedule._has_backward)
+
+
+def mode_of_schedule(schedule: Any) -> Literal["training", "evaluation"]:
+    """Of the step that it is in: stages tell each other their shapes anew when it changes."""
+    return "training" if schedule._has_backward else "evaluation"
+
+
+def check_stage_messages(received: Sequence[torch.Tensor]) -> None:
+    """Raise SwiftError unless these are what stages tell each other in a first step: sizes, and pickles of torch's own
+    descriptions of tensors, which torch will unpickle."""
+    for tensor in received:
+        if tensor.dtype == torch.uint8:
+            _StageMessage(io.BytesIO(tensor.numpy().tobytes())).load()
+
+
+class _StageMessage(pickle.Unpickler):
+    """Makes only what describes a tensor."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.split(".")[0] == "torch" else None
+        describes = isinstance(found, type) and (
+            module.startswith("torch.distributed.pipelining.") or found in (torch.Size, torch.device)
+        )
+        if describes or isinstance(found, torch.dtype):
+            return found
+        raise SwiftError(f"what was kept of a pipeline's first step names {module}.{name}: it is not what torch sends")
 
 
 def name_of_schedule(schedule: Any) -> str:

@@ -39,6 +39,9 @@ class Store(Protocol):
     def exists(self, path: str) -> bool:
         """Whether there is a file of that name."""
 
+    def size(self, path: str) -> int:
+        """Of a file, in bytes; -1 if there is none."""
+
     def writing(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """A new file, which is there when this ends. If it ends with an error there may be a part of it, in a bucket:
         so only names that are not used again may be written like this."""
@@ -85,6 +88,12 @@ class LocalStore:
 
     def exists(self, path: str) -> bool:
         return (self._directory / path).is_file()
+
+    def size(self, path: str) -> int:
+        try:
+            return (self._directory / path).stat().st_size
+        except FileNotFoundError:
+            return -1
 
     @contextlib.contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
@@ -147,6 +156,10 @@ class S3Store:
 
     def exists(self, path: str) -> bool:
         return bool(self._fs.get_file_info(self._at(path)).type == self._is_file)
+
+    def size(self, path: str) -> int:
+        found = self._fs.get_file_info(self._at(path))
+        return int(found.size) if found.type == self._is_file else -1
 
     @contextlib.contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:

@@ -50,7 +50,8 @@ class LogWriter:
         self._queue: deque[tuple[Header, memoryview] | None] = deque()  # None: a new segment begins
         self._queued_bytes = 0
         self._num_accepted = self._num_written = 0
-        self._closed: dict[int, int] = {}  # the number of a segment, and the last iteration in it
+        # The number of a segment; the last iteration in it, and how many bytes of payload.
+        self._closed: dict[int, tuple[int, int]] = {}
         self._closing = False
         self._error: LogError | None = None
         self.wait_s = 0.0
@@ -60,6 +61,7 @@ class LogWriter:
         self._file_fd = -1
         self._segment: SegmentWriter | None = None
         self._last_iteration = -1
+        self._payload_bytes = 0
         self._begin_segment()
         self._thread = threading.Thread(target=self._run, name="swift-log-writer", daemon=True)
         self._thread.start()
@@ -101,14 +103,17 @@ class LogWriter:
             self._changed.notify_all()
 
     def drop(self, before: int) -> int:
-        """Delete the closed segments in which all messages are of iterations *before* that one; the bytes that were
-        freed. Raises `LogError`. Nobody may read the log meanwhile."""
+        """Delete the closed segments in which all messages are of iterations *before* that one; how many bytes of
+        payload were in them. Raises `LogError`. Nobody may read the log meanwhile."""
         with self._changed:
             self._check()
-            old = [number for number, iteration in self._closed.items() if iteration < before]
-            freed = sum(self._remove(number) for number in old)
-            for number in old:
-                del self._closed[number]
+            old = [number for number, (iteration, _) in self._closed.items() if iteration < before]
+            freed = sum(self._closed.pop(number)[1] for number in old)
+        for number in old:
+            try:
+                segment_path(self._directory, self._name, number).unlink()
+            except OSError as error:
+                raise self._failed(error) from error
         return freed
 
     def flush(self) -> None:
@@ -163,6 +168,7 @@ class LogWriter:
                 assert self._segment is not None
                 self._segment.append(header, payload)
                 self._last_iteration = max(self._last_iteration, header.iteration)
+                self._payload_bytes += len(payload)
                 if self._segment.num_bytes >= self._segment_bytes:
                     self._end_segment()
                     self._begin_segment()
@@ -204,17 +210,8 @@ class LogWriter:
         self._segment.finish()
         os.fsync(self._file_fd)
         with self._changed:
-            self._closed[self._number] = self._last_iteration
-        self._last_iteration = -1
-
-    def _remove(self, number: int) -> int:
-        path = segment_path(self._directory, self._name, number)
-        try:
-            num_bytes = path.stat().st_size
-            path.unlink()
-        except OSError as error:
-            raise self._failed(error) from error
-        return num_bytes
+            self._closed[self._number] = (self._last_iteration, self._payload_bytes)
+        self._last_iteration, self._payload_bytes = -1, 0
 
     def _write(self, data: Buffer) -> None:
         view = memoryview(data)

@@ -90,14 +90,12 @@ class Checkpoint:
         return found
 
 
-def to_remove(committed: Iterable[int], begun: Iterable[int], keep: int) -> list[int]:
-    """The iterations whose checkpoints go: all but the newest *keep* that count, and what was begun before those and
-    never came to count. Newer ones may be under way."""
-    counting = sorted(committed)
-    if not counting:
-        return []
-    kept = counting[-keep:]
-    return sorted(iteration for iteration in {*counting, *begun} if iteration < kept[-1] and iteration not in kept)
+def to_remove(committed: Iterable[int], begun: Iterable[int], keep: int, newest: int) -> list[int]:
+    """The iterations whose checkpoints go when that of *newest* counts: what is older, but for the newest *keep* that
+    count, itself included. Later ones may be under way, or of a run that went further and cannot be loaded."""
+    counting = set(committed)
+    kept = sorted(iteration for iteration in counting if iteration <= newest)[-keep:]
+    return sorted(iteration for iteration in {*counting, *begun} if iteration < newest and iteration not in kept)
 
 
 class CheckpointDirectory:
@@ -145,9 +143,19 @@ class CheckpointDirectory:
             raise StateError(f"{self.store}/{path} is of iteration {found.iteration}")
         return found
 
-    def remove(self, keep: int) -> list[int]:
-        """Keep the newest *keep* that count, and what is newer; returns what was removed."""
-        removed = to_remove(self.committed(), self._found(), keep)
+    def check_parts(self, checkpoint: Checkpoint) -> None:
+        """Raise `StateError` if this process does not see all parts, in their sizes."""
+        for part in checkpoint.parts:
+            path = self.path_of(checkpoint.iteration, part)
+            if self.store.size(path) != part.written.num_bytes:
+                raise StateError(
+                    f"the part {path} of ranks {ranges_of(part.ranks)} is not there for all: do all nodes share "
+                    f"{self.store}?"
+                )
+
+    def remove(self, keep: int, newest: int) -> list[int]:
+        """That of *newest* counts: see `to_remove`. Returns what was removed."""
+        removed = to_remove(self.committed(), self._found(), keep, newest)
         for iteration in removed:
             self.store.remove(f"{_at(iteration)}/{_MARK}")
             self.store.remove_directory(_at(iteration))

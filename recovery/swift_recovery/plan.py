@@ -39,6 +39,7 @@ class Plan:
     undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
     *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
     the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
+    *checkpoint*: the newest that a rank knows to count.
     `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or anew. *keepers*,
     *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
     workers keeps its state in a file (or that it is there already), and the ranks that load one.
@@ -57,6 +58,7 @@ class Plan:
     patches: tuple[Patch, ...] = ()
     deviation: Deviation = field(default_factory=Deviation)
     replays: tuple[int, ...] = ()
+    checkpoint: int = 0
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -84,6 +86,7 @@ class Plan:
                 "silent": list(self.deviation.silent),
             },
             "replays": ranges_of(self.replays),
+            "checkpoint": self.checkpoint,
         }
 
     @classmethod
@@ -105,6 +108,7 @@ class Plan:
             ),
             deviation=_deviation_of(data.get("deviation", {})),
             replays=ranks_of(data.get("replays", "")),
+            checkpoint=int(data.get("checkpoint", 0)),
         )
 
 
@@ -190,7 +194,7 @@ def make_plan(
     why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why])
     return Plan(
         "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches),
-        deviation=deviation, replays=tuple(orphans),
+        deviation=deviation, replays=tuple(orphans), checkpoint=checkpoint,
     )  # fmt: skip
 
 

@@ -96,6 +96,19 @@ def test_several_stages_on_each_rank(pipeline: Callable[..., Outcome], expected:
     assert_equal(outcome, expected(schedule=schedule))
 
 
+def test_a_pipeline_that_evaluates_now_and_then(
+    pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
+) -> None:
+    """Its stages agree anew at each change."""
+    faults = [
+        {"at": place, "iteration": number, "rank": rank, "scope": "worker"}
+        for place, number, rank in (("backward", 4, 2), ("backward", 6, 0), ("between", 6, 3), ("backward", 10, 1))
+    ]
+    outcome = pipeline(faults, evaluates=True)
+    assert_only({0, 1, 2, 3}, outcome)
+    assert_equal(outcome, expected(evaluates=True))
+
+
 def test_neighbours_lost_together_begin_with_the_same(
     pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
 ) -> None:
@@ -152,13 +165,17 @@ def test_a_damaged_one_is_not_used(
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
-    outcome = start(make_agents, tmp_path)
+    faults = [{"at": "forward", "iteration": n, "rank": rank, "scope": "worker"} for n, rank in ((3, 1), (5, 2), (7, 1))]
+    outcome = start(make_agents, tmp_path, faults=faults)
     assert f"{part} is damaged: it is not what was written" in outcome.text()
     assert "all ranks begin with the checkpoint of iteration 3" in outcome.text()
+    # Also before there is another one: its first step is one that all made after they had begun.
+    assert "load the checkpoint of iteration 3, and repeat iterations 3 to 4" in outcome.text()
+    assert "all workers restart" not in outcome.text()
     assert_equal(outcome, expected())
     for path in (tmp_path / "checkpoints").glob("*/rank-*"):
         path.unlink()
-    outcome = start(make_agents, tmp_path)
+    outcome = start(make_agents, tmp_path, faults=faults)
     assert not outcome.results and "can be loaded on all ranks" in outcome.text()
     assert "give job.checkpoint() another directory" in outcome.text()
     assert iterations_in(tmp_path) == [9, 12]
@@ -217,9 +234,11 @@ def test_replicas_write_one_part(make_agents: Callable[..., Agents], undisturbed
         {"at": "forward", "iteration": 5, "rank": 0, "scope": "node"},
         {"at": "forward", "iteration": 5, "rank": 2, "scope": "node"},
     ]
-    agents = make_agents(orders={"faults": faults, "checkpoint": 4, "patient": True}, options=("--spares", "2"))
+    agents = make_agents(orders={"faults": faults, "checkpoint": 1, "patient": True}, options=("--spares", "2"))
     outcome = agents.run("abcd")
     assert_recovered(outcome, undisturbed(), {0, 1, 2, 3}, num_faults=2)
-    assert "all ranks begin with the checkpoint of iteration 4" in outcome.text()
-    assert len(list((outcome.directory / "checkpoints").glob("*8/rank-0.*"))) == 1
+    assert "no checkpoint of iteration 1: DistributedDataParallel rebuilds its buckets" in outcome.text()
+    assert "all ranks begin with the checkpoint of iteration 5" in outcome.text()
+    assert iterations_in(outcome.directory) == [11, 12]
+    assert len(list((outcome.directory / "checkpoints").glob("*11/rank-0.*"))) == 1
     assert not list((outcome.directory / "checkpoints").glob("*/rank-1.*"))

@@ -89,12 +89,14 @@ def test_shards_without_replicas_come_back_from_a_checkpoint(
 ) -> None:
     """Each rank's from its own part."""
     (tmp_path / "undisturbed").mkdir()
-    expected = make_agents(tmp_path / "undisturbed", orders={"model": "fsdp"}, script=SCRIPT).run()
+    expected = make_agents(
+        tmp_path / "undisturbed", orders={"model": "fsdp", "evaluates": True}, script=SCRIPT
+    ).run()
     faults = [
         {"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"},
         {"at": "after_step", "iteration": 8, "rank": 2, "scope": "node"},
     ]
-    orders = {"model": "fsdp", "faults": faults, "checkpoint": 3, "patient": True}
+    orders = {"model": "fsdp", "faults": faults, "checkpoint": 3, "patient": True, "evaluates": True}
     outcome = make_agents(orders=orders, script=SCRIPT, options=("--spares", "1")).run("abc")
     text = outcome.text()
     for iteration in (3, 6):

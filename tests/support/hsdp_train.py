@@ -74,10 +74,17 @@ def main() -> None:
         scheduler.step()
         return loss.detach()
 
+    @job.resilient
+    def evaluate(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            net(x)  # FSDP leaves whole parameters behind
+
     for number in job.iterations(ITERATIONS):
         generator = torch.Generator().manual_seed(100 * number + RANK)
         x = torch.randn(8, 31, generator=generator)
         train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long())
+        if ORDERS.get("evaluates"):
+            evaluate(x)
         fault("between", job.iteration_number - 1)
     leave_result(job, net, [optimizer], full)
 

@@ -2,8 +2,8 @@
 orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining; with "seedless" each process begins with
-another state, with "collective" there is an all-reduce in each iteration; with "section" there is one of these now and
-then, which "communicates" or not.
+another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in some; with
+"section" there is one of these now and then, which "communicates" or not.
 """
 
 from __future__ import annotations
@@ -112,6 +112,9 @@ def main() -> None:
             found: list[Tensor] = []
             for block in blocks:
                 block.calls = 0
+            if ORDERS.get("evaluates") and job.iteration_number % 4 == 2:
+                with torch.no_grad():
+                    schedule.eval(*([x] if 0 in indices else []), target=y if last in indices else None, losses=[])
             optimizer.zero_grad()
             optimizer.param_groups[0]["weight_decay"] = decay()
             schedule.step(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import _utils, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift_agent import torch_private
@@ -20,6 +22,10 @@ class Schedule:
     """As far as its first step goes."""
 
     _n_microbatches = 4
+
+    def __init__(self) -> None:
+        self._has_backward = True
+        self._stage_forward_initialized = self._stage_backward_initialized = False
 
 
 class Other(Schedule):
@@ -62,13 +68,19 @@ def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     dist.destroy_process_group()
 
 
-def first_step(pipelines: Pipelines, schedule: Any) -> list[float]:
-    """What rank 1 heard in it, from rank 0 and then from rank 2; it tells rank 2 something in between."""
+def step(pipelines: Pipelines, schedule: Any, mode: str = "training") -> list[float] | None:
+    """As torch makes it: a first one, or one after another mode. What rank 1 heard in it, from rank 0 and then from
+    rank 2; it tells rank 2 something in between. None: stages had nothing to tell each other."""
+    schedule._has_backward = mode == "training"
+    flags = schedule._stage_forward_initialized, schedule._stage_backward_initialized
     shapes = [torch.zeros(2), torch.zeros(2)]
-    with pipelines._on_step(schedule, True):
+    with pipelines._on_step(schedule, not flags[0] or flags[1] != schedule._has_backward):
+        if schedule._stage_forward_initialized and schedule._stage_backward_initialized == schedule._has_backward:
+            return None
         dist.recv(shapes[0], 0)
         dist.send(shapes[0], 2)
         dist.recv(shapes[1], 2)
+        schedule._stage_forward_initialized, schedule._stage_backward_initialized = True, schedule._has_backward
     heard = [shape[0].item() for shape in shapes]
     for shape in shapes:
         shape.zero_()  # the stage may use that memory for something else
@@ -79,56 +91,99 @@ def test_a_first_step_is_heard_by_a_newcomer_as_its_predecessor_did(
     make: Callable[[], Pipelines], sent: list[int]
 ) -> None:
     first = make()
-    assert first_step(first, Schedule()) == [1, 3]
-    assert first_step(first, Other()) == [4, 6]
-    assert first.offer() == {}  # this iteration may be run again
+    assert step(first, Schedule()) == [1, 3]
+    assert step(first, Other()) == [4, 6]
+    assert all(one["mode"] is None for all_of in first.offer().values() for one in all_of)  # it may be run again
     first.end()
     offered = first.offer()
-    before = len(sent)
     newcomer = make()
     newcomer.give(offered)
     other, one = Other(), Schedule()
-    assert first_step(newcomer, other) == [4, 6]
-    assert first_step(newcomer, one) == [1, 3]
-    assert len(sent) == before
-    with newcomer._on_step(one, False):
-        dist.recv(torch.zeros(2), 0)
-    assert len(sent) == before + 1  # only the first step is repeated
+    assert step(newcomer, other) == [4, 6] and step(newcomer, one) == [1, 3] and len(sent) == 6
+    assert step(newcomer, one) is None
     newcomer.end()
     assert newcomer.offer().keys() == offered.keys()
 
 
 def test_the_second_schedule_of_a_kind_has_its_own_first_step(make: Callable[[], Pipelines], sent: list[int]) -> None:
     first = make()
-    heard = [first_step(first, Schedule()), first_step(first, Schedule())]
+    heard = [step(first, Schedule()), step(first, Schedule())]
     first.end()
     newcomer = make()
     newcomer.give(first.offer())
-    before = len(sent)
-    assert [first_step(newcomer, Schedule()), first_step(newcomer, Schedule())] == heard
-    assert len(sent) == before
-    assert first_step(newcomer, Schedule())[0] > before  # one that the others make now, too
+    kept = [Schedule(), Schedule(), Schedule()]
+    assert [step(newcomer, kept[0]), step(newcomer, kept[1])] == heard and len(sent) == 6
+    assert step(newcomer, kept[2]) == [7, 9]  # one that the others make now, too
 
 
-def test_a_first_step_of_a_cut_iteration_did_not_happen(make: Callable[[], Pipelines], sent: list[int]) -> None:
+def test_a_change_between_training_and_evaluation_is_one_of_all(make: Callable[[], Pipelines], sent: list[int]) -> None:
+    """Which a newcomer makes with the others, and not alone; what it has run as a ghost is nothing to them."""
+    first, schedule = make(), Schedule()
+    assert step(first, schedule) == [1, 3] and step(first, schedule, "evaluation") == [4, 6]
+    assert step(first, schedule) == [7, 9]
+    first.end()
+    newcomer, mine, ghost = make(), Schedule(), True
+    newcomer.give(first.offer())
+    newcomer.is_ghost = lambda: ghost
+    assert step(newcomer, mine, "evaluation") == [4, 6]
+    newcomer.end()
+    ghost = False
+    assert step(newcomer, mine) == [7, 9] and len(sent) == 9  # the others train already
+    assert step(newcomer, mine, "evaluation") == [10, 12]  # and change now
+    newcomer.end()
+    late, his = make(), Schedule()
+    late.give(newcomer.offer())
+    late.is_ghost = lambda: ghost
+    ghost = True
+    step(late, his)
+    ghost, before = False, len(sent)
+    assert step(late, his) is not None and len(sent) == before + 3  # they change to training now, and so does he
+
+
+def test_a_first_step_of_a_cut_iteration_did_not_happen(
+    make: Callable[[], Pipelines], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipelines, schedule = make(), Schedule()
-    first_step(pipelines, schedule)
+    step(pipelines, schedule)
     pipelines.rewind()
-    assert pipelines.offer() == {}
-    again = first_step(pipelines, schedule)
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
+    again = step(pipelines, schedule)
     assert again == [4, 6]
     pipelines.pass_over()
-    assert [[float(one[0]) for one in step] for step in pipelines.offer()["Schedule of 4"]] == [again]
+    (known,) = pipelines.offer()["Schedule of 4"]
+    assert [float(one[0]) for one in known["received"]["training"]] == again
 
 
 def test_another_script_is_noticed(make: Callable[[], Pipelines]) -> None:
     first = make()
-    first_step(first, Schedule())
+    step(first, Schedule())
     first.end()
+    newcomer, kept = make(), [Schedule(), Schedule()]
+    newcomer.give(first.offer())
+    with pytest.raises(SwiftError, match="the same schedules"), newcomer._on_step(kept[0], True):
+        dist.recv(torch.zeros(3), 0)
     newcomer = make()
     newcomer.give(first.offer())
-    with pytest.raises(SwiftError, match="the same schedules"), newcomer._on_step(Schedule(), True):
-        dist.recv(torch.zeros(3), 0)
-    with pytest.raises(SwiftError, match="the same schedules"), newcomer._on_step(Schedule(), True):
+    with pytest.raises(SwiftError, match="the same schedules"), newcomer._on_step(kept[1], True):
         for _ in range(3):
             dist.recv(torch.zeros(2), 0)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_what_torch_would_not_have_sent_is_not_unpickled(make: Callable[[], Pipelines]) -> None:
+    """torch unpickles what it gets; a checkpoint may come from somebody else."""
+    pipelines = make()
+    meta = _utils._TensorMeta(torch.Size([2, 3]), (3, 1), torch.bfloat16, True)
+
+    def offered(content: Any) -> Any:
+        payload = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+        return {"Schedule of 4": [{"mode": "training", "received": {"training": [torch.ones(1), payload]}}]}
+
+    pipelines.give(offered(meta))
+    for content in (Evil(), [os.system], torch.nn.Linear(1, 1)):
+        with pytest.raises(SwiftError, match="it is not what torch sends"):
+            pipelines.give(offered(content))

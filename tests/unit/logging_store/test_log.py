@@ -179,8 +179,8 @@ def test_old_segments_are_dropped_and_newer_ones_stay(tmp_path: Path) -> None:
         writer.flush()
         before = sum(path.stat().st_size for path in tmp_path.iterdir())
         assert writer.drop(0) == 0
-        freed = writer.drop(5)  # the iteration of message 20
-        assert freed == before - sum(path.stat().st_size for path in tmp_path.iterdir()) > 8000
+        assert writer.drop(5) == 20 * 400  # the iteration of message 20
+        assert before - sum(path.stat().st_size for path in tmp_path.iterdir()) > 8000
         with LogReader(tmp_path) as reader:
             assert reader.sequences(FORTH) == list(range(20, 40))
         assert writer.drop(5) == 0

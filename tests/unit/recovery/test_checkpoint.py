@@ -120,18 +120,29 @@ def test_old_ones_go_and_a_cut_removal_leaves_none_that_counts(tmp_path: Path, m
     made(directory, 500, commit=False)  # may be under way
     with monkeypatch.context() as context:
         context.setattr(LocalStore, "remove_directory", lambda *args: None)  # cut after the first step
-        assert directory.remove(keep=2) == [100, 200]
+        assert directory.remove(keep=2, newest=400) == [100, 200]
     assert directory.committed() == [300, 400]
-    assert directory.remove(keep=2) == [100, 200]
+    assert directory.remove(keep=2, newest=400) == [100, 200]
     assert sorted(path.name[-3:] for path in tmp_path.iterdir()) == ["300", "400", "500"]
 
 
-@given(st.sets(st.integers(1, 12)), st.sets(st.integers(1, 12)), st.integers(1, 3))
-def test_what_is_kept_is_enough(committed: set[int], begun: set[int], keep: int) -> None:
-    removed = set(to_remove(committed, begun, keep))
-    assert sorted(committed - removed) == sorted(committed)[-keep:]
-    assert all(number < max(committed) for number in removed)
-    assert all(number in removed for number in begun - committed if committed and number < max(committed))
+@given(st.sets(st.integers(1, 12)), st.sets(st.integers(1, 12)), st.integers(1, 3), st.integers(1, 12))
+def test_what_is_kept_is_enough(committed: set[int], begun: set[int], keep: int, newest: int) -> None:
+    """The one that has just come to count stays whatever a run that went further has left."""
+    committed.add(newest)
+    removed = set(to_remove(committed, begun, keep, newest))
+    older = {number for number in committed if number <= newest}
+    assert sorted(older - removed) == sorted(older)[-keep:] and newest not in removed
+    assert removed == {number for number in committed | begun if number < newest} - set(sorted(older)[-keep:])
+
+
+def test_a_part_that_is_not_seen_is_told_of(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(LocalStore(tmp_path))
+    found = made(directory, 100, commit=False)
+    directory.check_parts(found)
+    (tmp_path / directory.path_of(100, found.parts[1])).write_bytes(b"stat")
+    with pytest.raises(StateError, match="of ranks 2-3 is not there for all: do all nodes share"):
+        directory.check_parts(found)
 
 
 @pytest.mark.parametrize(
