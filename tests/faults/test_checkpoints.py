@@ -165,7 +165,10 @@ def test_a_damaged_one_is_not_used(
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
-    faults = [{"at": "forward", "iteration": n, "rank": rank, "scope": "worker"} for n, rank in ((3, 1), (5, 2), (7, 1))]
+    faults = [
+        {"at": "forward", "iteration": iteration, "rank": rank, "scope": "worker"}
+        for iteration, rank in ((3, 1), (5, 2), (7, 1))
+    ]
     outcome = start(make_agents, tmp_path, faults=faults)
     assert f"{part} is damaged: it is not what was written" in outcome.text()
     assert "all ranks begin with the checkpoint of iteration 3" in outcome.text()
