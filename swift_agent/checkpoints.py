@@ -108,7 +108,7 @@ class Checkpoints:
             try:
                 task.copy = StateCopy(state, extra())
             except (StateError, NotNow, MemoryError, RuntimeError) as error:
-                task.none = str(error) or type(error).__name__
+                task.none = _text(error)
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
@@ -178,7 +178,7 @@ class Checkpoints:
             except dist.DistStoreError:
                 pass  # its generation has ended
             except Exception as error:  # whatever it is: the next one may succeed
-                self._tell_why_not(task, error)
+                self._tell_why_not(task, _text(error))
             finally:
                 if task.store is not None:
                     task.store.close()
@@ -196,9 +196,7 @@ class Checkpoints:
                 part = self._write(task)
             except Exception as error:  # whatever it is: the others wait for a word
                 task.copy = None
-                part = {"none": self._tell_why_not(task, error)}
-        elif self._replicas[0] == self._rank:
-            self._tell_why_not(task, task.none)
+                part = {"none": _text(error)}
         store = self._connect(task)
         store.set(f"{name}/{self._rank}", json.dumps(part))
         if self._rank == 0:
@@ -208,7 +206,7 @@ class Checkpoints:
             except dist.DistStoreError:
                 raise
             except Exception as error:  # as above
-                self._tell_why_not(task, error)
+                self._tell_why_not(task, _text(error))
             store.set(f"{name}/counts", "yes" if counts else "no")
             if counts:
                 self._remove_old(task)
@@ -224,10 +222,8 @@ class Checkpoints:
                 store.cut()
         return store
 
-    def _tell_why_not(self, task: _Task, why: object) -> str:
-        said = str(why) or type(why).__name__
-        self._note(f"no checkpoint of iteration {task.iteration}: {said}. Training goes on.")
-        return said
+    def _tell_why_not(self, task: _Task, why: str) -> None:
+        self._note(f"no checkpoint of iteration {task.iteration}: {why}. Training goes on.")
 
     def _write(self, task: _Task) -> dict[str, Any]:
         if task.copy is None:
@@ -244,7 +240,11 @@ class Checkpoints:
         told = [json.loads(data) for data in store.multi_get(keys)]
         for key in keys:
             store.delete_key(key)  # a generation may see many checkpoints
-        if any("none" in data for data in told):
+        without = {rank: data["none"] for rank, data in enumerate(told) if "none" in data}
+        if without:
+            rank, why = next(iter(without.items()))
+            more = f" (and {len(without) - 1} ranks more)" if len(without) > 1 else ""
+            self._tell_why_not(task, f"rank {rank}: {why}{more}")
             return False
         parts = tuple(Part.from_json(data) for data in told if data)
         # As it will be read: one that nobody could use must not count.
@@ -266,3 +266,7 @@ class Checkpoints:
             return
         if removed:
             self._note(f"checkpoints of iterations {', '.join(map(str, removed))} are removed")
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

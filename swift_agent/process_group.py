@@ -30,6 +30,7 @@ from swift_agent.stopping import Stop, in_background
 
 logger = logging.getLogger(__name__)
 
+
 class GroupsAborted(RuntimeError):
     """The groups were stopped (`abort`), or stopped while they were being connected. `rebuild` makes them usable."""
 

@@ -43,7 +43,6 @@ _UNLOCKED = contextlib.nullcontext()
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
 
-
 _NOT_LOGGED = "only messages can be repeated from logs, not collectives"
 
 

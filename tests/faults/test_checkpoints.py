@@ -240,7 +240,7 @@ def test_replicas_write_one_part(make_agents: Callable[..., Agents], undisturbed
     agents = make_agents(orders={"faults": faults, "checkpoint": 1, "patient": True}, options=("--spares", "2"))
     outcome = agents.run("abcd")
     assert_recovered(outcome, undisturbed(), {0, 1, 2, 3}, num_faults=2)
-    assert "no checkpoint of iteration 1: DistributedDataParallel rebuilds its buckets" in outcome.text()
+    assert "no checkpoint of iteration 1: rank 0: DistributedDataParallel rebuilds its buckets" in outcome.text()
     assert "all ranks begin with the checkpoint of iteration 5" in outcome.text()
     assert iterations_in(outcome.directory) == [11, 12]
     assert len(list((outcome.directory / "checkpoints").glob("*11/rank-0.*"))) == 1
