@@ -16,7 +16,7 @@ from swift_agent.process_group import ProcessGroups
 from swift_agent.tracking import Tracked
 from swift_recovery.errors import StateError
 
-_CONNECT_TIMEOUT = timedelta(seconds=30)
+_CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
 class Checkpointing:
@@ -43,14 +43,8 @@ class Checkpointing:
         if len({every for _, every in found}) > 1:
             said = {rank: every for rank, (_, every) in enumerate(found)}
             raise UsageError(f"job.checkpoint(every=...) must be the same on all ranks; it is {said} (0: not called)")
-        newest = [number for number, _ in found]
-        iteration = min(newest)
-        if not iteration and max(newest):
-            raise CheckpointError(
-                f"rank {newest.index(max(newest))} sees a checkpoint of iteration {max(newest)} in "
-                f"{checkpoints.directory}, and rank {newest.index(0)} sees none there: do all nodes share it? Nothing "
-                "was changed."
-            )
+        # The newest that any rank sees: what a node lists may be old, what it opens is not.
+        iteration = max(number for number, _ in found)
         if not iteration:
             return
         while iteration:
@@ -71,11 +65,11 @@ class Checkpointing:
                 if place.rank == 0:
                     self._note(f"all ranks begin with the checkpoint of iteration {iteration}")
                 return
-            iteration = min(found for (found,) in self._groups.all_gather_ints([checkpoints.find(iteration)]))
+            iteration = max(older for (older,) in self._groups.all_gather_ints([checkpoints.find(iteration)]))
         raise CheckpointError(
             f"no checkpoint in {checkpoints.directory} can be loaded on all ranks: "
-            f"{'; '.join(reasons) or 'see what other ranks say'}. Nothing there was changed. To begin anew give "
-            "job.checkpoint() another directory."
+            f"{'; '.join(reasons) or 'see what other ranks say'}. Do all nodes share it? Nothing there was changed. To "
+            "begin anew give job.checkpoint() another directory."
         )
 
     def at_point(self) -> None:
@@ -85,6 +79,8 @@ class Checkpointing:
             tracked.messages.checkpointed(checkpoints.newest)
         if number >= checkpoints.due:
             store = self._groups.store
+            # On all ranks, or they gather other things next: an evaluation may have left whole parameters behind.
+            tracked.reset_shards()
             checkpoints.take(number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT))
 
     def _extra(self) -> dict[str, Any]:
@@ -92,7 +88,6 @@ class Checkpointing:
         tracked, number = self._tracked, self._place.here.iteration
         if not all(keeper.is_settled(number) for keeper in tracked.keepers):
             raise NotNow("DistributedDataParallel rebuilds its buckets in the next iteration")
-        tracked.reset_shards()  # an evaluation may have left whole parameters behind
         if tracked.messages is not None:
             tracked.messages.begin_checkpoint(number)
         return {"place": self._place.offer(), "layouts": tracked.layouts_for(number)}

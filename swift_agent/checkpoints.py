@@ -35,6 +35,7 @@ from swift_recovery.state_file import StateCopy
 
 # A slow filesystem is no error; what ends the wait is the end of the generation.
 _PATIENCE = timedelta(days=7)
+_RETRY_S = 1.0
 
 
 class NotNow(SwiftError):
@@ -64,7 +65,8 @@ class _Task:
     none: str = ""
     began_s: float = field(default_factory=time.monotonic)
     store: StoreClient | None = None
-    is_cut: bool = False
+    counts: bool | None = None  # what rank 0 has decided
+    is_cut: bool = False  # its generation has ended
 
 
 class Checkpoints:
@@ -124,6 +126,7 @@ class Checkpoints:
                 task.is_cut = True
                 if task.store is not None:
                     task.store.cut()
+            self._changed.notify_all()
         if iteration >= self.due:
             self._is_next_after(iteration)
 
@@ -175,44 +178,52 @@ class Checkpoints:
                 task = self._tasks[0]
             try:
                 self._settle(task)
-            except dist.DistStoreError:
-                pass  # its generation has ended
             except Exception as error:  # whatever it is: the next one may succeed
                 self._tell_why_not(task, _text(error))
             finally:
-                if task.store is not None:
-                    task.store.close()
                 with self._changed:
                     self._tasks.popleft()
                     self._changed.notify_all()
 
     def _settle(self, task: _Task) -> None:
-        name = f"checkpoint/{task.iteration}"
         part: dict[str, Any] = {"none": task.none}
-        if not task.none:
+        if not task.none and not task.is_cut:
             try:
                 # What counts by now is known before this rank lets the next one count, and so lets older ones go.
                 self.newest = max(self.newest, self.directory.newest(before=task.iteration))
                 part = self._write(task)
             except Exception as error:  # whatever it is: the others wait for a word
-                task.copy = None
                 part = {"none": _text(error)}
-        store = self._connect(task)
+        task.copy = None
+        # The others wait until this rank has told, and then for rank 0: a connection that breaks is made again, until
+        # the generation ends.
+        while not task.is_cut:
+            try:
+                if self._agree(task, part):
+                    self.newest = max(self.newest, task.iteration)
+                return
+            except dist.DistStoreError:
+                with self._changed:
+                    self._changed.wait_for(lambda: task.is_cut, _RETRY_S)
+            finally:
+                if task.store is not None:
+                    task.store.close()
+
+    def _agree(self, task: _Task, part: dict[str, Any]) -> bool:
+        """Whether it counts. May be repeated."""
+        store, name = self._connect(task), f"checkpoint/{task.iteration}"
         store.set(f"{name}/{self._rank}", json.dumps(part))
         if self._rank == 0:
-            counts = False
-            try:
-                counts = self._commit(task, store, name)
-            except dist.DistStoreError:
-                raise
-            except Exception as error:  # as above
-                self._tell_why_not(task, _text(error))
+            keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+            store.wait(keys, _PATIENCE)
+            counts = self._decide(task, [json.loads(data) for data in store.multi_get(keys)])
             store.set(f"{name}/counts", "yes" if counts else "no")
+            for key in keys:
+                store.delete_key(key)  # a generation may see many checkpoints
             if counts:
                 self._remove_old(task)
         store.wait([f"{name}/counts"], _PATIENCE)
-        if store.get(f"{name}/counts") == b"yes":
-            self.newest = max(self.newest, task.iteration)
+        return store.get(f"{name}/counts") == b"yes"
 
     def _connect(self, task: _Task) -> StoreClient:
         store = task.connect()
@@ -221,6 +232,15 @@ class Checkpoints:
             if task.is_cut:
                 store.cut()
         return store
+
+    def _decide(self, task: _Task, told: list[dict[str, Any]]) -> bool:
+        if task.counts is None:
+            try:
+                task.counts = self._commit(task, told)
+            except Exception as error:  # whatever it is: the others wait for a word
+                self._tell_why_not(task, _text(error))
+                task.counts = False
+        return task.counts
 
     def _tell_why_not(self, task: _Task, why: str) -> None:
         self._note(f"no checkpoint of iteration {task.iteration}: {why}. Training goes on.")
@@ -231,15 +251,9 @@ class Checkpoints:
         path = self.directory.new_part(task.iteration, self._rank)
         with self.directory.store.writing(path) as stream:
             written = state_file.write(stream, task.copy)
-        task.copy = None
         return Part(path.rpartition("/")[2], tuple(self._replicas), written).to_json()
 
-    def _commit(self, task: _Task, store: StoreClient, name: str) -> bool:
-        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
-        store.wait(keys, _PATIENCE)
-        told = [json.loads(data) for data in store.multi_get(keys)]
-        for key in keys:
-            store.delete_key(key)  # a generation may see many checkpoints
+    def _commit(self, task: _Task, told: list[dict[str, Any]]) -> bool:
         without = {rank: data["none"] for rank, data in enumerate(told) if "none" in data}
         if without:
             rank, why = next(iter(without.items()))

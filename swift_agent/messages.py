@@ -76,6 +76,7 @@ class Messages:
         """The iteration of the newest one that counts: what was sent before it is gone."""
         self._for_good = False  # given up
         self._iteration = -1  # not in one
+        self._refuses = False
         self._generation = 0
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
@@ -211,6 +212,7 @@ class Messages:
 
     def _send(self, original: Any, group: Any, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
         if self._iteration < 0:
+            self._check_outside()
             return original(group, tensors, dst, tag)
         channel = Channel(group.group_name, self.rank, _global_rank(group, dst), tag)
         for tensor in tensors:
@@ -220,6 +222,19 @@ class Messages:
         if self._is_repeated(channel.destination):
             return torch_private.finished_work()
         return original(group, tensors, dst, tag)
+
+    @contextlib.contextmanager
+    def none_between(self) -> Iterator[None]:
+        """Inside, between iterations that are repeated, a message is an error: it was not logged."""
+        self._refuses = True
+        try:
+            yield
+        finally:
+            self._refuses = False
+
+    def _check_outside(self) -> None:
+        if self._refuses:
+            raise CannotReplay("a message outside of iterations is in no log")
 
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         if self.incomplete:
@@ -239,9 +254,9 @@ class Messages:
     def give_up(self, why: str) -> None:
         """Log no more until the next checkpoint; what was logged is of no use without the rest."""
         self.incomplete = why
+        until = "" if self._for_good else "; with job.checkpoint() until the next one counts"
         self._note(
-            f"messages are logged no more: {why}. If a rank is lost all workers start again"
-            + (" (from now on)." if self._for_good or not self.checkpoint else ", until the next checkpoint counts.")
+            f"messages are logged no more: {why}. If a rank is lost from now on all workers start again{until}."
         )
         with contextlib.suppress(LogError):
             self._writer.close()
@@ -260,6 +275,7 @@ class Messages:
 
     def _recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         if self._iteration < 0:
+            self._check_outside()
             return original(group, tensors, src, tag)
         channel = Channel(group.group_name, _global_rank(group, src), self.rank, tag)
         number = self._received.get(channel, 0)

@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -170,6 +170,8 @@ class Rejoin:
         if place.rank not in plan.replays:
             if place.replays:
                 raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
+            # To load a checkpoint may take longer than an operation of the groups has time.
+            self._wait_for("loaded", plan.replays)
             try:
                 for rank in plan.replays:
                     messages.give(rank, plan.iteration, self._link(rank))
@@ -183,6 +185,7 @@ class Rejoin:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
         messages.end_replay()  # of an attempt that was cut
         begin = self._restore(plan)
+        PrefixStore("loaded", self._groups.store).set(str(place.rank), "")
         for rank in range(dist.get_world_size()):
             if rank not in plan.replays:
                 messages.take(rank, self._link(rank))
@@ -231,8 +234,11 @@ class Rejoin:
         """Not in an operation of the next iteration, which would come to its timeout."""
         if self._place.rank in plan.replays or not plan.iteration:
             return
-        store = PrefixStore("replayed", self._groups.store)
-        for rank in plan.replays:
+        self._wait_for("replayed", plan.replays)
+
+    def _wait_for(self, what: str, ranks: Iterable[int]) -> None:
+        store = PrefixStore(what, self._groups.store)
+        for rank in ranks:
             while not store.check([str(rank)]):
                 self._supervisor.check()
                 time.sleep(_POLL_S)

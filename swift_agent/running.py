@@ -88,7 +88,8 @@ class Protected:
         self._phases_s = {}  # of no recovery
         newest, every = self._checkpointing.find() if self._checkpointing is not None else (0, 0)
         with place.lock:
-            place.status = "empty" if newest else "holding"
+            # With a checkpoint that another rank may see, this state is not what the job goes on with.
+            place.status = "empty" if self._checkpointing is not None else "holding"
         try:
             # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
             # then never cuts a collective of somebody's set-up, which could not be repeated.
@@ -394,11 +395,13 @@ class Protected:
 
     def _section_between_logs(self, call: Callable[[], R]) -> R:
         """A newcomer that repeats iterations really uses what a section gives it: that must not be invented."""
+        messages = self._require_tracked().messages
+        assert messages is not None
         try:
-            with self._groups.refused(_NOT_LOGGED):
+            with self._groups.refused(_NOT_LOGGED), messages.none_between():
                 result = call()
         except Exception as error:
-            if not is_communication_error(error):
+            if not isinstance(error, CannotReplay) and not is_communication_error(error):
                 raise
             self._give_up(f"a section cannot be repeated: {error}")
         with self._place.lock:

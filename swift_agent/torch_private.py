@@ -531,25 +531,31 @@ def check_stage_messages(received: Sequence[torch.Tensor]) -> None:
     descriptions of tensors, which torch will unpickle."""
     for tensor in received:
         if tensor.dtype == torch.uint8:
-            _StageMessage(io.BytesIO(tensor.numpy().tobytes())).load()
+            _StageMessage(io.BytesIO(tensor.cpu().numpy().tobytes())).load()
+
+
+# Where what describes tensors is defined.
+_DESCRIBING = {"torch", "torch.distributed.pipelining._utils", "torch.distributed.tensor.placement_types"}
 
 
 class _StageMessage(pickle.Unpickler):
     """Makes only what describes a tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.split(".")[0] == "torch" else None
-        describes = isinstance(found, type) and (
-            module.startswith("torch.distributed.pipelining.") or found in (torch.Size, torch.device)
-        )
-        if describes or isinstance(found, torch.dtype):
+        # A name with dots is a way through a module to what that has imported.
+        known = module in _DESCRIBING and "." not in name
+        found = super().find_class(module, name) if known else None
+        if isinstance(found, torch.dtype) or found in (torch.Size, torch.device):
+            return found
+        if module != "torch" and isinstance(found, type) and found.__module__ == module:
             return found
         raise SwiftError(f"what was kept of a pipeline's first step names {module}.{name}: it is not what torch sends")
 
 
 def name_of_schedule(schedule: Any) -> str:
     """The same in another process of the same script, and of schedules that differ another one."""
-    return f"{type(schedule).__name__} of {schedule._n_microbatches}"
+    kind = "training" if schedule._loss_fn is not None else "forward"
+    return f"{type(schedule).__name__}, {kind}, {schedule._n_microbatches} micro-batches"
 
 
 def _schedule_flags(schedule: Any) -> dict[str, bool]:

@@ -86,8 +86,7 @@ class Plan:
                 "silent": list(self.deviation.silent),
             },
             "replays": ranges_of(self.replays),
-            "checkpoint": self.checkpoint,
-        }
+        } | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:

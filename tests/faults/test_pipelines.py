@@ -176,6 +176,14 @@ def test_sections_without_communication_are_repeated(run: Start, undisturbed: Ca
     assert_same(run(faults, section="alone"), undisturbed("Schedule1F1B", section="alone"), {0, 1})
 
 
+def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+    """They are in no log: nobody waits for them."""
+    outcome = run([{"at": "forward", "iteration": 6, "rank": 2, "scope": "worker"}], section="messages")
+    assert "a section cannot be repeated: a message outside of iterations is in no log" in outcome.text()
+    assert "all workers restart" in outcome.text()
+    assert_equal(outcome, undisturbed("Schedule1F1B", section="messages"))
+
+
 @pytest.mark.parametrize("orders", [{"collective": True}, {"section": "communicates"}], ids=["iteration", "section"])
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["one is lost", "two are lost"])
 def test_collectives_cannot_be_repeated(

@@ -3,7 +3,7 @@ orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining; with "seedless" each process begins with
 another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in some; with
-"section" there is one of these now and then, which "communicates" or not.
+"section" there is one of these now and then, which "communicates", has "messages", or neither.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ def main() -> None:
             size = blocks[0].layer.linear1.weight.detach().norm()
             if ORDERS.get("section") == "communicates":
                 dist.all_reduce(size)
+            if ORDERS.get("section") == "messages":
+                x = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+                schedule.eval(*([x] if 0 in indices else []), target=x if last in indices else None, losses=[])
             return size.item()
 
         @job.iteration

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from swift_agent import checkpoints
 from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.generation_store import StoreClient, StoreServer
@@ -167,6 +169,42 @@ def test_training_does_not_wait_for_one_that_takes_long(group: Group, monkeypatc
     group.take(30)
     group.wait()
     assert group.newest == [30, 30, 30] and group.directory.committed() == [10, 30]
+
+
+def test_a_connection_that_breaks_is_made_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait until this rank has told."""
+    monkeypatch.setattr(checkpoints, "_RETRY_S", 0.05)
+    original, failing = group.server_client, [2, 0, 0]
+
+    def client() -> StoreClient:
+        if failing:
+            failing.pop()
+            raise dist.DistStoreError("timed out")
+        return original()
+
+    monkeypatch.setattr(group, "server_client", client)
+    group.take(10)
+    group.wait()
+    assert not failing and group.newest == [10, 10, 10]
+
+
+def test_what_a_former_generation_had_queued_is_let_go(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(Checkpoints, "_agree", lambda *args: done.append("agree"))
+    goes_on = threading.Event()
+    original = Checkpoints._write
+
+    def write(self: Checkpoints, task: Any) -> Any:
+        assert goes_on.wait(10.0)
+        return original(self, task)
+
+    monkeypatch.setattr(Checkpoints, "_write", write)
+    for iteration in (10, 20, 30):
+        group.take(iteration, 2)
+    group.ranks[2].recovered(31)
+    goes_on.set()
+    group.wait(2)
+    assert not done
 
 
 def test_what_cannot_be_loaded_is_said(group: Group, tmp_path: Path) -> None:

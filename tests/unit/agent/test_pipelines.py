@@ -23,6 +23,8 @@ class Schedule:
 
     _n_microbatches = 4
 
+    _loss_fn = print
+
     def __init__(self) -> None:
         self._has_backward = True
         self._stage_forward_initialized = self._stage_backward_initialized = False
@@ -150,7 +152,7 @@ def test_a_first_step_of_a_cut_iteration_did_not_happen(
     again = step(pipelines, schedule)
     assert again == [4, 6]
     pipelines.pass_over()
-    (known,) = pipelines.offer()["Schedule of 4"]
+    (known,) = pipelines.offer()["Schedule, training, 4 micro-batches"]
     assert [float(one[0]) for one in known["received"]["training"]] == again
 
 
@@ -180,10 +182,15 @@ def test_what_torch_would_not_have_sent_is_not_unpickled(make: Callable[[], Pipe
     meta = _utils._TensorMeta(torch.Size([2, 3]), (3, 1), torch.bfloat16, True)
 
     def offered(content: Any) -> Any:
-        payload = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
-        return {"Schedule of 4": [{"mode": "training", "received": {"training": [torch.ones(1), payload]}}]}
+        data = content if isinstance(content, bytes) else pickle.dumps(content)
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        known = {"mode": "training", "received": {"training": [torch.ones(1), payload]}}
+        return {"Schedule, training, 4 micro-batches": [known]}
 
     pipelines.give(offered(meta))
-    for content in (Evil(), [os.system], torch.nn.Linear(1, 1)):
+    module, name = b"torch.distributed.pipelining._utils", b"torch.os.system"
+    dotted = b"\x80\x04\x8c%c%b\x8c%c%b\x93." % (len(module), module, len(name), name)
+    assert pickle.loads(dotted) is os.system
+    for content in (Evil(), [os.system], torch.nn.Linear(1, 1), torch.load, dotted):
         with pytest.raises(SwiftError, match="it is not what torch sends"):
             pipelines.give(offered(content))
