@@ -6,6 +6,7 @@ tests/unit/agent/test_torch_private.py has a test per function that fails when a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import pickle
@@ -464,6 +465,7 @@ def wrap_messages(send: Callable[..., Any], recv: Callable[..., Any], recv_from_
 def _wrap_operation(name: str, wrapper: Callable[..., Any], keywords: Sequence[str]) -> None:
     original = getattr(dist.ProcessGroup, name)
 
+    @functools.wraps(original)
     def operation(group: Any, *args: Any, **named: Any) -> Any:
         return wrapper(original, group, *args, *(named[keyword] for keyword in keywords[len(args) :]))
 

@@ -78,7 +78,7 @@ def test_checkpoints_come_back_and_old_ones_go() -> None:
     directory, states = CheckpointDirectory(store), {number: make(number) for number in (10, 20, 30)}
     parts = {number: commit(store, number, state) for number, state in states.items()}
     assert directory.committed() == [10, 20, 30] and directory.newest(before=30) == 20
-    assert directory.remove(keep=2) == [10] and directory.committed() == [20, 30]
+    assert directory.remove(keep=2, newest=30) == [10] and directory.committed() == [20, 30]
     found, path = make(0), directory.path_of(30, directory.load(30).part_of(0))
     assert parts[30].written.num_bytes > 9_000_000  # several parts of an upload
     assert load(store, "part", path, found) == {"at": 30}
