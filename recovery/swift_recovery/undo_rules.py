@@ -10,8 +10,13 @@ the rounding of the step's own sum, that of taking it back and those of a decay:
 
     |p - undone p| <= 4 u (|p| + |p' - p|)          |m - undone m| <= (2 / b) u (|m| + |m'| + |e|)
 
-for an average m' = b m + (1 - b) e of e = g + wd p, or of its square. The division by b is why an average with a factor
-near 0 is left as it is (`MIN_FACTOR`): nothing of its past has an effect any more.
+for an average m' = b m + (1 - b) e of e = g + wd p, of its square, or (RMSprop with momentum) of it divided by a
+root. The division by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`): nothing of its past
+has an effect any more.
+
+SGD with nesterov moves by the sum of two terms, lr (g + wd p) and lr momentum b', which may cancel. The roundings of
+the first (in the step, and of its parts and partial sums when taken back) do not: lr |g + wd p| is added to
+|p| + |p' - p|.
 """
 
 from __future__ import annotations
