@@ -4,6 +4,8 @@ Of survivors that need not run an iteration again, because its update exists; of
 others are; and the first step of a pipeline, when the others have long made theirs.
 
     stopped groups: enter --> ... --> leave, at the next recovery        connected groups: for one call
+
+This module must never decide whether an iteration is run like this; `running` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a `Job` needs of who runs its iterations and sections; and the one without an agent, who protects nothing."""
+"""What a `Job` needs of who runs its iterations and sections; and the one without an agent, who protects nothing.
+
+It must never do anything that makes training differ from that under an agent.
+"""
 
 from __future__ import annotations
 

@@ -11,28 +11,13 @@ from typing import Any
 import pytest
 
 from swift_logging_store.store import LocalStore, S3Store, StoreUnknown, open_store, whole_file
+from tests.support.stores import check_files_come_and_go
 
 
 def test_files_come_and_go(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "new" / "one"))
-    assert store.names() == [] and not store.exists("a/b") and str(store) == str(tmp_path / "new" / "one")
-    with store.writing("a/b") as stream:
-        stream.write(b"first")
-        assert not store.exists("a/b")  # not before it is complete
-    store.put("a/c", b"second")
-    store.put("a/c", b"third")
-    assert store.names() == ["a"] and sorted(store.names("a")) == ["b", "c"]
-    assert store.exists("a/b") and not store.exists("a")
-    with store.reading("a/c") as stream:
-        assert stream.read() == b"third"
-    with pytest.raises(FileNotFoundError), store.reading("a/d"):
-        pass
-    store.remove("a/c")
-    store.remove("a/c")
-    assert store.names("a") == ["b"]
-    store.remove_directory("a")
-    store.remove_directory("a")
-    assert store.names() == []
+    assert str(store) == str(tmp_path / "new" / "one")
+    check_files_come_and_go(store)
 
 
 @pytest.mark.parametrize("url", ["relative", "file:///tmp/x", "/tmp/x"])
