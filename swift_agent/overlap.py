@@ -32,7 +32,7 @@ from swift_agent.updates import UpdateTracker
 from swift_recovery.errors import StateError
 from swift_recovery.incoming import Incoming
 from swift_recovery.patch import PatchState, copy_of, put_back
-from swift_recovery.undo import Kept, keep, rule_of, undo
+from swift_recovery.undo import Kept, check, keep, undo
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def mistakes(
     for name, optimizer in optimizers.items():
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
-            rule_of(optimizer)
+            check(optimizer)
         except StateError as error:
             # It may also look at all gradients before it changes the first parameter.
             found.append(f"{name}: {error}")

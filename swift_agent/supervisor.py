@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from swift_agent.channel import Channel, ChannelClosed, Message
 from swift_agent.errors import PeerFailure
@@ -343,6 +343,7 @@ def _read_go(message: Message) -> Go:
     )
 
 
-def _die(why: str) -> None:
+def _die(why: str) -> NoReturn:
     print(f"swift-agent worker {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("this process has ended")

@@ -55,6 +55,27 @@ def rule_of(optimizer: Optimizer) -> Rule:
     return rule
 
 
+def check(optimizer: Optimizer) -> Rule:
+    """`rule_of`, and that each of its parameters as it is now can be undone; StateError otherwise."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _check_parameter(optimizer, group, parameter)
+    return rule_of(optimizer)
+
+
+def _check_parameter(optimizer: Optimizer, hyper: Mapping[str, Any], parameter: Tensor) -> None:
+    name = type(optimizer).__name__
+    if parameter.is_complex():
+        raise StateError(f"a step of {name} with a complex parameter cannot be undone")
+    half = parameter.dtype in {torch.float16, torch.bfloat16} and parameter.device.type == "cpu"
+    if half and name == "SGD" and hyper.get("fused"):
+        # https://github.com/pytorch/pytorch/issues/191763: whole vectors are left out, and the buffer is misread.
+        raise StateError(
+            f"a step of SGD with fused=True and {str(parameter.dtype).removeprefix('torch.')} parameters on the CPU "
+            "cannot be undone: torch 2.13 does not update most of them; pass fused=False"
+        )
+
+
 def table() -> str:
     """What is kept for the undo of each optimizer, as the table of this room's README."""
     lines = ["| optimizer | kept besides the gradient | remark |", "|---|---|---|"]
@@ -81,12 +102,12 @@ def undo(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, kept: Kept) 
     """Bring *parameter* and its state back to before its step. *gradient*: as the step saw it; it stays as it is.
 
     Afterwards a step with the same gradient and hyper-parameters gives what the first one gave, within the bound of
-    the rule. Raises StateError for a sparse or complex one, before anything is changed.
+    the rule. Raises StateError for what `check` refuses and for a sparse one, before anything is changed.
     """
     rule = rule_of(optimizer)
-    if gradient.is_sparse or parameter.is_complex():
-        kind = "sparse gradient" if gradient.is_sparse else "complex parameter"
-        raise StateError(f"a step of {type(optimizer).__name__} with a {kind} cannot be undone")
+    if gradient.is_sparse:
+        raise StateError(f"a step of {type(optimizer).__name__} with a sparse gradient cannot be undone")
+    _check_parameter(optimizer, kept.hyper, parameter)
     hyper, values, state = kept.hyper, kept.values, optimizer.state[parameter]
     direction = -gradient if hyper.get("maximize") else gradient
     rule.undo(hyper, parameter.detach(), direction, state, values)

@@ -4,19 +4,35 @@ Names are those of torch: *p* the parameter, *g* the gradient (negated already w
 marks the value after the step. The weight decay of most is added to the gradient, g + wd p, and needs the undone p;
 where it is decoupled p was multiplied by 1 - lr wd first, which is divided out last.
 
-Error, for each element, with u the unit roundoff of the dtype (2**-24 for float32, 2**-8 for bfloat16). The update
-p' - p is worked out again from what the step left, by the same operations, so it comes out the same; what remains is
-the rounding of the step's own sum, that of taking it back and those of a decay:
+Error, for each element and to first order in u, the unit roundoff of the dtype (2**-24 for float32, 2**-8 for
+bfloat16). Roundings are counted with each product and each sum as one; a kernel that fuses them has fewer.
 
-    |p - undone p| <= 4 u (|p| + |p' - p|)          |m - undone m| <= (2 / b) u (|m| + |m'| + |e|)
+    |p - undone p| <= k u (|p| + |p' - p| + |a|) / c
 
-for an average m' = b m + (1 - b) e of e = g + wd p, of its square, or (RMSprop with momentum) of it divided by a
-root. The division by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`): nothing of its past
-has an effect any more.
+The update is worked out again from what the step left, by the same operations, so it comes out the same. What remains
+is the rounding of p' (u |p'|), of the sum that takes it back (u |p|), and where p was decayed those of the product, of
+the quotient and of its divisor c, the part of p that the step left: 1 - lr wd, or 1. That makes k = 4 and a = 0. The
+gradient's own part in SGD without momentum has two roundings more, of the update, which 4 (|p| + |p' - p|) covers.
 
-SGD with nesterov moves by the sum of two terms, lr (g + wd p) and lr momentum b', which may cancel. The roundings of
-the first (in the step, and of its parts and partial sums when taken back) do not: lr |g + wd p| is added to
-|p| + |p' - p|.
+k = 6 where p' is a sum of three terms whose roundings differ in step and undo: SGD with nesterov, NAdam, ASGD (its
+divisor has two roundings) and Lamb (its rate is a product). In the first two the terms may cancel, and what was
+rounded is larger than their sum: *a* is the gradient's term, lr (g + wd p) or NAdam's lr (1 - mu) / (1 - product) g /
+root. It is 0 for nesterov without weight decay, where the sum comes out the same.
+
+Adadelta works its update out with the undone average, whose error is one of 23 u at most in the root: 32 u |p' - p|
+more. torch's foreach, fused and capturable code orders the operations of an update in other ways: 12 u
+(|p' - p| + |a|) more, for six roundings here and six there.
+
+An average m' = b m + w e of e = g + wd p, and one of its squares, v' = b v + w e e, with |e| = |g| + wd |p|, since a
+sum that cancels keeps the rounding of its parts:
+
+    |m - undone m| <= (u (4 |m| + |m'| + 7 w |e|)   +   w wd |p - undone p|) / b
+    |v - undone v| <= (u (4 |v| + |v'| + 12 w e e)  +   2 w wd |e| |p - undone p|) / b
+
+Step and undo round b m, w e and their sum, and e itself twice; the quotient is the last. In the momentum of RMSprop, e
+and wd are divided by the root. Adadelta's average of updates: u (8 |m| + 17 |m'|) / b. The mean of ASGD is one of
+e = p'; while it does not average yet, it is p, which foreach reaches by a sum: |p - undone p| + |ax - p|. The division
+by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`): nothing of its past has an effect any more.
 """
 
 from __future__ import annotations
@@ -99,8 +115,8 @@ def _sgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> No
         return
     assert buffer is not None
     if hyper["nesterov"]:
-        # p' = p - lr (g + wd p + momentum b')
-        p.add_(buffer, alpha=lr * momentum).add_(g, alpha=lr).div_(1 - lr * decay)
+        # p' = p - lr (g + wd p + momentum b'); the sum first, as the step had it: its terms may cancel
+        p.add_(g.add(buffer, alpha=momentum), alpha=lr).div_(1 - lr * decay)
     else:
         p.add_(buffer, alpha=lr)
     if not values["fresh"] and momentum >= MIN_FACTOR:
@@ -133,9 +149,9 @@ def _nadam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> 
     )
     product = float(state["mu_product"])
     root = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(hyper["eps"])
-    p.addcdiv_(state["exp_avg"], root, value=lr * following / (1 - product * following))
-    share = lr * (1 - mu) / (1 - product)
-    p.addcdiv_(g, root, value=share)
+    # The sum of the two first: they may cancel.
+    update = (g * (lr * (1 - mu) / (1 - product))).div_(root)
+    p.add_(update.addcdiv_(state["exp_avg"], root, value=lr * following / (1 - product * following)))
     if hyper["decoupled_weight_decay"]:
         _undecay(p, hyper)
     elif decay != 0:
@@ -287,8 +303,10 @@ def _keep_adafactor(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
 
 def _muon_step(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
     buffer, momentum, lr = state["momentum_buffer"], hyper["momentum"], hyper["lr"]
-    # A copy: without nesterov, and in bfloat16, torch scales the buffer itself.
-    update = g.lerp(buffer, momentum) if hyper["nesterov"] else buffer.clone()
+    if values:
+        update = values["momentum_buffer"].lerp(g, 1 - momentum)
+    else:
+        update = g.lerp(buffer, momentum) if hyper["nesterov"] else buffer.clone()
     update = _muon._zeropower_via_newtonschulz(update, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"])
     p.add_(update, alpha=_muon._adjust_lr(lr, hyper["adjust_lr_fn"], p.shape))
     _undecay(p, hyper)
@@ -299,8 +317,11 @@ def _muon_step(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values)
 
 
 def _keep_muon(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    spoils = p.dtype is torch.bfloat16 and not hyper["nesterov"]
-    return {"momentum_buffer": state["momentum_buffer"].clone()} if spoils and "momentum_buffer" in state else {}
+    # Without nesterov, and in bfloat16, torch scales the buffer itself: neither it nor the update can be told from it.
+    if p.dtype is not torch.bfloat16 or hyper["nesterov"]:
+        return {}
+    buffer = state.get("momentum_buffer")
+    return {"momentum_buffer": torch.zeros_like(p) if buffer is None else buffer.clone()}
 
 
 def _lamb(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -334,7 +355,8 @@ _LARGEST = "the largest average stays: a step with the same gradient gives the s
 _PARAMETER: Literal["the parameter if weight decay is coupled"] = "the parameter if weight decay is coupled"
 
 RULES: dict[type[optim.Optimizer], Rule | str] = {
-    optim.SGD: Rule("nothing", _sgd, _keep_sgd),
+    optim.SGD: Rule("nothing", _sgd, _keep_sgd,
+                    note="not fused in half precision on the CPU: torch 2.13 does not update all of the parameter"),
     optim.Adam: Rule("nothing", _adam, note=_LARGEST + " (amsgrad)"),
     optim.AdamW: Rule("nothing", _adam, note=_LARGEST + " (amsgrad)"),
     optim.NAdam: Rule(_PARAMETER, _nadam, _keep_nadam, note="and a number"),

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -272,7 +272,12 @@ def test_a_worker_that_has_ended_well_is_not_killed_for_what_it_is_still_asked(
 ) -> None:
     """Its agent asks for the rate from time to time; the answer may find the channel closed."""
     died: list[str] = []
-    monkeypatch.setattr(supervisor, "_die", died.append)
+
+    def die(why: str) -> NoReturn:
+        died.append(why)
+        raise SystemExit  # of this thread: nothing of the worker goes on
+
+    monkeypatch.setattr(supervisor, "_die", die)
     worker = make()
     worker.supervisor.close()
     worker.supervisor.send({"op": "at", "iteration": 7})

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from swift_recovery import undo_rules
 from swift_recovery.errors import StateError
 from swift_recovery.lamb import Lamb
-from swift_recovery.undo import Kept, keep, rule_of, table, undo
+from swift_recovery.undo import Kept, check, keep, rule_of, table, undo
 
 O = torch.optim  # noqa: E741
 DECAY = {"weight_decay": 1e-2}
@@ -177,6 +177,21 @@ def test_what_cannot_be_undone_is_refused(make: Callable[..., Optimizer]) -> Non
         rule_of(make([nn.Parameter(torch.ones(2))]))
 
 
+def test_what_torch_leaves_out_cannot_be_undone() -> None:
+    """torch 2.13 does not update the whole vectors of such parameters; when it does, this refusal can go."""
+    parameter = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = O.SGD([parameter], lr=0.5, fused=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert bool((parameter == 1).any())
+    with pytest.raises(StateError, match=r"fused=True and bfloat16 parameters on the CPU .* pass fused=False"):
+        check(optimizer)
+    with pytest.raises(StateError, match="pass fused=False"):
+        undo(optimizer, parameter, parameter.grad, keep(optimizer, optimizer.param_groups[0], parameter))
+    check(O.SGD([parameter], lr=0.5, foreach=True))
+    check(O.AdamW([parameter], fused=True))
+
+
 def test_a_subclass_is_not_taken_for_what_it_is_made_of() -> None:
     class Mine(O.SGD): ...
 
@@ -198,6 +213,84 @@ def test_the_learning_rate_of_the_step_counts() -> None:
 UNITS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
+class Bounds:
+    """Those that `undo_rules` states, of one step; in double precision, per element."""
+
+    def __init__(
+        self, name: str, way: str, options: dict[str, Any], gradient: Tensor,
+        before: dict[str, Tensor], after: dict[str, Tensor], scalars: dict[str, float],
+    ) -> None:  # fmt: skip
+        self.name, self.way, self.options = name, way, options
+        self.g, self.before, self.after, self.scalars = gradient, before, after, scalars
+        self.p, self.decay = before["parameter"], options.get("weight_decay", 0.0)
+        decoupled = ("adamw", "adafactor", "muon", "lamb")
+        self.coupled = not (options.get("decoupled_weight_decay") or name.startswith(decoupled))
+        self.number = scalars["step"]
+
+    def root(self) -> Tensor:
+        """What the gradient of RMSprop, or NAdam, was divided by."""
+        if self.name.startswith("nadam"):
+            return (self.after["exp_avg_sq"] / (1 - self.options["betas"][1] ** self.number)).sqrt() + 1e-8
+        mean = self.after["grad_avg"] if self.options.get("centered") else 0
+        return (self.after["square_avg"] - mean**2).sqrt() + 1e-8
+
+    def parameter(self, unit: float) -> Tensor:
+        name, lr, decay = self.name, self.options["lr"], self.decay
+        change = (self.after["parameter"] - self.p).abs()
+        cancels: Tensor | float = 0.0
+        if name == "sgd nesterov":
+            cancels = lr * (self.g + decay * self.p).abs() if decay else 0.0
+        elif name.startswith("nadam"):
+            mu = self.options["betas"][0] * (1 - 0.5 * 0.96 ** (self.number * 4e-3))
+            e = self.g if not self.coupled else self.g + decay * self.p
+            cancels = lr * (1 - mu) / (1 - self.scalars["mu_product"]) * e.abs() / self.root()
+        left = 1.0
+        if not self.coupled or name in {"sgd", "sgd decay", "sgd nesterov"}:
+            left = 1 - lr * decay * self.scalars.get("trust", 1.0)
+        if name.startswith("asgd"):
+            left = 1 - lr * (decay + 1e-4)
+        k = 6 if name == "sgd nesterov" or name.startswith(("nadam", "asgd", "lamb")) else 4
+        bound = k * (self.p.abs() + change + cancels) / left
+        if name == "adadelta":
+            bound += 32 * change
+        if self.way != "single":
+            bound += 12 * (change + cancels)
+        return unit * bound
+
+    def average(self, key: str, unit: float) -> Tensor:
+        m, after, options = self.before[key], self.after[key], self.options
+        beta1, beta2 = options.get("betas", (0.9, 0.999))
+        wd = self.decay if self.coupled else 0.0
+        e = self.g.abs() + wd * self.p.abs()
+        of_p = wd * self.parameter(unit)
+        if key == "acc_delta":
+            return unit * (8 * m.abs() + 17 * after.abs()) / 0.9
+        if key == "ax":
+            weight = self.scalars["mu"]
+            if weight == 1:
+                return self.parameter(unit) + (m - self.p).abs()
+            e, of_p, b = self.after["parameter"].abs(), torch.zeros(()), 1 - weight
+        elif self.name.startswith("muon"):
+            weight, b = 0.05, 0.95
+        elif key == "momentum_buffer":
+            b, weight = 0.9, 1 - options.get("dampening", 0.0)
+            if self.name.startswith("rmsprop"):
+                e, of_p = e / self.root(), of_p / self.root()
+        elif key == "grad_avg":
+            weight, b = 0.01, 0.99
+        else:
+            weight, b = 1 - beta1, beta1
+        if key in {"exp_avg_sq", "sum", "square_avg", "variance", "row_var", "col_var"}:
+            if self.name.startswith("adafactor"):
+                weight = self.number**-0.8
+                b = 1 - weight
+            else:
+                b = {"exp_avg_sq": beta2, "sum": 1.0, "square_avg": 0.9 if "delta" in self.name else 0.99}[key]
+                weight = 1.0 if key == "sum" else 1 - b
+            return (unit * (4 * m.abs() + after.abs() + 12 * weight * e**2) + weight * of_p * (2 * e + of_p)) / b
+        return (unit * (4 * m.abs() + after.abs() + 7 * weight * e) + weight * of_p) / b
+
+
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> None:
@@ -207,9 +300,15 @@ def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> No
     model_dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64, torch.bfloat16]))
     dtype = torch.float32 if model_dtype == torch.float16 else model_dtype
     cls, options = VARIANTS[name]
+    has = inspect.signature(cls).parameters
+    way = data.draw(st.sampled_from(["single", *(each for each in ("foreach", "fused") if each in has)]))
+    if (name.startswith("sgd"), way, dtype) == (True, "fused", torch.bfloat16):
+        way = "single"  # see above
     options = {**options, "lr": 10 ** data.draw(st.floats(-5, -1))}
     if "weight_decay" in options:
-        options["weight_decay"] = 10 ** data.draw(st.floats(-5, -1))
+        options["weight_decay"] = data.draw(st.one_of(st.just(0.0), st.floats(-5, -1).map(lambda at: 10**at)))
+    if "betas" in has:
+        options["betas"] = data.draw(st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0.95, 0.98)]))
     shape = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     size, slope = 10 ** data.draw(st.floats(-3, 1)), 10 ** data.draw(st.floats(-4, 2))
@@ -218,7 +317,9 @@ def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> No
         return (torch.randn(shape, generator=random) * scale).to(model_dtype).to(dtype)
 
     parameter = nn.Parameter(draw(size))
-    optimizer = cls([parameter], **options)  # type: ignore[call-arg]
+    ways = {"foreach": way == "foreach"} if "foreach" in has else {}
+    ways |= {"fused": True, "foreach": False} if way == "fused" else {}
+    optimizer = cls([parameter], **options, **ways)  # type: ignore[call-arg]
 
     def values() -> dict[str, Tensor]:
         state = optimizer.state.get(parameter, {})
@@ -229,33 +330,25 @@ def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> No
         parameter.grad = draw(slope)
         optimizer.step()
     before, kept, gradient = values(), keep(optimizer, optimizer.param_groups[0], parameter), draw(slope)
+    scalars = {"mu": float(optimizer.state[parameter]["mu"])} if "mu" in optimizer.state.get(parameter, {}) else {}
     parameter.grad = gradient.clone()
     optimizer.step()
-    after = values()
+    after, state = values(), optimizer.state.get(parameter, {})
+    scalars |= {key: float(state[key]) for key in ("step", "mu_product", "trust") if key in state}
+    scalars.setdefault("step", 0.0)
     undo(optimizer, parameter, gradient, kept)
     undone = values()
-    factors = options.get("betas", (0.9, 0.9))
-    least = min(*factors, options.get("momentum", 0.9), 0.9)
-    effective = gradient.double().abs() + options.get("weight_decay", 0.0) * before["parameter"].abs()
+    # First order: the products of roundings are a part of 16 u more, at most.
+    unit = UNITS[dtype] / (1 - 16 * UNITS[dtype])
+    bounds = Bounds(name, way, options, gradient.double(), before, after, scalars)
     for key, value in before.items():
         if key in BOUNDS_ONLY.get(name, ()):
             continue
-        change = (after[key] - value).abs()
-        if key == "parameter":
-            bound = 4 * (value.abs() + change)
-            if name == "sgd nesterov":
-                bound += 4 * options["lr"] * effective  # a term of a sum that may cancel
-        elif key.endswith(("_sq", "sum", "square_avg", "acc_delta")):
-            bound = 2 / least * (value.abs() + after[key].abs() + effective**2)
-        else:
-            # RMSprop's momentum adds up gradients divided by a root, not gradients.
-            divided = name == "rmsprop momentum" and key == "momentum_buffer"
-            added = (after[key] - options["momentum"] * value).abs() if divided else effective
-            bound = 2 / least * (value.abs() + after[key].abs() + added)
+        bound = bounds.parameter(unit) if key == "parameter" else bounds.average(key, unit)
         error = (undone[key] - value).abs()
-        assert bool((error <= UNITS[dtype] * bound + torch.finfo(dtype).tiny).all()), (name, key, dtype)
+        assert bool((error <= bound + 8 * torch.finfo(dtype).tiny).all()), (name, key, dtype, way)
         if key == "parameter" and model_dtype == torch.float16:
             # The model's copy: rounded to half precision, it differs by one of its own units at most.
             half = (undone[key].half().double() - value.half().double()).abs()
-            unit = 2 * UNITS[torch.float16] * torch.maximum(undone[key].abs(), value.abs()) + 2.0**-24
-            assert bool((half <= unit + error).all()), (name, "copy in half precision")
+            unit_of_half = 2 * UNITS[torch.float16] * torch.maximum(undone[key].abs(), value.abs()) + 2.0**-24
+            assert bool((half <= unit_of_half + error).all()), (name, "copy in half precision")
