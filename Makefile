@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd native demo test lint bench clean
+.PHONY: help venv etcd hdfs native demo test lint bench clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
@@ -31,6 +31,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 etcd:
 	@scripts/fetch_etcd.sh $(ETCD)
 
+# For tests, which say so if there is none.
+hdfs: venv
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/fetch_hdfs.sh .cache/hdfs || echo "no HDFS server; its tests are skipped"
+
 # An accelerator, not a need: without a compiler the pure Python path is used.
 native: venv
 	@$(PY) -m swift_agent.native build || echo "native forwarder not built; the pure Python one is used"
@@ -43,12 +47,14 @@ lint: venv
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: venv etcd native lint
+test: venv etcd hdfs native lint
 	$(PY) -m pytest --numprocesses 2
 
 bench: venv etcd
 	$(PY) benchmarks/recovery.py
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/message_log.py
+	$(PY) benchmarks/replay.py
 	$(PY) benchmarks/scale.py
 
 clean:

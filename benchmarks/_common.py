@@ -51,15 +51,16 @@ class Job(ABC):
     name: str
 
     def __init__(
-        self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS
-    ) -> None:
+        self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS,
+        script: Path = SCRIPT,
+    ) -> None:  # fmt: skip
         self.num_spares, self.num_workers = num_spares, num_workers
         self.world_size = NUM_NODES * num_workers
         self.directory = directory / f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.directory.mkdir()
         self.weights = self.directory / "weights.pt"
         self.id = self.directory.name
-        self.script_args = [str(SCRIPT), "--log-to", str(self.directory), "--out", str(self.weights), *script_args]
+        self.script_args = [str(script), "--log-to", str(self.directory), "--out", str(self.weights), *script_args]
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Job:
@@ -185,9 +186,10 @@ class Torchrun(Job):
     name = "torchrun"
 
     def __init__(
-        self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS
-    ) -> None:
-        super().__init__(directory, [*script_args, "--plain"], num_spares, num_workers)
+        self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS,
+        script: Path = SCRIPT,
+    ) -> None:  # fmt: skip
+        super().__init__(directory, [*script_args, "--plain"], num_spares, num_workers, script)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
@@ -213,9 +215,9 @@ class SwiftRun(Job):
 
     def __init__(
         self, directory: Path, script_args: Iterable[str], etcd: EtcdConfig, num_spares: int = 0,
-        num_workers: int = NUM_WORKERS,
+        num_workers: int = NUM_WORKERS, script: Path = SCRIPT,
     ) -> None:  # fmt: skip
-        super().__init__(directory, script_args, num_spares, num_workers)
+        super().__init__(directory, script_args, num_spares, num_workers, script)
         self._etcd = etcd
 
     def command(self) -> list[str]:

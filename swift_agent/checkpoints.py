@@ -248,9 +248,8 @@ class Checkpoints:
     def _write(self, task: _Task) -> dict[str, Any]:
         if task.copy is None:
             return {}
-        path = self.directory.new_part(task.iteration, self._rank)
-        with self.directory.store.writing(path) as stream:
-            written = state_file.write(stream, task.copy)
+        path, copy = self.directory.new_part(task.iteration, self._rank), task.copy
+        written = self.directory.store.write(path, lambda stream: state_file.write(stream, copy))
         return Part(path.rpartition("/")[2], tuple(self._replicas), written).to_json()
 
     def _commit(self, task: _Task, told: list[dict[str, Any]]) -> bool:

@@ -127,7 +127,8 @@ class Job:
         goes on; begin with the newest one there, if any: in another run of this script, and when all workers of this
         one have to start again. To be called before the first iteration, on all ranks alike.
 
-        *directory*: on a filesystem that all nodes share, made if need be, or `s3://BUCKET/PREFIX` (credentials as for
+        *directory*: on a filesystem that all nodes share, made if need be, `hdfs://HOST:PORT/PATH` (a service of
+        `HADOOP_CONF_DIR` in the place of host and port, if there is one), or `s3://BUCKET/PREFIX` (credentials as for
         AWS's tools). The newest *keep* stay. A copy of the state of this rank (of one rank of each replica set) is held
         on the CPU until it is written. Without an agent nothing is written or loaded.
 

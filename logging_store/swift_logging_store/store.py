@@ -1,4 +1,4 @@
-"""Files that all nodes see: below a directory of a shared filesystem, or below a prefix of an S3 bucket.
+"""Files that all nodes see: below a directory of a shared filesystem or of HDFS, or below a prefix of an S3 bucket.
 
 A file has its name when it is complete and durable, and not before. Paths are relative, with `/` between their parts; a
 directory is there as long as a file is in it. Everything raises OSError if the filesystem or the server does.
@@ -12,12 +12,15 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from swift_logging_store.errors import LogError
+from swift_logging_store.hdfs import HdfsStore, NotInstalled
+
+T = TypeVar("T")
 
 _BUFFER_BYTES = 1 << 20
 # Of one request to a server, of which a file takes many; and how often one is tried.
@@ -46,6 +49,10 @@ class Store(Protocol):
         """A new file, which is there when this ends. If it ends with an error there may be a part of it, in a bucket:
         so only names that are not used again may be written like this."""
 
+    def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
+        """The same, with what *content* writes; its result. It may be called again for another try, where that may go
+        to other servers."""
+
     def reading(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """Its bytes, from the first on. Raises FileNotFoundError."""
 
@@ -60,7 +67,8 @@ class Store(Protocol):
 
 
 def open_store(url: str) -> Store:
-    """*url*: a path, `file://` and a path, or `s3://BUCKET/PREFIX`. Raises `StoreUnknown`; asks no server yet."""
+    """*url*: a path, `file://` and a path, `hdfs://HOST:PORT/PATH` (or a service's name for host and port), or
+    `s3://BUCKET/PREFIX`. Raises `StoreUnknown`; asks no server yet."""
     if "://" not in url:
         return LocalStore(Path(url))
     parts = urlsplit(url)
@@ -68,7 +76,14 @@ def open_store(url: str) -> Store:
         return LocalStore(Path(parts.path))
     if parts.scheme == "s3" and parts.netloc and not parts.query:
         return S3Store(parts.netloc, parts.path.strip("/"))
-    raise StoreUnknown(f"{url}: a directory that all nodes share, file:///PATH or s3://BUCKET/PREFIX is wanted")
+    if parts.scheme == "hdfs" and parts.netloc and "@" not in parts.netloc and not parts.query:
+        try:
+            return HdfsStore(parts.netloc, parts.path)
+        except NotInstalled as error:
+            raise StoreUnknown(str(error)) from None
+    raise StoreUnknown(
+        f"{url}: a directory that all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or s3://BUCKET/PREFIX is wanted"
+    )
 
 
 class LocalStore:
@@ -102,6 +117,10 @@ class LocalStore:
         with whole_file(target) as stream:
             yield stream
         _sync(target.parent)
+
+    def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
+        with self.writing(path) as stream:
+            return content(stream)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[BinaryIO]:
@@ -166,6 +185,10 @@ class S3Store:
         # An object is there when its upload is complete.
         with self._fs.open_output_stream(self._at(path)) as stream:
             yield stream
+
+    def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
+        with self.writing(path) as stream:
+            return content(stream)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[BinaryIO]:

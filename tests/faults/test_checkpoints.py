@@ -15,6 +15,7 @@ import pytest
 from tests.faults.conftest import assert_recovered
 from tests.support import job
 from tests.support.agent_forks import ForkServer
+from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.job import Agents, Outcome
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -226,6 +227,21 @@ def test_checkpoints_in_a_bucket(
         assert f"in s3://{BUCKET}/run: " in outcome.text() and server.environment["AWS_SECRET_ACCESS_KEY"] not in (
             outcome.text()
         )
+        outcome = start(make_agents, tmp_path, faults=FAULT_OF_A_STAGE, **given)  # which does not come twice
+    assert "all ranks begin with the checkpoint of iteration 6" in outcome.text()
+    assert_equal(outcome, expected())
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_checkpoints_in_hdfs(
+    make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    with HdfsCluster(tmp_path / "hdfs", num_data_nodes=1) as cluster:
+        given = {"store": f"{cluster.url}/run"}
+        outcome = start(make_agents, tmp_path, iterations=8, faults=FAULT_OF_A_STAGE, **given)
+        assert outcome.fired == {0} and "load the checkpoint of iteration 3" in outcome.text()
+        assert_only({2}, outcome)
+        assert f"in {cluster.url}/run: " in outcome.text()
         outcome = start(make_agents, tmp_path, faults=FAULT_OF_A_STAGE, **given)  # which does not come twice
     assert "all ranks begin with the checkpoint of iteration 6" in outcome.text()
     assert_equal(outcome, expected())

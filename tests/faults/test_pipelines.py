@@ -6,11 +6,14 @@ losses of every micro-batch are bit for bit those of an undisturbed run.
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.agent_forks import ForkServer
@@ -57,7 +60,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: Fork
     return reference
 
 
-def losses(directory: Path) -> list[str]:
+def losses(directory: Path, iterations: int = ITERATIONS) -> list[str]:
     """By iteration, those of the last stage; one that was repeated gave the same again."""
     found: dict[int, str] = {}
     for path in directory.glob("losses.*"):
@@ -65,7 +68,7 @@ def losses(directory: Path) -> list[str]:
             number, *values = line.split()
             if values:
                 assert found.setdefault(int(number), line) == line
-    return [found[number] for number in range(ITERATIONS)]
+    return [found[number] for number in range(iterations)]
 
 
 def assert_same(outcome: Outcome, expected: Outcome, lost: set[int]) -> None:
@@ -75,12 +78,12 @@ def assert_same(outcome: Outcome, expected: Outcome, lost: set[int]) -> None:
     assert "all workers restart" not in text
 
 
-def assert_equal(outcome: Outcome, expected: Outcome) -> None:
+def assert_equal(outcome: Outcome, expected: Outcome, iterations: int = ITERATIONS) -> None:
     text = outcome.text()
     assert outcome.results.keys() == expected.results.keys(), text
     for rank, result in outcome.results.items():
         assert result["hash"] == expected.results[rank]["hash"], f"rank {rank}\n{text}"
-    assert losses(outcome.directory) == losses(expected.directory), text
+    assert losses(outcome.directory, iterations) == losses(expected.directory, iterations), text
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -146,6 +149,52 @@ def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callab
         {"at": "backward", "iteration": 3, "rank": 3, "scope": "worker", "after": 0},
     ]
     assert_same(run(faults, nodes="abc", spares=1, num_workers=2), undisturbed("Schedule1F1B"), {2, 3})
+
+
+@pytest.mark.parametrize("seed", range(3) if os.environ.get("SWIFT_TEST_ALL") else [0])
+def test_random_moments(
+    seed: int, make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome]
+) -> None:
+    """Ten kills at any time, also in the recovery from the one before: no process ends that was not killed, unless it
+    had itself replaced. SWIFT_TEST_ALL=1 makes it thirty."""
+    iterations, num_kills, choose = 30, 10, random.Random(seed)
+    agents = make_agents(
+        num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
+        orders={"schedule": "Schedule1F1B", "iterations": iterations, "pace_s": 0.2},
+    )  # fmt: skip
+    for node in "abcd":
+        agents.start(node)
+    deadline_s = time.monotonic() + 60.0
+    while not all(started(agents.directory, rank) for rank in range(4)):
+        assert time.monotonic() < deadline_s, agents.outcome(0).text()
+        time.sleep(0.01)
+    killed = [0] * 4
+    while sum(killed) < num_kills:
+        time.sleep(choose.choice([choose.uniform(0.0, 0.4), choose.uniform(0.4, 1.0)]))
+        assert time.monotonic() < deadline_s and not list(agents.directory.glob("result.*")), agents.outcome(0).text()
+        rank = choose.randrange(4)
+        process = started(agents.directory, rank)
+        if process is not None:
+            process.kill()
+            killed[rank] += 1
+    (agents.directory / "free").touch()
+    outcome = agents.wait()
+    text = outcome.text()
+    print(f"killed: {killed} times")
+    assert sum(len(pids) - 1 for pids in outcome.pids.values()) == num_kills + text.count("has itself replaced"), text
+    assert "all workers restart" not in text
+    assert_equal(outcome, undisturbed("Schedule1F1B", iterations=iterations), iterations)
+
+
+def started(directory: Path, rank: int) -> psutil.Process | None:
+    """The living process of that rank whose script has begun."""
+    path = directory / f"pids.{rank}"
+    pids = path.read_text().split() if path.exists() else []
+    try:
+        process = psutil.Process(int(pids[-1])) if pids else None
+    except psutil.NoSuchProcess:
+        return None
+    return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

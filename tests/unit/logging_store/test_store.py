@@ -1,9 +1,11 @@
-"""Files below a directory, and what is no store at all. The same on S3: tests/integration/test_s3.py."""
+"""Files below a directory, and what is no store at all. The same elsewhere: tests/integration/test_s3.py,
+test_hdfs.py."""
 
 from __future__ import annotations
 
 import builtins
 import errno
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,19 @@ def test_urls_of_directories(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["hdfs://name/path", "s3://", "s3:///prefix", "file://host/path", "s3://b/p?scheme=http"]
-)
+    "url",
+    ["ftp://name/path", "s3://", "s3:///prefix", "file://host/path", "s3://b/p?scheme=http", "hdfs:///path",
+     "hdfs://user:secret@name/path"],
+)  # fmt: skip
 def test_what_is_no_store_is_refused(url: str) -> None:
-    with pytest.raises(StoreUnknown, match="a directory that all nodes share, file:///PATH or s3://BUCKET/PREFIX"):
+    with pytest.raises(StoreUnknown, match="all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or s3://BUCKET/PREFIX"):
         open_store(url)
+
+
+def test_without_hdfs_native_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StoreUnknown, match=r"hdfs://name:1 needs hdfs-native: pip install 'swift-agent\[hdfs\]'"):
+        open_store("hdfs://name:1/path")
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,172 @@
+"""Recovery of a lost pipeline stage by replay, beside rolling the whole job back to its checkpoint with torchrun.
+
+A worker is killed 10, 50 and 100 iterations after the newest checkpoint. Measured: seconds from the SIGKILL until all
+ranks have finished the iteration after the last one that anybody had finished before it; so whatever is lost has been
+made again. Under swift-run the replacement repeats the iterations of its stage alone, from the messages that its
+neighbours have logged: with m micro-batches, p stages and one lost, (m + s - 1) / (m + p - 1) of the time, s = 1, by
+SWIFT's model (section 5), which is printed next to what was found. The final weights of all stages must be those of an
+undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _common import NUM_NODES, ROOT, Failed, Job, SwiftRun, Torchrun, machine, same_weights
+
+from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.private_etcd import PrivateEtcd
+
+SCRIPT = ROOT / "benchmarks" / "train_pipeline.py"
+TIMEOUT_S = 180.0
+# After the last kill the job still has to go on for some iterations.
+NUM_AFTER = 10
+
+
+@dataclass
+class Measured:
+    """One list entry per kill."""
+
+    recovery_s: list[float] = field(default_factory=list)
+    replay_s: list[float] = field(default_factory=list)
+    iteration_s: list[float] = field(default_factory=list)
+    kept_pids: list[int] = field(default_factory=list)
+
+
+def kill(job: Job, rank: int, measured: Measured) -> None:
+    """Kill the worker that is *rank* and wait until all train beyond the iteration in which it was."""
+    ranks = range(job.world_size)
+    logs = [job.log(each) for each in ranks]
+    last = logs[0][-9:]  # not those before, among which a checkpoint or a recovery may be
+    old = [log[-1].pid for log in logs]
+    victim = psutil.Process(old[rank])
+    killed_s = time.monotonic()
+    victim.kill()
+    finished = max(entry.iteration for each in ranks for entry in job.log(each) if entry.time_s <= killed_s)
+
+    def ends() -> list[float] | None:
+        found = []
+        for each in ranks:
+            new = [e.time_s for e in job.log(each) if e.iteration == finished + 1 and e.time_s > killed_s]
+            if not new:
+                return None
+            found.append(new[0])
+        return found
+
+    measured.recovery_s.append(max(job.wait_for(ends, f"iteration {finished + 1} on all ranks", TIMEOUT_S)) - killed_s)
+    measured.iteration_s.append(statistics.median(b.time_s - a.time_s for a, b in itertools.pairwise(last)))
+    measured.kept_pids.append(sum(job.last(each).pid == old[each] for each in ranks))
+
+
+def run_job(job: Job, distances: list[int], every: int, measured: dict[int, Measured], turn: int) -> None:
+    """One kill for each distance to the newest checkpoint, of another rank each time."""
+    with job:
+        for number, distance in enumerate(distances):
+            job.wait_iteration(every * (number + 1) + distance - 1, TIMEOUT_S)
+            job.wait_ready()
+            kill(job, (number + turn) % job.world_size, measured[distance])
+            if isinstance(job, SwiftRun):
+                told = number + 1
+                job.wait_for(lambda told=told: len(job.phases()) >= told, "record of the recovery", 10.0)  # type: ignore[misc]
+                measured[distance].replay_s.append(job.phases()[-1].get("replay", 0.0))
+        job.wait_end(TIMEOUT_S)
+
+
+def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict[str, Any]:
+    distances = sorted(args.distances)
+    every = distances[-1] + NUM_AFTER
+    options = ["--iterations", str(every * (len(distances) + 1)), "--checkpoint-every", str(every)]
+    for name in ("layers", "width", "length", "micro_batches"):
+        options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    tell("undisturbed run")
+    with SwiftRun(directory, options, etcd, 0, args.workers, SCRIPT) as undisturbed:
+        undisturbed.wait_end(TIMEOUT_S)
+    ours, peer = ({distance: Measured() for distance in distances} for _ in range(2))
+    equal = True
+    for turn in range(args.rounds):
+        for launcher in ("torchrun", "swift-run") if turn % 2 == 0 else ("swift-run", "torchrun"):
+            if launcher == "torchrun":
+                run_job(Torchrun(directory, options, 0, args.workers, SCRIPT), distances, every, peer, turn)
+                tell("  torchrun   " + ", ".join(f"{peer[each].recovery_s[-1]:.2f} s" for each in distances))
+                continue
+            job = SwiftRun(directory, options, etcd, 0, args.workers, SCRIPT)
+            run_job(job, distances, every, ours, turn)
+            tell("  swift-run  " + ", ".join(f"{ours[each].recovery_s[-1]:.2f} s" for each in distances))
+            pairs = [(undisturbed.directory / file.name, file) for file in job.directory.glob("weights*.pt")]
+            equal &= len(pairs) == job.world_size and all(same_weights(*pair) for pair in pairs)
+    stages, micro_batches = NUM_NODES * args.workers, args.micro_batches
+    cases = []
+    for distance in distances:
+        mine, other = ours[distance], peer[distance]
+        iteration_s = statistics.median(mine.iteration_s)
+        cases.append(
+            {
+                "name": f"replay/{distance}",
+                "ours_s": mine.recovery_s,
+                "peer_s": other.recovery_s,
+                "ratio": statistics.median(other.recovery_s) / statistics.median(mine.recovery_s),
+                "replay_s": mine.replay_s,
+                "iteration_s": iteration_s,
+                "replay_share": statistics.median(mine.replay_s) / (distance * iteration_s),
+                "model_share": micro_batches / (micro_batches + stages - 1),
+                "ours_kept_pids": mine.kept_pids,
+                "equal": equal,
+            }
+        )
+    return {**cases[-1], "equal": equal, "machine": machine(), "num_stages": stages, "cases": cases}
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def report(case: dict[str, Any]) -> str:
+    ours, peer = statistics.median(case["ours_s"]), statistics.median(case["peer_s"])
+    return (
+        f"{case['name']} iterations after the checkpoint: swift-run {ours:.2f} s, torchrun {peer:.2f} s: "
+        f"{case['ratio']:.1f} times faster; an iteration of {case['iteration_s'] * 1e3:.0f} ms is repeated in "
+        f"{case['replay_share']:.2f} of its time (model: {case['model_share']:.2f}); "
+        f"weights {'equal' if case['equal'] else 'DIFFER'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--distances", type=int, nargs="+", default=[10, 50, 100], metavar="N",
+                        help="iterations between checkpoint and kill")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each launcher")
+    parser.add_argument("--workers", type=int, default=1, help="stages per node, of two nodes")
+    parser.add_argument("--layers", type=int, default=2, help="of each stage")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64, help="of a micro-batch, in words")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
+            result = measure(args, etcd.config, Path(name))
+    except Failed as error:
+        tell(str(error))
+        return 1
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for case in result["cases"]:
+            print(report(case))
+    return 0 if result["equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The script that the pipeline benchmarks train: a stack of transformer layers in stages, one per rank, 1F1B.
+
+Under torchrun (`--plain`) all ranks write a checkpoint of their stage to the local disk every `--checkpoint-every`
+iterations, and all load the newest one after a restart. Under swift-run messages between stages are logged, and
+`job.checkpoint` writes as often. `--messages no` leaves the logging out; with `--messages saves` the script saves each
+message itself before it is sent, which is what SWIFT compares its asynchronous log with. Every rank appends
+"time pid iteration" to its file at the end of each iteration, and saves its stage at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from train_ddp import Gate, Log
+
+HEADS = 4
+
+
+class Trainer:
+    """One stage, its optimizer and one iteration; `step(t)` depends on the state and *t* alone."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int) -> None:
+        self.rank, self.is_last = rank, rank == world_size - 1
+        self.size = (args.micro_batches, args.length, args.width)
+        torch.manual_seed(rank)
+        layers = [
+            nn.TransformerEncoderLayer(args.width, HEADS, 4 * args.width, dropout=0.0, batch_first=True)
+            for _ in range(args.layers)
+        ]
+        self.stage = PipelineStage(nn.Sequential(*layers), rank, world_size, torch.device("cpu"))
+        self.schedule = Schedule1F1B(self.stage, args.micro_batches, loss_fn=F.mse_loss)
+        self.optimizer = torch.optim.AdamW(self.stage.submod.parameters(), lr=1e-4)
+
+    def step(self, iteration: int) -> None:
+        batch = torch.randn(self.size, generator=torch.Generator().manual_seed(iteration))
+        self.schedule.step(*([batch] if self.rank == 0 else []), target=batch if self.is_last else None)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def save_before_sending(directory: Path) -> None:
+    """Each message is on the disk before it is sent, as in the baseline of SWIFT section 5."""
+    original, path = dist.batch_isend_irecv, directory / f"message{dist.get_rank()}.pt"
+
+    def batch(operations: list[Any]) -> list[Any]:
+        for operation in operations:
+            if operation.op is dist.isend:
+                with open(path, "wb") as file:
+                    torch.save(operation.tensor.detach(), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+        return original(operations)
+
+    dist.batch_isend_irecv = batch
+
+
+def write_checkpoint(trainer: Trainer, directory: Path, iteration: int) -> None:
+    """All ranks; the newest counts when all parts of it are there."""
+    state = {"model": trainer.stage.submod.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    torch.save(state, directory / f"checkpoint{iteration}-{trainer.rank}.pt")
+    dist.barrier()
+    if trainer.rank == 0:
+        (directory / "newest.new").write_text(str(iteration))
+        os.replace(directory / "newest.new", directory / "newest")
+
+
+def load_checkpoint(trainer: Trainer, directory: Path) -> int:
+    newest = directory / "newest"
+    if not newest.exists():
+        return 0
+    iteration = int(newest.read_text())
+    state = torch.load(directory / f"checkpoint{iteration}-{trainer.rank}.pt", weights_only=True)
+    trainer.stage.submod.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    return iteration
+
+
+def train_plain(args: argparse.Namespace) -> None:
+    dist.init_process_group("gloo")
+    trainer, log = Trainer(args, dist.get_rank(), dist.get_world_size()), Log(args.log_to, dist.get_rank())
+    for iteration in range(load_checkpoint(trainer, args.log_to), args.iterations):
+        trainer.step(iteration)
+        log.ended(iteration)
+        if args.checkpoint_every and (iteration + 1) % args.checkpoint_every == 0:
+            write_checkpoint(trainer, args.log_to, iteration + 1)
+    finish(trainer, args)
+
+
+def train_swift(args: argparse.Namespace) -> None:
+    import swift_agent as swift
+
+    job = swift.init("gloo")
+    trainer, log = Trainer(args, job.rank, job.world_size), Log(args.log_to, job.rank)
+    gate = Gate(args.log_to, job.rank) if args.gate else None
+    if args.log == "saves":
+        save_before_sending(args.log_to)
+    if args.checkpoint_every:
+        job.checkpoint(args.log_to / "checkpoints", every=args.checkpoint_every)
+    job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log == "yes")
+    step: Callable[[int], Any] = job.iteration(gate.timed(trainer.step) if gate else trainer.step)
+    for iteration in job.iterations(args.iterations):
+        if gate is not None and gate.closed():
+            break
+        step(iteration)
+        log.ended(iteration)
+    finish(trainer, args)
+
+
+def finish(trainer: Trainer, args: argparse.Namespace) -> None:
+    weights: dict[str, Tensor] = trainer.stage.submod.state_dict()
+    torch.save(weights, args.out.with_name(f"weights{trainer.rank}.pt") if trainer.rank else args.out)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="as a script that does not know swift-agent")
+    parser.add_argument("--layers", type=int, default=2, help="of each stage")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=128, help="of the sequence of a micro-batch, which has one")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="N")
+    parser.add_argument("--messages", dest="log", choices=("yes", "no", "saves"), default="yes",
+                        help="whether they are logged")
+    parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--gate", action="store_true", help="run in blocks, as told through FIFOs in that directory")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 saves its stage; others beside it")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    (train_plain if args.plain else train_swift)(args)
+
+
+if __name__ == "__main__":
+    main()

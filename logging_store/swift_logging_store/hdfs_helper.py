@@ -1,0 +1,151 @@
+"""Talks to HDFS for `hdfs.HdfsStore`, which can kill it: `python -m swift_logging_store.hdfs_helper URL`.
+
+A request on standard input and its answer on standard output are frames: 4 bytes, the length of a JSON object; 8 bytes,
+the length of what follows it; both; numbers big-endian. One request at a time; it ends with its standard input, also in
+the middle of one. Nothing is unpickled. Must never import torch, nor the other rooms.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import hdfs_native
+
+from swift_logging_store.hdfs import SIZES, frame
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_CUT = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}
+
+
+class Server:
+    """Has at most one file open, for reading or for writing."""
+
+    def __init__(self, url: str) -> None:
+        # A pipeline that loses a data node goes on with the others: the name node makes up for it afterwards. Without
+        # this three replicas on three nodes are not written at all while one of them is away.
+        goes_on = "dfs.client.block.write.replace-datanode-on-failure.best-effort"
+        self._client = hdfs_native.Client(url, {goes_on: "true"})
+        self._file: Any = None
+        self._copies = 0  # to be made when the file is complete; 0: there are as many as there should be
+
+    def names(self, path: str) -> list[str]:
+        try:
+            return [status.path.rpartition("/")[2] for status in self._client.list_status(path)]
+        except FileNotFoundError:
+            return []
+
+    def size(self, path: str) -> int:
+        """-1: there is no file of that name."""
+        try:
+            status = self._client.get_file_info(path)
+        except FileNotFoundError:
+            return -1
+        return -1 if status.isdir else int(status.length)
+
+    def create(self, path: str, alone: bool) -> None:
+        """*alone*: on one data node, until it is finished."""
+        self._file = self._client.create(path, hdfs_native.WriteOptions(overwrite=False, create_parent=True))
+        self._copies = 0
+        if alone:
+            self._copies = self._client.get_file_info(path).replication or 0
+            self._file = self._client.create(path, hdfs_native.WriteOptions(overwrite=True, replication=1))
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def finish(self, path: str, target: str) -> None:
+        """The file that is being written, *path*, gets its name, in the place of one that may have it."""
+        self._file.close()
+        self._file = None
+        if self._copies > 1:
+            self._client.set_replication(path, self._copies)
+        self._client.rename(path, target, overwrite=True)
+
+    def open(self, path: str) -> None:
+        self._file = self._client.read(path)
+
+    def read(self, size: int) -> bytes:
+        """Fewer bytes, or none, at the end of the file."""
+        return bytes(self._file.read(size))
+
+    def close(self) -> None:
+        self._file = None
+
+    def remove(self, path: str, recursive: bool) -> None:
+        try:
+            self._client.delete(path, recursive)
+        except FileNotFoundError:
+            return
+
+    def answer(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+        op = request.pop("op")
+        if op == "write":
+            self.write(data)
+            return {}, b""
+        if op == "read":
+            return {}, self.read(**request)
+        operations: dict[str, Callable[..., Any]] = {
+            "names": self.names, "size": self.size, "create": self.create, "finish": self.finish, "open": self.open,
+            "close": self.close, "remove": self.remove,
+        }  # fmt: skip
+        return {"value": operations[op](**request)}, b""
+
+
+def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
+    """None at the end."""
+    head = stream.read(SIZES.size)
+    if len(head) < SIZES.size:
+        return None
+    num_json, num_data = SIZES.unpack(head)
+    text, data = stream.read(num_json), stream.read(num_data)
+    return (json.loads(text), data) if len(data) == num_data else None
+
+
+def text_of(error: Exception) -> str:
+    """Without the trace of a Java server."""
+    return str(error).replace("\\n", "\n").partition("\n")[0] or type(error).__name__
+
+
+def kind_of(error: Exception) -> str:
+    """`absent`; `connection`: a data node could not be reached, and another try may get other ones; or ``."""
+    if isinstance(error, FileNotFoundError):
+        return "absent"
+    number = _OS_ERROR.search(str(error))  # it is not in the exception
+    is_cut = number is not None and int(number[1]) in _CUT
+    return "connection" if is_cut or "DataTransferError" in str(error) else ""
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the training: who owns this ends it
+    requests: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue(1)
+
+    def listen() -> None:
+        while (request := read_frame(sys.stdin.buffer)) is not None:
+            requests.put(request)
+        os._exit(0)  # whatever the main thread is in, for minutes perhaps
+
+    threading.Thread(target=listen, daemon=True).start()
+    server: Server | None = None
+    while True:
+        request, data = requests.get()
+        try:
+            server = server or Server(sys.argv[1])
+            message, data = server.answer(request, data)
+        except Exception as error:
+            message, data = {"error": text_of(error), "kind": kind_of(error)}, b""
+        sys.stdout.buffer.write(frame(message, len(data)))
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Checkpoints in a real HDFS: they come and go; a data node is lost, the name node frozen, restarted, or not there.
+
+A job with one: tests/faults/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
+from swift_logging_store import hdfs
+from swift_logging_store.store import Store, open_store
+from swift_recovery import state_file
+from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.checksum import checksum
+from swift_recovery.state import TrainingState
+from tests.support.etcd_cluster import free_ports
+from tests.support.hdfs_cluster import HdfsCluster, why_not
+from tests.support.stores import check_files_come_and_go
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("hdfs")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    gc.collect()  # a failed test's traceback holds its store
+    assert not [each for each in set(psutil.Process().children()) - before if "hdfs_helper" in " ".join(each.cmdline())]
+
+
+def make(seed: int, width: int = 1500) -> TrainingState:
+    torch.manual_seed(seed)
+    return TrainingState({"m": nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))})
+
+
+def commit(store: Store, iteration: int, state: TrainingState) -> Part:
+    directory = CheckpointDirectory(store)
+    path = directory.new_part(iteration, 0)
+    written = store.write(path, lambda stream: state_file.write(stream, state, {"at": iteration}))
+    part = Part(path.rpartition("/")[2], (0,), written)
+    directory.commit(Checkpoint(iteration, 1, (part,)))
+    return part
+
+
+def test_files_come_and_go(cluster: HdfsCluster) -> None:
+    store = open_store(f"{cluster.url}/some/files")
+    assert str(store) == f"{cluster.url}/some/files"
+    check_files_come_and_go(store)
+
+
+def test_what_is_broken_off_leaves_nothing(cluster: HdfsCluster) -> None:
+    store = open_store(f"{cluster.url}/broken")
+    store.put("a/b", b"before")
+    with pytest.raises(ZeroDivisionError), store.writing("a/b") as stream:
+        stream.write(b"%d" % (1 // 0))
+    assert store.names("a") == ["b"] and store.size("a/b") == 6
+
+
+def test_checkpoints_come_back_and_old_ones_go(cluster: HdfsCluster) -> None:
+    store = open_store(f"{cluster.url}/run-1")
+    directory, states = CheckpointDirectory(store), {number: make(number) for number in (10, 20, 30)}
+    parts = {number: commit(store, number, state) for number, state in states.items()}
+    assert directory.committed() == [10, 20, 30] and directory.newest(before=30) == 20
+    assert directory.remove(keep=2, newest=30) == [10] and directory.committed() == [20, 30]
+    found, path = make(0), directory.path_of(30, directory.load(30).part_of(0))
+    assert parts[30].written.num_bytes > 2 * hdfs.PIECE_BYTES
+    with store.reading(path) as stream:
+        assert state_file.read(stream, "part", found) == {"at": 30}
+    assert checksum(found.replicated_tensors()) == checksum(states[30].replicated_tensors())
+
+
+def test_a_frozen_name_node_ends_in_an_error(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)
+    store = open_store(f"{cluster.url}/frozen")
+    commit(store, 10, make(1))
+    cluster.freeze("nn")
+    try:
+        with pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
+            commit(store, 20, make(2))
+    finally:
+        cluster.thaw("nn")
+    assert CheckpointDirectory(store).committed() == [10]  # what was broken off counts for nothing
+    commit(store, 20, make(2))
+    assert CheckpointDirectory(store).committed() == [10, 20]
+
+
+def test_nobody_there_is_said_before_anything_starts(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(url: str) -> int:
+        return Checkpoints(Settings(CheckpointDirectory(open_store(url)), 10), 0, 1, [0], print).find()
+
+    assert find(f"{cluster.url}/nothing/yet") == 0
+    (port,) = free_ports(1)
+    monkeypatch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)  # the library goes on trying
+    with pytest.raises(CheckpointError, match=rf"hdfs://127.0.0.1:{port}/run cannot be read \(.*bucket that all"):
+        find(f"hdfs://127.0.0.1:{port}/run")
+
+
+def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data node in the middle of a file: that one and others are written to the other ones, though the name node goes
+    on handing out the lost one for some time. Then the name node, which is started again."""
+    data = bytes(range(256)) * (1 << 14)
+    with HdfsCluster(tmp_path / "hdfs") as cluster:
+        store = open_store(f"{cluster.url}/lost")
+
+        def content(stream: BinaryIO) -> None:
+            for piece in range(5):
+                stream.write(data)
+                if piece == 0:
+                    cluster.kill("dn0")
+
+        store.write("a", content)
+        for number in range(5):
+            store.put(f"b{number}", data)
+        for name, num in (("a", 5), ("b0", 1), ("b4", 1)):
+            with store.reading(name) as stream:
+                assert stream.read() == data * num
+        assert sorted(store.names()) == ["a", "b0", "b1", "b2", "b3", "b4"]
+        cluster.kill("nn")
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
+            patch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)
+            store.put("c", data)
+        cluster.start("nn")
+        cluster.wait_for(2)
+        store.put("c", data)
+        assert store.size("a") == 5 * len(data) and store.size("c") == len(data)
