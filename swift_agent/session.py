@@ -83,6 +83,7 @@ class Job:
         overlap_update: bool = False,
         exact: bool = False,
         log_messages: bool | None = None,
+        deterministic: bool = False,
         **others: Any,
     ) -> None:
         """Name the state of this job, before its first iteration. May be called several times.
@@ -99,12 +100,16 @@ class Job:
         bit for bit there too, by a copy of parameters and optimizer state while an iteration's update is under way.
         *log_messages*: where this rank alone holds its part of the model (*replicas* names it alone): what it sends in
         iterations is logged, so that a lost neighbour can repeat them. The default for a `PipelineStage` as *model*.
+        *deterministic*: operations that may give other results when they are repeated raise a RuntimeError that names
+        them, in the first iteration that has one (`torch.use_deterministic_algorithms`); for this whole process.
 
         Raises `UsageError` for state that could not be recovered (an optimizer over parameters of no tracked model,
         sharded parameters, LBFGS, objects without `state_dict`) and after the first iteration.
         """
         if self._begun:
             raise UsageError("job.track() after the first iteration: name all state before the training loop begins.")
+        if deterministic:
+            tracking.make_deterministic()
         named = tracking.named
         models = named("model", model)
         modules = {name: torch_private.pipeline_stage(one) for name, one in models.items()}

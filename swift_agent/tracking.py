@@ -7,6 +7,7 @@ Everything about how a state is described and copied is in `swift_recovery`; eve
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 Pending = Mapping[str, Mapping[str, Any]]
+
+# What torch asks for to make matrix products on CUDA the same each time; cuBLAS looks at it once.
+_CUBLAS, _CUBLAS_FIXED = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def named(kind: str, value: Any) -> dict[str, Any]:
@@ -73,6 +77,18 @@ def check(pending: Pending, *, overlap_update: bool = False) -> None:
         mistakes += overlap.mistakes(ddps, pending["optimizers"], pending["others"])
     if mistakes:
         raise UsageError("job.track(): " + "; ".join(mistakes))
+
+
+def make_deterministic() -> None:
+    """The same operations give the same bits from now on, or raise an error that names the one that does not."""
+    if _CUBLAS not in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            f"job.track(deterministic=True): CUDA is in use already, and cuBLAS has begun without {_CUBLAS}. Set "
+            f"{_CUBLAS}={_CUBLAS_FIXED} where you start swift-run."
+        )
+    os.environ.setdefault(_CUBLAS, _CUBLAS_FIXED)
+    torch.backends.cudnn.benchmark = False  # it may choose another kernel in another process
+    torch.use_deterministic_algorithms(True)
 
 
 class Tracked:
