@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from swift_agent import torch_private
+from swift_agent import torch_pipelining, torch_private
 from swift_agent.errors import SwiftError
 
 Mode = Literal["training", "evaluation"]
@@ -54,7 +54,7 @@ class Pipelines:
         """Whether this process is on its own now: no other one makes this step."""
         self.alone: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Around a first step that is served: it must have no effect, and nobody else makes it."""
-        torch_private.watch_schedules(self._on_step)
+        torch_pipelining.watch_schedules(self._on_step)
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
 
     def end(self) -> None:
@@ -67,13 +67,13 @@ class Pipelines:
     def pass_over(self) -> None:
         """The iteration was cut after its first steps were made, and counts."""
         for schedule in self._stepped:
-            torch_private.reset_schedule(schedule, first=False)
+            torch_pipelining.reset_schedule(schedule, first=False)
         self.end()
 
     def rewind(self) -> None:
         """The iteration or section was cut, and will be run again."""
         for schedule, first in self._stepped.items():
-            torch_private.reset_schedule(schedule, first=first)
+            torch_pipelining.reset_schedule(schedule, first=first)
         self._new.clear()
         self._stepped.clear()
 
@@ -88,18 +88,18 @@ class Pipelines:
         for all_of in self._known.values():
             for known in all_of:
                 for received in known.received.values():
-                    torch_private.check_stage_messages(received)
+                    torch_pipelining.check_stage_messages(received)
 
     # ---- steps ----
 
     @contextlib.contextmanager
     def _on_step(self, schedule: Any, first: bool) -> Iterator[None]:
-        key, mode = self._key_of(schedule), torch_private.mode_of_schedule(schedule)
+        key, mode = self._key_of(schedule), torch_pipelining.mode_of_schedule(schedule)
         known = self._new.get(key) or self._all_of(*key)[key[1]]
         ghost = self.is_ghost()
         if not first and not ghost and known.mode != mode:
             # It made its step of this mode as a ghost: the others change to it now, and tell each other.
-            torch_private.change_mode_of_schedule(schedule)
+            torch_pipelining.change_mode_of_schedule(schedule)
             first = True
         self._stepped[schedule] = first or self._stepped.get(schedule, False)
         if not first:
@@ -121,7 +121,7 @@ class Pipelines:
 
     def _key_of(self, schedule: Any) -> tuple[str, int]:
         if schedule not in self._places:
-            name = torch_private.name_of_schedule(schedule)
+            name = torch_pipelining.name_of_schedule(schedule)
             self._places[schedule] = (name, self._numbers[name])
             self._numbers[name] += 1
         return self._places[schedule]

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swift_agent import data, torch_private, tracking
+from swift_agent import data, torch_pipelining, tracking
 from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
@@ -112,7 +112,7 @@ class Job:
             tracking.make_deterministic()
         named = tracking.named
         models = named("model", model)
-        modules = {name: torch_private.pipeline_stage(one) for name, one in models.items()}
+        modules = {name: torch_pipelining.pipeline_stage(one) for name, one in models.items()}
         self._is_stage = self._is_stage or any(module is not None for module in modules.values())
         self._log_messages = self._log_messages if log_messages is None else log_messages
         self._pending["models"].update({name: modules[name] or one for name, one in models.items()})

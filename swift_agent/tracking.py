@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, torch_private, transfer
+from swift_agent import ddp, overlap, torch_pipelining, torch_private, transfer
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
@@ -114,7 +114,7 @@ class Tracked:
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             self.messages = Messages(self.replicas[0], logs, supervisor.note)
-        self.pipelines = Pipelines() if supervisor is not None and torch_private.has_schedules() else None
+        self.pipelines = Pipelines() if supervisor is not None and torch_pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(checkpoints, rank, world_size, self.replicas, supervisor.note)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import _utils, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift_agent import torch_private
+from swift_agent import torch_pipelining, torch_private
 from swift_agent.errors import SwiftError
 from swift_agent.pipelines import Pipelines
 
@@ -65,7 +65,7 @@ def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         return Pipelines()
 
     resets: list[Any] = []
-    monkeypatch.setattr(torch_private, "reset_schedule", lambda schedule, first: resets.append((schedule, first)))
+    monkeypatch.setattr(torch_pipelining, "reset_schedule", lambda schedule, first: resets.append((schedule, first)))
     yield one
     dist.destroy_process_group()
 

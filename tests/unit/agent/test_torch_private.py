@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent import ddp as surgery
-from swift_agent import torch_private
+from swift_agent import torch_pipelining, torch_private
 
 MINUTE = timedelta(minutes=1)
 
@@ -460,13 +460,13 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
                         (schedules.PipelineScheduleMulti, "_initialize_stages")):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))
     steps: list[tuple[Any, bool]] = []
-    torch_private.watch_schedules(lambda schedule, first: contextlib.nullcontext(steps.append((schedule, first))))
+    torch_pipelining.watch_schedules(lambda schedule, first: contextlib.nullcontext(steps.append((schedule, first))))
     torch.manual_seed(0)
     num_stages = 1 if kind == "Schedule1F1B" else 2
     modules = [torch.nn.Linear(3, 3) for _ in range(num_stages)]
     stages = [PipelineStage(module, i, num_stages, torch.device("cpu")) for i, module in enumerate(modules)]
-    assert [torch_private.pipeline_stage(stage) for stage in stages] == modules
-    assert torch_private.pipeline_stage(modules[0]) is None
+    assert [torch_pipelining.pipeline_stage(stage) for stage in stages] == modules
+    assert torch_pipelining.pipeline_stage(modules[0]) is None
     cut = 0
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -490,8 +490,8 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
     cut = 3
     with pytest.raises(Exception):  # noqa: B017 - torch wraps it, or not
         step()
-    torch_private.reset_schedule(schedule, first=False)
+    torch_pipelining.reset_schedule(schedule, first=False)
     assert all(map(torch.equal, reference, step()))
-    torch_private.reset_schedule(schedule, first=True)
+    torch_pipelining.reset_schedule(schedule, first=True)
     assert all(map(torch.equal, reference, step()))
     assert steps == [(schedule, first) for first in (True, False, False, False, True)]
