@@ -8,6 +8,8 @@ received at the next point.
                   |          '-- cut before the update, nobody has it ---> restore, recover, again
                   |          '-- cut after the update ------------------> ghost, then go on; recover at the next point
                   |          '-- cut before it, a replica has it --------> ghost, then go on owing the update
+
+It must never decide from where all go on: the plan says so, in the same words to all ranks.
 """
 
 from __future__ import annotations

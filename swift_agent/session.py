@@ -8,7 +8,8 @@ between two steps, and a replacement that starts its script there sees what the 
 there as the point's snapshot. Inside an *iteration* (or a `@job.resilient` section) user code may be cut and is run
 again. This module walks the loop; `running` runs what is inside.
 
-Without an agent (plain `torchrun`, plain `python`) the same script runs, unprotected.
+Without an agent (plain `torchrun`, plain `python`) the same script runs, unprotected. It must never communicate, nor
+decide what is done about a failure.
 """
 
 from __future__ import annotations

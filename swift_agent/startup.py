@@ -1,7 +1,8 @@
 """`swift_agent.init()`: from a process of `swift-run` (or torchrun, or nothing) to a `Job`.
 
 Under an agent the worker says hello first, so that even a death inside this function is recovered in place, and waits
-to be told what it is: one of all that begin together, or a replacement that sets itself up alone.
+to be told what it is: one of all that begin together, or a replacement that sets itself up alone. It must never talk to
+etcd: what a worker has to know comes over its agent's socket.
 """
 
 from __future__ import annotations
