@@ -79,7 +79,10 @@ def run_job(job: Job, distances: list[int], every: int, measured: dict[int, Meas
             if isinstance(job, SwiftRun):
                 told = number + 1
                 job.wait_for(lambda told=told: len(job.phases()) >= told, "record of the recovery", 10.0)  # type: ignore[misc]
-                measured[distance].replay_s.append(job.phases()[-1].get("replay", 0.0))
+                phases = job.phases()[-1]
+                if "replay" not in phases:
+                    raise Failed(f"the recovery was none by replay: {phases}\n{job.tail()}")
+                measured[distance].replay_s.append(phases["replay"])
         job.wait_end(TIMEOUT_S)
 
 

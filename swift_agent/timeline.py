@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swift_rendezvous.view import View
 
 # In the order in which they happen. The first three are seen by the coordinator, the others are measured by workers.
-PHASES = ("agree", "plan", "start", "set-up", "regroup", "transfer", "verify", "iteration")
+PHASES = ("agree", "plan", "start", "set-up", "regroup", "transfer", "verify", "replay", "iteration")
 
 
 @dataclass
@@ -63,11 +63,12 @@ class Timeline:
 
 def merge_phases(phases_s: dict[str, float], more_s: Mapping[str, float]) -> None:
     """Fold the phases of another worker into *phases_s*: the slowest counts, except where all wait for the last to
-    come.
+    come. In their first iteration they wait for one that replays the iterations of its predecessor.
     """
+    waiting = {"regroup", "iteration"} if "replay" in {*phases_s, *more_s} else {"regroup"}
     for name, seconds in more_s.items():
         known = phases_s.get(name, seconds)
-        phases_s[name] = min(known, seconds) if name == "regroup" else max(known, seconds)
+        phases_s[name] = min(known, seconds) if name in waiting else max(known, seconds)
 
 
 def describe(phases_s: dict[str, float]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from swift_agent.timeline import Timeline, describe
+from swift_agent.timeline import PHASES, Timeline, describe, merge_phases
 from swift_rendezvous.keys import PlanRecord, ResumedRecord
 from tests.support.records import failure, generation, view
 
@@ -90,6 +91,16 @@ def test_nothing_is_told_after_the_release() -> None:
     story.observe(view(failures=FAILED, released=True), 10.0)
     assert story.failed_s is None
     assert story.observe(view(generation=None), 11.0) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_who_waits_for_a_replay_is_not_slow(order: tuple[int, ...]) -> None:
+    told = [{"regroup": 0.2, "iteration": 4.1}, {"regroup": 0.1, "replay": 3.9, "iteration": 0.1}, {"iteration": 4.0}]
+    phases: dict[str, float] = {}
+    for number in order:
+        merge_phases(phases, told[number])
+    assert phases == {"regroup": 0.1, "replay": 3.9, "iteration": 0.1}
+    assert "replay" in PHASES
 
 
 @pytest.mark.parametrize(
