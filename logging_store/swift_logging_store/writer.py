@@ -2,8 +2,10 @@
 
     append --copy--> queue (at most so many bytes) --thread--> segment file 0, 1, 2, ...
 
-The caller only copies. If the disk is slower than the sends the queue fills up, and then `append` waits: no message is
-ever dropped, and how long was waited is counted. What fails in the thread is raised by the next call.
+The caller only copies. The thread shares its core and the interpreter with the caller, so it writes many messages at a
+time: when they are `BATCH_BYTES`, or when the caller says that it is a good moment. If the disk is slower than the
+sends the queue fills up, and then `append` waits: no message is ever dropped, and how long was waited is counted. What
+fails in the thread is raised by the next call.
 
 Must never read a log; that is the `reader`'s.
 """
@@ -25,6 +27,9 @@ from swift_logging_store.segment import SegmentWriter
 from swift_logging_store.tensors import dtype_name, payload_of
 
 SUFFIX = ".seg"
+BATCH_BYTES = 4 << 20
+# Buffers in one call of the system; Linux takes 1024.
+_MAX_BUFFERS = 512
 
 
 def segment_path(directory: Path, name: str, number: int) -> Path:
@@ -49,6 +54,7 @@ class LogWriter:
         # Guarded by the condition.
         self._queue: deque[tuple[Header, memoryview] | None] = deque()  # None: a new segment begins
         self._queued_bytes = 0
+        self._due = False  # the thread is to write what is there
         self._num_accepted = self._num_written = 0
         # The number of a segment; the last iteration in it, and how many bytes of payload.
         self._closed: dict[int, tuple[int, int]] = {}
@@ -60,6 +66,7 @@ class LogWriter:
         self._number = -1
         self._file_fd = -1
         self._segment: SegmentWriter | None = None
+        self._buffers: list[Buffer] = []
         self._last_iteration = -1
         self._payload_bytes = 0
         self._begin_segment()
@@ -87,20 +94,28 @@ class LogWriter:
         with self._changed:
             if not self._has_room(len(payload)):
                 began_s = time.monotonic()
+                self._wake()
                 self._changed.wait_for(lambda: self._error is not None or self._has_room(len(payload)))
                 self.wait_s += time.monotonic() - began_s
             self._check()
             self._queue.append((header, payload))
             self._queued_bytes += len(payload)
             self._num_accepted += 1
-            self._changed.notify_all()
+            if self._queued_bytes >= BATCH_BYTES:
+                self._wake()
+
+    def wake(self) -> None:
+        """A good moment to write what was appended."""
+        with self._changed:
+            if self._queue:
+                self._wake()
 
     def roll(self) -> None:
         """What is appended from now on is in a segment of its own, if anything was appended before."""
         with self._changed:
             self._check()
             self._queue.append(None)
-            self._changed.notify_all()
+            self._wake()
 
     def drop(self, before: int) -> int:
         """Delete the closed segments in which all messages are of iterations *before* that one; how many bytes of
@@ -120,6 +135,7 @@ class LogWriter:
         """Return when all that was appended is on the disk (fsync). Raises `LogError`."""
         with self._changed:
             goal = self._num_accepted
+            self._wake()
             self._changed.wait_for(lambda: self._error is not None or self._num_written >= goal)
             self._check()
             try:
@@ -143,6 +159,11 @@ class LogWriter:
     def _has_room(self, num_bytes: int) -> bool:
         return not self._queued_bytes or self._queued_bytes + num_bytes <= self._budget_bytes
 
+    def _wake(self) -> None:
+        if not self._due:
+            self._due = True
+            self._changed.notify_all()
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -153,35 +174,50 @@ class LogWriter:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._closing)
-                    if not self._queue:
+                    self._changed.wait_for(lambda: self._due or self._closing)
+                    if not self._queue and self._closing:
                         break
-                    first = self._queue[0]  # it counts until it is written
-                    if first is None:
-                        self._queue.popleft()
-                if first is None:
-                    if self._last_iteration >= 0:
-                        self._end_segment()
-                        self._begin_segment()
-                    continue
-                header, payload = first
-                assert self._segment is not None
-                self._segment.append(header, payload)
-                self._last_iteration = max(self._last_iteration, header.iteration)
-                self._payload_bytes += len(payload)
-                if self._segment.num_bytes >= self._segment_bytes:
-                    self._end_segment()
-                    self._begin_segment()
+                    batch = self._next_batch()  # it counts until it is written
+                    self._due = len(batch) < len(self._queue)
+                self._write_batch(batch)
                 with self._changed:
-                    self._queue.popleft()
-                    self._queued_bytes -= len(payload)
-                    self._num_written += 1
+                    for entry in batch:
+                        self._queue.popleft()
+                        if entry is not None:
+                            self._queued_bytes -= len(entry[1])
+                            self._num_written += 1
                     self._changed.notify_all()
             self._end_segment()
         except Exception as error:  # whatever it is: nobody may wait for this thread any more
             with self._changed:
                 self._error = error if isinstance(error, LogError) else self._failed(error)
                 self._changed.notify_all()
+
+    def _next_batch(self) -> list[tuple[Header, memoryview] | None]:
+        batch, num_bytes = [], 0
+        for entry in self._queue:
+            batch.append(entry)
+            num_bytes += 0 if entry is None else len(entry[1])
+            if num_bytes >= BATCH_BYTES:
+                break
+        return batch
+
+    def _write_batch(self, batch: list[tuple[Header, memoryview] | None]) -> None:
+        for entry in batch:
+            if entry is None:
+                if self._last_iteration >= 0:
+                    self._end_segment()
+                    self._begin_segment()
+                continue
+            header, payload = entry
+            assert self._segment is not None
+            self._segment.append(header, payload)
+            self._last_iteration = max(self._last_iteration, header.iteration)
+            self._payload_bytes += len(payload)
+            if self._segment.num_bytes >= self._segment_bytes:
+                self._end_segment()
+                self._begin_segment()
+        self._write_buffers()
 
     def _failed(self, error: Exception) -> LogError:
         why = getattr(error, "strerror", None) or error
@@ -203,17 +239,24 @@ class LogWriter:
             if self._file_fd >= 0:
                 os.close(self._file_fd)
             self._file_fd = fd
-        self._segment = SegmentWriter(self._write, secrets.randbits(64))
+        self._segment = SegmentWriter(self._buffers.append, secrets.randbits(64))
 
     def _end_segment(self) -> None:
         assert self._segment is not None
         self._segment.finish()
+        self._write_buffers()
         os.fsync(self._file_fd)
         with self._changed:
             self._closed[self._number] = (self._last_iteration, self._payload_bytes)
         self._last_iteration, self._payload_bytes = -1, 0
 
-    def _write(self, data: Buffer) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file_fd, view) :]
+    def _write_buffers(self) -> None:
+        """All that the segment has given."""
+        left = [memoryview(buffer) for buffer in self._buffers]
+        self._buffers.clear()
+        while left:
+            num_bytes = os.writev(self._file_fd, left[:_MAX_BUFFERS])
+            while left and num_bytes >= len(left[0]):
+                num_bytes -= len(left.pop(0))
+            if num_bytes:
+                left[0] = left[0][num_bytes:]

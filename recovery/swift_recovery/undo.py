@@ -67,6 +67,13 @@ def _check_parameter(optimizer: Optimizer, hyper: Mapping[str, Any], parameter: 
     name = type(optimizer).__name__
     if parameter.is_complex():
         raise StateError(f"a step of {name} with a complex parameter cannot be undone")
+    if name == "SGD" and all(hyper.get(key) for key in ("nesterov", "foreach")) and not (
+        hyper["weight_decay"] or hyper["maximize"]
+    ):
+        raise StateError(
+            "a step of SGD with nesterov and foreach=True, and without weight decay, cannot be undone: torch adds the "
+            "momentum to the gradients themselves; pass foreach=False"
+        )
     half = parameter.dtype in {torch.float16, torch.bfloat16} and parameter.device.type == "cpu"
     if half and name == "SGD" and hyper.get("fused"):
         # https://github.com/pytorch/pytorch/issues/191763: whole vectors are left out, and the buffer is misread.

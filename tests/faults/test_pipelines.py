@@ -176,6 +176,7 @@ def test_random_moments(
         process = started(agents.directory, rank)
         if process is not None:
             process.kill()
+            psutil.wait_procs([process], timeout=10.0)
             killed[rank] += 1
     (agents.directory / "free").touch()
     outcome = agents.wait()
@@ -192,9 +193,9 @@ def started(directory: Path, rank: int) -> psutil.Process | None:
     pids = path.read_text().split() if path.exists() else []
     try:
         process = psutil.Process(int(pids[-1])) if pids else None
+        return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
     except psutil.NoSuchProcess:
         return None
-    return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -5,7 +5,10 @@ A job with one: tests/faults/test_checkpoints.py.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +29,7 @@ from tests.support.etcd_cluster import free_ports
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.stores import check_files_come_and_go
 
+hdfs_native = pytest.importorskip("hdfs_native")
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
@@ -37,10 +41,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))
     yield
     gc.collect()  # a failed test's traceback holds its store
-    assert not [each for each in set(psutil.Process().children()) - before if "hdfs_helper" in " ".join(each.cmdline())]
+    assert not helpers()
+
+
+def helpers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process] if "swift_logging_store.hdfs_helper" in process.cmdline() else []
+    return found
 
 
 def make(seed: int, width: int = 1500) -> TrainingState:
@@ -85,18 +96,32 @@ def test_checkpoints_come_back_and_old_ones_go(cluster: HdfsCluster) -> None:
 
 
 def test_a_frozen_name_node_ends_in_an_error(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)
     store = open_store(f"{cluster.url}/frozen")
     commit(store, 10, make(1))
     cluster.freeze("nn")
     try:
-        with pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
+            patch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)
             commit(store, 20, make(2))
     finally:
         cluster.thaw("nn")
     assert CheckpointDirectory(store).committed() == [10]  # what was broken off counts for nothing
     commit(store, 20, make(2))
     assert CheckpointDirectory(store).committed() == [10, 20]
+
+
+def test_a_helper_that_is_gone_is_replaced_and_signals_do_not_end_it(cluster: HdfsCluster) -> None:
+    """The agent sends SIGTERM to all processes of a worker, which may still want to end its checkpoint."""
+    store = open_store(f"{cluster.url}/signals")
+    with store.writing("a") as stream:
+        (helper,) = helpers()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(helper.pid, number)
+        stream.write(b"whole")
+    assert store.size("a") == 5
+    helper.kill()
+    psutil.wait_procs([helper], timeout=10.0)
+    assert store.size("a") == 5
 
 
 def test_nobody_there_is_said_before_anything_starts(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +148,17 @@ def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 if piece == 0:
                     cluster.kill("dn0")
 
+        monkeypatch.setattr(hdfs, "ANSWER_TIMEOUT_S", 10.0)
         store.write("a", content)
         for number in range(5):
             store.put(f"b{number}", data)
         for name, num in (("a", 5), ("b0", 1), ("b4", 1)):
             with store.reading(name) as stream:
                 assert stream.read() == data * num
-        assert sorted(store.names()) == ["a", "b0", "b1", "b2", "b3", "b4"]
+        # However many tries it took, there will be as many copies as always. A try that hung has left its part.
+        status = hdfs_native.Client(cluster.url).list_status("/lost")
+        found = {each.path: each.replication for each in status if not each.path.endswith(".part")}
+        assert found == {f"/lost/{name}": 3 for name in ("a", "b0", "b1", "b2", "b3", "b4")}
         cluster.kill("nn")
         with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
             patch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)

@@ -47,15 +47,22 @@ class HdfsCluster:
     def __enter__(self) -> HdfsCluster:
         options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.run([*self._java("nn"), "-format", "-force", "-nonInteractive"], check=True, timeout=60.0, **options)
-        for name in self.names:
-            self.start(name)
-        self.wait_for(len(self.names) - 1)
+        try:
+            for name in self.names:
+                self.start(name)
+            self.wait_for(len(self.names) - 1)
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in self.names:
+        self._end()
+
+    def _end(self) -> None:
+        for name in self._processes:
             self.kill(name)
 
     def start(self, name: str) -> None:

@@ -192,6 +192,19 @@ def test_what_torch_leaves_out_cannot_be_undone() -> None:
     check(O.AdamW([parameter], fused=True))
 
 
+def test_a_gradient_that_the_step_overwrites_cannot_be_used() -> None:
+    """torch 2.13 has this one combination in which it does; when it does not any more, this refusal can go."""
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = O.SGD([parameter], lr=0.5, momentum=0.9, nesterov=True, foreach=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not bool((parameter.grad == 1).any())
+    with pytest.raises(StateError, match="momentum to the gradients themselves; pass foreach=False"):
+        check(optimizer)
+    for more in ({"foreach": False}, {"foreach": True, "weight_decay": 0.1}, {"foreach": True, "maximize": True}):
+        check(O.SGD([parameter], lr=0.5, momentum=0.9, nesterov=True, **more))  # type: ignore[arg-type]
+
+
 def test_a_subclass_is_not_taken_for_what_it_is_made_of() -> None:
     class Mine(O.SGD): ...
 
@@ -302,11 +315,13 @@ def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> No
     cls, options = VARIANTS[name]
     has = inspect.signature(cls).parameters
     way = data.draw(st.sampled_from(["single", *(each for each in ("foreach", "fused") if each in has)]))
-    if (name.startswith("sgd"), way, dtype) == (True, "fused", torch.bfloat16):
-        way = "single"  # see above
     options = {**options, "lr": 10 ** data.draw(st.floats(-5, -1))}
     if "weight_decay" in options:
         options["weight_decay"] = data.draw(st.one_of(st.just(0.0), st.floats(-5, -1).map(lambda at: 10**at)))
+    if (name.startswith("sgd"), way, dtype) == (True, "fused", torch.bfloat16):
+        way = "single"  # refused, see above
+    if (name, way, options.get("weight_decay")) == ("sgd nesterov", "foreach", 0.0):
+        way = "single"
     if "betas" in has:
         options["betas"] = data.draw(st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0.95, 0.98)]))
     shape = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)))
@@ -336,7 +351,8 @@ def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> No
     after, state = values(), optimizer.state.get(parameter, {})
     scalars |= {key: float(state[key]) for key in ("step", "mu_product", "trust") if key in state}
     scalars.setdefault("step", 0.0)
-    undo(optimizer, parameter, gradient, kept)
+    assert parameter.grad is not None
+    undo(optimizer, parameter, parameter.grad, kept)  # as the step has left it
     undone = values()
     # First order: the products of roundings are a part of 16 u more, at most.
     unit = UNITS[dtype] / (1 - 16 * UNITS[dtype])
