@@ -32,12 +32,9 @@ SIZES = struct.Struct(">IQ")
 
 
 # The name node hands out a data node that has died until it has missed it, for ten minutes by default, and hdfs-native
-# neither asks for another one nor goes on without it. So after two tries only two copies are asked for, in one block,
-# and the name node is told to make the others afterwards: with one of three dead, 22 tries do not all get that one.
-NUM_WITH_ALL, MAX_ATTEMPTS = 2, 24
+# neither asks for another one nor goes on without it. Where there are many nodes, the next try gets others.
+MAX_ATTEMPTS = 3
 _PAUSE_S = 0.2
-# The library may also hang where another pipeline would do; but if the name node hangs, so will the next try.
-_MAX_TIMEOUTS = 2
 _KINDS: dict[str, type[OSError]] = {"absent": FileNotFoundError, "connection": ConnectionError, "": OSError}
 
 T = TypeVar("T")
@@ -76,17 +73,13 @@ class HdfsStore:
     def size(self, path: str) -> int:
         return int(self._ask("size", path=self._at(path)))
 
-    def writing(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        return self._writing(path, few=False)
-
     @contextlib.contextmanager
-    def _writing(self, path: str, *, few: bool) -> Iterator[BinaryIO]:
-        """*few*: to two data nodes; the others get their copies from them."""
+    def writing(self, path: str) -> Iterator[BinaryIO]:
         target = self._at(path)
         part = f"{target}.{uuid.uuid4().hex[:8]}.part"
         try:
             with self._lent() as helper:
-                helper.ask("create", path=part, few=few)
+                helper.ask("create", path=part)
                 stream = io.BufferedWriter(_Writing(helper), PIECE_BYTES)
                 yield stream
                 stream.flush()
@@ -106,16 +99,12 @@ class HdfsStore:
             helper.ask("close")
 
     def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
-        number = timeouts = 0
-        while True:
-            try:
-                with self._writing(path, few=number >= NUM_WITH_ALL) as stream:
-                    return content(stream)
-            except (ConnectionError, TimeoutError) as error:
-                number, timeouts = number + 1, timeouts + isinstance(error, TimeoutError)
-                if number == MAX_ATTEMPTS or timeouts == _MAX_TIMEOUTS:
-                    raise
+        for _ in range(MAX_ATTEMPTS - 1):
+            with contextlib.suppress(ConnectionError), self.writing(path) as stream:
+                return content(stream)
             time.sleep(_PAUSE_S)
+        with self.writing(path) as stream:
+            return content(stream)
 
     def put(self, path: str, data: bytes) -> None:
         self.write(path, lambda stream: stream.write(data))

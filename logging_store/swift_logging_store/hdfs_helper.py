@@ -22,7 +22,6 @@ import hdfs_native
 
 from swift_logging_store.hdfs import SIZES, frame
 
-FEW_COPIES, FEW_BLOCK_BYTES = 2, 1 << 30
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CUT = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}
 
@@ -36,7 +35,6 @@ class Server:
         goes_on = "dfs.client.block.write.replace-datanode-on-failure.best-effort"
         self._client = hdfs_native.Client(url, {goes_on: "true"})
         self._file: Any = None
-        self._copies = 0  # to be made when the file is complete; 0: there are as many as there should be
 
     def names(self, path: str) -> list[str]:
         try:
@@ -52,16 +50,8 @@ class Server:
             return -1
         return -1 if status.isdir else int(status.length)
 
-    def create(self, path: str, few: bool) -> None:
-        """*few*: on two data nodes in one block, until it is finished."""
+    def create(self, path: str) -> None:
         self._file = self._client.create(path, hdfs_native.WriteOptions(overwrite=False, create_parent=True))
-        self._copies = 0
-        if few:
-            self._copies = self._client.get_file_info(path).replication or 0
-            options = hdfs_native.WriteOptions(
-                overwrite=True, replication=min(FEW_COPIES, self._copies), block_size=FEW_BLOCK_BYTES
-            )
-            self._file = self._client.create(path, options)
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -71,8 +61,6 @@ class Server:
         self._file.hsync()
         self._file.close()
         self._file = None
-        if self._copies > FEW_COPIES:
-            self._client.set_replication(path, self._copies)
         self._client.rename(path, target, overwrite=True)
 
     def open(self, path: str) -> None:

@@ -18,13 +18,15 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from swift_logging_store.errors import LogError
 from swift_logging_store.record import Buffer, Channel, Header
 from swift_logging_store.segment import SegmentWriter
-from swift_logging_store.tensors import dtype_name, payload_of
+from swift_logging_store.tensors import copy_of, dtype_name
 
 SUFFIX = ".seg"
 BATCH_BYTES = 4 << 20
@@ -35,6 +37,23 @@ _MAX_BUFFERS = 512
 def segment_path(directory: Path, name: str, number: int) -> Path:
     """*name*: of the log, unique for each process that writes one; *number*: of the segment, from 0."""
     return directory / f"{name}.{number:08d}{SUFFIX}"
+
+
+class _Message(NamedTuple):
+    channel: Channel
+    sequence: int
+    iteration: int
+    generation: int
+    dtype: torch.dtype
+    shape: torch.Size
+    payload: bytes
+    micro_batch: int
+
+    def header(self) -> Header:
+        return Header(
+            self.channel, self.sequence, self.iteration, self.generation, dtype_name(self.dtype), tuple(self.shape),
+            len(self.payload), self.micro_batch,
+        )  # fmt: skip
 
 
 class LogWriter:
@@ -52,7 +71,7 @@ class LogWriter:
         self._budget_bytes, self._segment_bytes = budget_bytes, segment_bytes
         self._changed = threading.Condition()
         # Guarded by the condition.
-        self._queue: deque[tuple[Header, memoryview] | None] = deque()  # None: a new segment begins
+        self._queue: deque[_Message | None] = deque()  # None: a new segment begins
         self._queued_bytes = 0
         self._due = False  # the thread is to write what is there
         self._num_accepted = self._num_written = 0
@@ -86,11 +105,9 @@ class LogWriter:
 
         Raises `NotLoggable` for a tensor without plain memory, `LogError` if the log cannot be written any more.
         """
-        payload = memoryview(bytes(payload_of(tensor)))
-        header = Header(
-            channel, sequence, iteration, generation, dtype_name(tensor.dtype), tuple(tensor.shape), len(payload),
-            micro_batch,
-        )  # fmt: skip
+        payload = copy_of(tensor)
+        # What can be done by the thread is.
+        message = _Message(channel, sequence, iteration, generation, tensor.dtype, tensor.shape, payload, micro_batch)
         with self._changed:
             if not self._has_room(len(payload)):
                 began_s = time.monotonic()
@@ -98,7 +115,7 @@ class LogWriter:
                 self._changed.wait_for(lambda: self._error is not None or self._has_room(len(payload)))
                 self.wait_s += time.monotonic() - began_s
             self._check()
-            self._queue.append((header, payload))
+            self._queue.append(message)
             self._queued_bytes += len(payload)
             self._num_accepted += 1
             if self._queued_bytes >= BATCH_BYTES:
@@ -184,7 +201,7 @@ class LogWriter:
                     for entry in batch:
                         self._queue.popleft()
                         if entry is not None:
-                            self._queued_bytes -= len(entry[1])
+                            self._queued_bytes -= len(entry.payload)
                             self._num_written += 1
                     self._changed.notify_all()
             self._end_segment()
@@ -193,27 +210,26 @@ class LogWriter:
                 self._error = error if isinstance(error, LogError) else self._failed(error)
                 self._changed.notify_all()
 
-    def _next_batch(self) -> list[tuple[Header, memoryview] | None]:
+    def _next_batch(self) -> list[_Message | None]:
         batch, num_bytes = [], 0
         for entry in self._queue:
             batch.append(entry)
-            num_bytes += 0 if entry is None else len(entry[1])
+            num_bytes += 0 if entry is None else len(entry.payload)
             if num_bytes >= BATCH_BYTES:
                 break
         return batch
 
-    def _write_batch(self, batch: list[tuple[Header, memoryview] | None]) -> None:
+    def _write_batch(self, batch: list[_Message | None]) -> None:
         for entry in batch:
             if entry is None:
                 if self._last_iteration >= 0:
                     self._end_segment()
                     self._begin_segment()
                 continue
-            header, payload = entry
             assert self._segment is not None
-            self._segment.append(header, payload)
-            self._last_iteration = max(self._last_iteration, header.iteration)
-            self._payload_bytes += len(payload)
+            self._segment.append(entry.header(), entry.payload)
+            self._last_iteration = max(self._last_iteration, entry.iteration)
+            self._payload_bytes += len(entry.payload)
             if self._segment.num_bytes >= self._segment_bytes:
                 self._end_segment()
                 self._begin_segment()
