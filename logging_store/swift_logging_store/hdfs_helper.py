@@ -58,7 +58,11 @@ class Server:
 
     def finish(self, path: str, target: str) -> None:
         """The file that is being written, *path*, gets its name, in the place of one that may have it."""
-        self._file.hsync()
+        try:
+            self._file.hsync()
+        except Exception as error:
+            if "not supported for erasure-coded files" not in str(error):
+                raise
         self._file.close()
         self._file = None
         self._client.rename(path, target, overwrite=True)

@@ -23,9 +23,10 @@ def copy_of(tensor: Tensor) -> bytes:
     For every message that is sent, with caches that the computation has emptied: as few calls as can be.
     """
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
-    if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    address = tensor.data_ptr() if plain else 0
+    if not address or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return bytes(payload_of(tensor))
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return ctypes.string_at(address, tensor.nbytes)
 
 
 def payload_of(tensor: Tensor) -> memoryview:
@@ -37,6 +38,8 @@ def payload_of(tensor: Tensor) -> memoryview:
         raise NotLoggable(f"a quantized, conjugated or meta tensor ({tensor.dtype}) has no plain memory")
     try:
         here = tensor.detach().contiguous().cpu()
+        if not here.data_ptr():
+            here = here.clone()  # zeros that autograd has without memory
     except (NotImplementedError, RuntimeError) as error:
         raise NotLoggable(f"a tensor of {tensor.dtype} cannot be made contiguous: {error}") from None
     return _bytes_of(here).numpy().data
