@@ -17,6 +17,8 @@ from swift_agent.tracking import Tracked
 from swift_recovery.errors import StateError
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
+# Of waiting at the end; then after twice as long, and so on.
+_FIRST_NOTE_S = 5.0
 
 
 class Checkpointing:
@@ -28,6 +30,7 @@ class Checkpointing:
     ) -> None:  # fmt: skip
         self._checkpoints, self._place, self._tracked = checkpoints, place, tracked
         self._groups, self._note = groups, note
+        self._waited_s, self._next_note_s = 0.0, _FIRST_NOTE_S
 
     def find(self) -> tuple[int, int]:
         """The iteration of the newest one that this rank sees, 0: there is none; and after how many the next comes."""
@@ -97,5 +100,12 @@ class Checkpointing:
         self._checkpoints.recovered(iteration)
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether none is under way, after so long at most."""
-        return self._checkpoints.wait(timeout_s)
+        """Whether none is under way, after so long at most. Rank 0 says now and then what is waited for."""
+        if self._checkpoints.wait(timeout_s):
+            return True
+        if self._place.rank == 0:
+            self._waited_s += timeout_s
+            if self._waited_s >= self._next_note_s:
+                self._next_note_s *= 2
+                self._note("the end waits for the last checkpoint, which is still being written")
+        return False

@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import select
 import socket
 import sys
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swift_agent.channel import Channel, ChannelClosed, Message
 from swift_agent.process import die_with_parent
+from swift_agent.trial import STARTS_THREADS, Findings, Trial, import_one, num_threads
 
 # Everything that is imported before user code and, lazily, by the first process group, DDP(), optimizer and loader.
 PRELOAD = (
@@ -46,6 +46,9 @@ PRELOAD = (
     "swift_agent.worker_main",
 )
 
+# Without a word from a trial of imports: one of them hangs.
+TRIAL_TIMEOUT_S = 60.0
+
 
 @dataclass
 class Standby:
@@ -53,25 +56,9 @@ class Standby:
     channel: Channel
 
 
-def import_all(modules: list[str] | tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Import *modules*; returns those that failed, with the reason, and those that started threads: a thread would not
-    live in a fork, and what it holds would be held for ever. So no fork may be made after one of these.
-    """
-    failed: dict[str, str] = {}
-    threaded: list[str] = []
-    for name in modules:
-        before = len(os.listdir("/proc/self/task"))
-        try:
-            importlib.import_module(name)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            # A user's module may fail in any way, also by exiting; the worker imports it again, and reports it.
-            failed[name] = f"{type(error).__name__}: {error}"
-        if name not in PRELOAD and (threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > before):
-            threaded.append(name)
-            break  # what follows is not to blame
-    return failed, threaded
+def import_all(modules: Sequence[str]) -> dict[str, str]:
+    """Import *modules*; returns those that failed, with the reason."""
+    return {name: why for name in modules if (why := import_one(name))}
 
 
 class Nursery:
@@ -80,45 +67,76 @@ class Nursery:
         self._agent_pid = agent_pid
         self._standbys: list[Standby] = []
         self._wanted = 0
+        self._trial: Trial | None = None
+        self._found = Findings()
+        self._is_spoiled = False  # has got threads: a fork of it would be missing something
 
     def run(self) -> None:
         """Serve until the agent closes the control channel."""
-        failed, _ = import_all(PRELOAD)
+        failed = import_all(PRELOAD)
         self._freeze()
         self._control.send({"op": "ready", "failed": failed})
         while True:
             self._refill()
-            ready, _, _ = select.select([self._control, *(standby.channel for standby in self._standbys)], [], [])
+            heard: list[Channel | Trial] = [self._control, *(standby.channel for standby in self._standbys)]
+            if self._trial is not None:
+                heard.append(self._trial)
+            ready, _, _ = select.select(heard, [], [], TRIAL_TIMEOUT_S if self._trial is not None else None)
             # Standbys never speak: what can be read is their end.
             self._standbys = [standby for standby in self._standbys if standby.channel not in ready]
-            if self._control not in ready:
-                continue
-            try:
-                messages = self._control.receive_ready()
-            except ChannelClosed:
-                return
-            for message in messages:
-                self._handle(message)
+            if self._control in ready:
+                try:
+                    messages = self._control.receive_ready()
+                except ChannelClosed:
+                    return
+                for message in messages:
+                    self._handle(message)
+            if self._trial is not None and not ready:
+                self._trial.cancel()
+                self._use(*self._trial.findings(f"its import takes longer than {TRIAL_TIMEOUT_S:g} s"))
+            elif self._trial is not None and self._trial in ready and self._trial.hear():
+                self._use(*self._trial.findings())
 
     def _handle(self, message: Message) -> None:
         match message["op"]:
             case "standbys":
                 self._wanted = int(message["count"])
             case "preload":
-                failed, threaded = import_all(message["modules"])
-                if not threaded:
-                    self._freeze()
-                    # Standbys that were forked before do not have the modules.
-                    for standby in self._standbys:
-                        standby.channel.close()
-                    self._standbys.clear()
-                    self._refill()
-                self._control.send({"op": "preloaded", "failed": failed, "threaded": threaded})
+                if self._trial is not None:
+                    self._trial.cancel()
+                self._found = Findings()
+                self._try(message["modules"])
             case "start":
                 self._start(message)
 
+    def _try(self, modules: Sequence[str]) -> None:
+        # Also where no module is left to try: the agent waits for a word.
+        self._trial = Trial([name for name in modules if name not in sys.modules], self._let_go)
+
+    def _use(self, found: Findings, rest: Sequence[str]) -> None:
+        """A trial has ended: import what can be imported, and try the *rest*."""
+        before, self._trial = num_threads(), None
+        self._found.failed |= found.failed | import_all(found.good)
+        self._found.unfit |= found.unfit
+        self._is_spoiled = num_threads() > before
+        if self._is_spoiled:
+            # Not as in the trial. There is no way back: the agent ends this process.
+            self._found.unfit |= dict.fromkeys(found.good, STARTS_THREADS)
+        elif found.good:
+            self._freeze()
+            # Standbys that were forked before do not have the modules.
+            for standby in self._standbys:
+                standby.channel.close()
+            self._standbys.clear()
+        if rest and not self._is_spoiled:
+            self._try(rest)
+            return
+        self._control.send({
+            "op": "preloaded", "failed": self._found.failed, "unfit": self._found.unfit, "spoiled": self._is_spoiled
+        })  # fmt: skip
+
     def _start(self, message: Message) -> None:
-        while True:
+        while not self._is_spoiled:
             standby = self._standbys.pop(0) if self._standbys else self._fork()
             # The agent must know the process before it can say hello.
             self._control.send({"op": "started", "ticket": message["ticket"], "pid": standby.pid})
@@ -130,8 +148,16 @@ class Nursery:
             return
 
     def _refill(self) -> None:
-        while len(self._standbys) < self._wanted:
+        while len(self._standbys) < self._wanted and not self._is_spoiled:
             self._standbys.append(self._fork())
+
+    def _let_go(self) -> None:
+        """In a fork: close what is the server's."""
+        self._control.sock.close()
+        for standby in self._standbys:
+            standby.channel.sock.close()
+        if self._trial is not None:
+            os.close(self._trial.fileno())
 
     @staticmethod
     def _freeze() -> None:
@@ -152,9 +178,7 @@ class Nursery:
             for fd in (read_fd, write_fd):
                 os.close(fd)
             ours.close()
-            self._control.sock.close()
-            for standby in self._standbys:
-                standby.channel.sock.close()
+            self._let_go()
             _live(theirs, self._agent_pid, middle_pid)
             os._exit(0)
         theirs.close()

@@ -14,6 +14,7 @@ decide what is done about a failure.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import warnings
@@ -156,6 +157,8 @@ class Job:
             raise UsageError("job.checkpoint(): " + "; ".join(mistakes))
         if self._supervisor is None:
             warnings.warn("without swift-run no checkpoints are written, and none is loaded", stacklevel=2)
+        else:
+            self._close_at_exit()
         self._checkpoints = Settings(CheckpointDirectory(store), every, keep)
 
     def _begin(self) -> None:
@@ -340,6 +343,12 @@ class Job:
         if not self._failed:
             self._running.close()
         self._closed = True
+
+    def _close_at_exit(self) -> None:
+        """Before all that was registered until now, by libraries that the end of the run may need: pyarrow ends its S3
+        at exit, and the last checkpoint, if it is still being written then, waits for ever."""
+        atexit.unregister(self.close)
+        atexit.register(self.close)
 
     def _fail(self) -> None:
         """The script has failed by itself: `close` shall wait for nobody."""

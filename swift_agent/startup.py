@@ -7,7 +7,6 @@ etcd: what a worker has to know comes over its agent's socket.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -195,7 +194,7 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
 
     sys.excepthook, sys.exit = on_exception, exit_  # type: ignore[assignment]
     dist.destroy_process_group = destroy
-    atexit.register(job.close)
+    job._close_at_exit()
 
 
 def _record(error: BaseException) -> None:

@@ -28,6 +28,7 @@ from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.process import Guard, reap, signal_group, signal_living
 from swift_agent.standby import StandbyServer
+from swift_agent.trial import is_below
 from swift_agent.worker_env import ENV_STARTED, Placement, log_prefix, worker_env
 from swift_rendezvous.keys import WorkerExit
 
@@ -168,7 +169,7 @@ class Workers:
         server = self.start_server()
         if server is None:
             return
-        wanted = tuple(name for name in modules if name not in self._not_ahead)
+        wanted = self._fit(modules)
         with contextlib.suppress(ChannelClosed):  # its death is about to be seen
             if wanted != server.preloaded:
                 server.preload(wanted)
@@ -177,14 +178,11 @@ class Workers:
 
     def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | None:
         """Handle what the standby server says; returns a worker that it has started."""
-        for name, why in message.get("failed", {}).items():
-            log.warning("%s is not imported ahead: %s", name, why)
-        threaded = message.get("threaded", [])
-        if threaded:
-            log.warning("%s is not imported ahead: it starts threads, which a fork does not have", ", ".join(threaded))
-            self._not_ahead.update(threaded)
-            self._server_deaths -= 1  # this one is on purpose
-            server.kill()
+        match message.get("op"):
+            case "ready":
+                _warn_of(message["failed"])
+            case "preloaded":
+                self._on_preloaded(server, message)
         if message.get("op") != "started":
             return None
         ticket, pid = int(message["ticket"]), int(message["pid"])
@@ -198,6 +196,18 @@ class Workers:
         except ProcessLookupError:
             server.reopen(ticket, order)
             return None
+
+    def _on_preloaded(self, server: StandbyServer, message: Message) -> None:
+        _warn_of({**message["failed"], **message["unfit"]})
+        self._not_ahead.update(message["unfit"])
+        server.preloaded = self._fit(server.preloaded)
+        if message["spoiled"]:
+            self._server_deaths -= 1  # this one is on purpose
+            server.kill()
+
+    def _fit(self, modules: Sequence[str]) -> tuple[str, ...]:
+        """Those that may be imported by the standby server."""
+        return tuple(name for name in modules if not is_below(name, tuple(self._not_ahead)))
 
     def may_reap_strangers(self) -> bool:
         """False while a worker may exist whose process id is not known yet: its end must not be taken for an
@@ -355,6 +365,11 @@ def _contains_any(needles: Sequence[str]) -> Callable[[str], bool]:
 
 def _open(path: str | None) -> IO[bytes] | None:
     return open(path, "ab") if path else None
+
+
+def _warn_of(not_imported: Mapping[str, str]) -> None:
+    for name, why in not_imported.items():
+        log.warning("%s is not imported ahead: %s", name, why)
 
 
 def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:

@@ -96,6 +96,8 @@ def fault(at: str, iteration: int | None = None) -> None:
         if mark(f"fired.{index}"):
             if order["scope"] == "wait":
                 wait_for(DIR / f"go.{index}", 60.0)
+            elif order["scope"] == "go":  # on with one that waits
+                (DIR / f"go.{order['on']}").touch()
             elif at == "init" and order["scope"] == "node":
                 # The others of this node are lost with it, so they must have begun.
                 for rank in ranks_of_this_node():

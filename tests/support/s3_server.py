@@ -51,7 +51,8 @@ class S3Server:
         command = [
             str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "server", f"-dir={self.directory}",
             "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", f"-s3.config={self.directory / 's3.json'}", *ports,
-            "-s3.port.iceberg=0", "-master.volumeSizeLimitMB=64", "-volume.max=20", "-master.telemetry=false",
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64", "-volume.max=20",
+            "-master.telemetry=false",
         ]  # fmt: skip
         with open(self.directory / "log", "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

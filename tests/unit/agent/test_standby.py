@@ -16,7 +16,7 @@ import pytest
 
 from swift_agent import process as process_module
 from swift_agent import workers as workers_module
-from swift_agent.channel import ChannelClosed, Message
+from swift_agent.channel import ChannelClosed
 from swift_agent.config import AgentConfig
 from swift_agent.options import parse_args
 from swift_agent.process import become_subreaper, reap, reap_strangers
@@ -207,28 +207,92 @@ def test_a_server_that_dies_again_and_again_is_left_alone(bench: Bench) -> None:
     assert bench.ends() == [(0, 7)]
 
 
-def test_modules_are_imported_ahead_but_for_those_with_threads(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_modules_are_imported_ahead_but_for_those_that_a_fork_cannot_have(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "csv_ahead.py").write_text("")
-    (tmp_path / "exits_ahead.py").write_text("import sys; sys.exit(3)")
-    (tmp_path / "threads_ahead.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-    )
+    """The server that orders are given to never has the others, and is never restarted for one."""
+    for name, content in {
+        "csv_ahead": "print('is not to be seen')",
+        "fails_ahead": "import no_such_module",
+        "exits_ahead": "import sys; sys.exit(3)",
+        "crashes_ahead": "import os; os.abort()",
+        "threads_ahead/__init__": "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n",
+        "threads_ahead/below": "",
+        "also_ahead": "import threads_ahead",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(content)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    wanted = ("exits_ahead", "threads_ahead", "csv_ahead")
+    wanted = ("exits_ahead", "fails_ahead", "threads_ahead", "threads_ahead.below", "crashes_ahead", "also_ahead",
+              "csv_ahead")  # fmt: skip
     bench.workers.prepare(1, wanted)
-    first = bench.workers.server
-    bench.wait(lambda: bench.workers.server is None)  # a fork of it would miss the thread
-    bench.workers.prepare(1, wanted)
-    assert bench.workers.server is not None and bench.workers.server is not first
-    answered: list[Message] = []
-    original = bench.workers.on_server_message
-    monkeypatch.setattr(bench.workers, "on_server_message", lambda s, m: (answered.append(m), original(s, m))[1])
-    bench.wait(lambda: any(message["op"] == "preloaded" for message in answered))
+    server = bench.workers.server
+    bench.wait(lambda: "also_ahead" in caplog.text and server and server.preloaded == wanted_of(wanted))
+    said = {record.getMessage() for record in caplog.records}
+    assert said == {
+        "exits_ahead is not imported ahead: SystemExit: 3",
+        "fails_ahead is not imported ahead: ModuleNotFoundError: No module named 'no_such_module'",
+        "threads_ahead is not imported ahead: it starts threads, which a fork does not have",
+        "crashes_ahead is not imported ahead: its import ends the process",
+        "also_ahead is not imported ahead: it starts threads, which a fork does not have",
+    }
+    bench.workers.prepare(1, wanted)  # nothing new
     bench.start(0)
     assert bench.ends() == [(0, 7)]
-    assert bench.lines()[0][2:] == ["csv_ahead"]
+    assert bench.lines()[0][2:] == ["csv_ahead"] and bench.workers.server is server
+    bench.workers.server = None  # a new one does not try them again
+    assert server is not None
+    server.close()
+    bench.workers.prepare(1, wanted)
+    server = bench.workers.server
+    assert server is not None and server.preloaded == wanted_of(wanted)
+
+
+def wanted_of(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Without those that a server must not try again."""
+    return tuple(name for name in modules if name in ("exits_ahead", "fails_ahead", "csv_ahead"))
+
+
+def test_orders_are_served_while_an_import_hangs(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "hangs_ahead.py").write_text(f"import time; open({str(begun)!r}, 'w').close(); time.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    bench.workers.prepare(1, ("hangs_ahead",))
+    bench.wait(begun.exists)
+    assert bench.workers.server is not None
+    (trial,) = (
+        child for child in psutil.Process(bench.workers.server.pid).children() if child.status() != "zombie"
+    )
+    bench.start(0)
+    assert bench.ends() == [(0, 7)]
+    bench.workers.prepare(1, ())  # another list, and nobody waits for the first
+    bench.wait(lambda: not trial.is_running())
+    bench.start(1)
+    bench.wait(lambda: len(bench.started) == 2)
+    assert bench.ends() == [(0, 7), (1, 7)]
+
+
+def test_a_server_that_gets_threads_after_all_makes_no_more_forks(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module that does something else the second time."""
+    flag = tmp_path / "flag"
+    (tmp_path / "changes_ahead.py").write_text(
+        f"import os, threading, time\nif os.path.exists({str(flag)!r}):\n"
+        "    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        f"open({str(flag)!r}, 'w').close()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    bench.workers.prepare(1, ("changes_ahead",))
+    bench.wait(lambda: bench.workers.server is None)
+    assert "changes_ahead is not imported ahead: it starts threads" in caplog.text
+    bench.workers.prepare(1, ("changes_ahead",))
+    bench.start(0)
+    assert bench.ends() == [(0, 7)]
+    assert bench.workers.server is not None and bench.workers.server.preloaded == ()
 
 
 def test_a_worker_that_ignores_the_end_is_killed_at_once_when_in_a_hurry(bench: Bench, tmp_path: Path) -> None:
