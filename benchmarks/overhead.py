@@ -1,4 +1,4 @@
-"""What protection costs while nothing fails: time per iteration beside torchrun, paired.
+"""What protection costs while nothing fails: time per iteration and memory beside torchrun, paired.
 
 Both jobs are alive at once. They take turns, a block of iterations each, in the order A B B A; the one whose turn it is
 not waits without using the processor. So both are measured within a second of each other, on the same machine in the
@@ -81,6 +81,11 @@ class Gated:
                     spent_s += times.user + times.system
         return spent_s
 
+    def peak_bytes(self) -> int:
+        """The most memory that a worker has had so far, as the kernel counts it (VmHWM): that of the largest."""
+        status = [Path(f"/proc/{self.job.last(rank).pid}/status").read_text() for rank in range(self.job.world_size)]
+        return max(int(text.partition("VmHWM:")[2].split()[0]) << 10 for text in status)
+
     def close(self) -> None:
         for file in (*self._orders, *self._answers):
             file.close()
@@ -101,6 +106,8 @@ def measure(state_mb: float, seconds: float, block_s: float, num_workers: int, l
                     swift.wait_ready()
                     block = max(2, round(block_s / iteration_s))
                     take_turns(peer, ours, seconds / launches, block, etcd.pid, samples)
+                    samples.peak_bytes["ours"].append(ours.peak_bytes())
+                    samples.peak_bytes["peer"].append(peer.peak_bytes())
                     for each in (peer, ours):
                         each.order(0)
                         each.job.wait_end()
@@ -120,6 +127,7 @@ class Samples:
     outside_s: dict[str, list[float]] = field(default_factory=lambda: {"ours": [], "peer": []})
     passed_s: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, "peer": 0.0})
+    peak_bytes: dict[str, list[int]] = field(default_factory=lambda: {"ours": [], "peer": []})
     equal: bool = True
     ends: list[int] = field(default_factory=list)
     """How many pairs there were when each launch ended."""
@@ -149,6 +157,7 @@ class Samples:
             "num_pairs": len(costs),
             "outside_function_s": {who: statistics.median(times_s) for who, times_s in self.outside_s.items()},
             "background_cores": {who: spent_s / self.passed_s for who, spent_s in self.cpu_s.items()},
+            "peak_bytes": self.peak_bytes,
             "equal": self.equal,
         }
 
@@ -178,6 +187,7 @@ def report(result: dict[str, Any]) -> str:
     interval = result["cost_interval"]
     between = f"95 %: {interval[0]:+.2%} to {interval[1]:+.2%}, " if interval else ""
     outside, background = result["outside_function_s"], result["background_cores"]
+    memory = [statistics.median(result["peak_bytes"][who]) / 1e6 for who in ("ours", "peer")]
     own_us, plain_us = outside["ours"] * 1e6, outside["peer"] * 1e6
     return (
         f"{result['name']}: swift-run {ours * 1e3:.3f} ms, torchrun {peer * 1e3:.3f} ms per iteration; "
@@ -185,7 +195,8 @@ def report(result: dict[str, Any]) -> str:
         f"{between}quartiles {low:+.2%} to {high:+.2%}); "
         f"weights {'equal' if result['equal'] else 'DIFFER'}\n"
         f"    outside the script's function: {own_us:.0f} us, in a plain loop {plain_us:.0f} us; "
-        f"in the background: {background['ours']:.2%} of a core, torchrun {background['peer']:.2%}"
+        f"in the background: {background['ours']:.2%} of a core, torchrun {background['peer']:.2%}; "
+        f"memory of a worker at its peak: {memory[0]:.0f} MB, torchrun {memory[1]:.0f} MB"
     )
 
 

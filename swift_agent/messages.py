@@ -81,6 +81,9 @@ class Messages:
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
         self._begun: tuple[dict[Channel, int], dict[Channel, int]] = ({}, {})
+        # By the name of the group, the peer's rank in it, and the tag.
+        self._to: dict[tuple[str, int, int], Channel] = {}
+        self._from: dict[tuple[str, int, int], Channel] = {}
         self._source: LogReader | None = None  # what was taken, while iterations are repeated
         self._repeating: frozenset[int] = frozenset()
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
@@ -215,7 +218,10 @@ class Messages:
         if self._iteration < 0:
             self._check_outside()
             return original(group, tensors, dst, tag)
-        channel = Channel(group.group_name, self.rank, _global_rank(group, dst), tag)
+        key = (group.group_name, dst, tag)
+        channel = self._to.get(key)
+        if channel is None:
+            channel = self._to[key] = Channel(key[0], self.rank, _global_rank(group, dst), tag)
         for tensor in tensors:
             number = self._sent.get(channel, 0)
             self._sent[channel] = number + 1
@@ -249,8 +255,10 @@ class Messages:
         if self._bytes_left < 0:
             self.give_up("half of what was free on the disk is used up")
             return
-        with self._giving_up():
+        try:
             self._writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
+        except (LogError, OSError) as error:
+            self.give_up(str(error))
 
     def give_up(self, why: str) -> None:
         """Log no more until the next checkpoint; what was logged is of no use without the rest."""
@@ -278,7 +286,10 @@ class Messages:
         if self._iteration < 0:
             self._check_outside()
             return original(group, tensors, src, tag)
-        channel = Channel(group.group_name, _global_rank(group, src), self.rank, tag)
+        key = (group.group_name, src, tag)
+        channel = self._from.get(key)
+        if channel is None:
+            channel = self._from[key] = Channel(key[0], _global_rank(group, src), self.rank, tag)
         number = self._received.get(channel, 0)
         self._received[channel] = number + len(tensors)
         if not self._is_repeated(channel.source):
