@@ -71,7 +71,7 @@ class Agent:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._directory = directories.socket
+        self._directory, self._message_log = directories.socket, directories.messages
         self._workers = Workers(config, self._host)
         self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._channels = WorkerChannels(
@@ -422,6 +422,8 @@ class Agent:
             sizes=f"{config.nnodes}:{config.max_nodes}" if config.max_nodes > config.nnodes else "",
             generation=generation.number,
             socket_path=self._channels.path,
+            message_log=self._message_log,
+            message_log_bytes=config.message_log_bytes,
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
         )
         ranks = [place.rank(local_rank) for local_rank in local_ranks]

@@ -56,7 +56,8 @@ class AgentConfig:
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
     *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
     `swift_rendezvous.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the directory
-    for journals, None for none.
+    for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own; they may
+    take *message_log_bytes* on this node, None: half of what is free.
     """
 
     launch: LaunchConfig
@@ -88,6 +89,8 @@ class AgentConfig:
     key: JobKey = field(repr=False)
     keep_logs: bool = True
     journal: str | None = None
+    message_log: str | None = None
+    message_log_bytes: int | None = None
 
     @classmethod
     def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:
@@ -117,7 +120,8 @@ class AgentConfig:
         _check_name("--rdzv-id", job_id, mistakes)
         join_timeout_s, last_call_s = _join_timeouts_s(ns, mistakes)
         secret = job_secret.read(environ, ns.job_secret_file, mistakes)
-        journal = _journal(ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
+        journal = _directory("--journal", ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
+        logs = _directory("--message-log", ns.message_log or environ.get("SWIFT_MESSAGE_LOG") or None, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -158,6 +162,8 @@ class AgentConfig:
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
             journal=journal,
+            message_log=logs,
+            message_log_bytes=None if ns.message_log_limit is None else int(ns.message_log_limit * 1e9),
         )
 
 
@@ -204,6 +210,9 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         if not value >= least:  # also true for NaN
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
     _check_heartbeat(ns, mistakes)
+    limit = ns.message_log_limit
+    if limit is not None and not 0 < limit < math.inf:
+        mistakes.append(f"--message-log-limit {limit}: must be above 0 GB; type for example --message-log-limit 50")
     if not 0 < ns.stop_deadline < math.inf:
         mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
 
@@ -255,14 +264,15 @@ def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
 
 
-def _journal(directory: str | None, mistakes: list[str]) -> str | None:
+def _directory(flag: str, directory: str | None, mistakes: list[str]) -> str | None:
+    """One that is there, or that can be made."""
     if directory is None:
         return None
     above = directory
     while not os.path.exists(above) and os.path.dirname(above) != above:
         above = os.path.dirname(above) or os.curdir
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
-        mistakes.append(f"--journal {directory}: {above} is no directory that can be written to; name another one")
+        mistakes.append(f"{flag} {directory}: {above} is no directory that can be written to; name another one")
     return os.path.abspath(directory)
 
 

@@ -1,7 +1,8 @@
-"""The agent's temporary directories: for its socket, and for its workers' logs if the user has named none.
+"""The agent's temporary directories: for its socket, for logs of messages, and for its workers' output if the user has
+named no directory.
 
 An agent that is killed leaves them; the next one that starts on the machine removes them. Must never touch a directory
-that the user has named.
+that the user has named, but for what agents of this machine have made below it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -37,6 +39,15 @@ class Directories:
             if root.name.startswith(LOGS_PREFIX):
                 remove_orphans(root.parent, LOGS_PREFIX)
             self._paths.append(root)
+        self.messages: str = self.socket
+        """For logs of messages."""
+        if config.message_log is not None:
+            # Of this machine: locks of others may not be seen here, if the directory is a shared one after all.
+            prefix = f"{PREFIX}{socket.gethostname()}-"
+            os.makedirs(config.message_log, exist_ok=True)
+            remove_orphans(Path(config.message_log), prefix)
+            self.messages = tempfile.mkdtemp(prefix=prefix, dir=config.message_log)
+            self._paths.append(Path(self.messages))
         self._locks = [own(path) for path in self._paths if path.is_dir()]
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from swift_agent import torch_private
 from swift_agent.errors import SwiftError, UsageError
+from swift_agent.worker_env import ENV_MESSAGE_LOG_BYTES
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel, Header
@@ -67,7 +68,8 @@ class Messages:
             shutil.rmtree(old, ignore_errors=True)  # of a process that this one replaces
         self._directory = directory / f"messages-{rank}-{uuid.uuid4().hex[:8]}"
         self._logs = self._directory / "sent"
-        self._bytes_left = self._bytes = bytes_for_logs(directory)
+        self._bytes, self._limit = bytes_for_logs(directory)
+        self._bytes_left = self._bytes
         self._writer = self._new_log()
         self.all_began_at = 0
         """The iteration of the checkpoint with which all ranks began together; 0: with what set-up gave."""
@@ -253,7 +255,7 @@ class Messages:
             return
         self._bytes_left -= num_bytes
         if self._bytes_left < 0:
-            self.give_up("half of what was free on the disk is used up")
+            self.give_up(f"{self._limit} is used up")
             return
         try:
             self._writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
@@ -328,9 +330,13 @@ class Messages:
         return original(group, tensors, tag)
 
 
-def bytes_for_logs(directory: Path) -> int:
-    """What one rank's log may take: half of what is free, over the ranks of this node."""
-    return shutil.disk_usage(directory).free // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def bytes_for_logs(directory: Path) -> tuple[int, str]:
+    """What one rank's log may take, and what that is, in words: what the user has said, or half of what is free, over
+    the ranks of this node."""
+    if given := os.environ.get(ENV_MESSAGE_LOG_BYTES):
+        return int(given), "what --message-log-limit leaves this rank"
+    free = shutil.disk_usage(directory).free
+    return free // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "half of what was free on the disk"
 
 
 def _global_rank(group: Any, rank: int) -> int:

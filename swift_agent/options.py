@@ -76,6 +76,8 @@ def _add_ours(parser: _Parser) -> None:
     add("--node-id", "NAME", None, "Name of this node, unique in the job. Default: $SWIFT_NODE_ID, else host-pid.")
     add("--job-secret-file", "FILE", None, "File that holds the job's secret, the same on all its nodes.")
     add("--journal", "DIR", None, "Write every event and decision of the agent into a file there. Or $SWIFT_JOURNAL.")
+    add("--message-log", "DIR", None, "Directory on a disk of this node for logs of messages. Or $SWIFT_MESSAGE_LOG.")
+    add("--message-log-limit", "GB", None, "What they may take on this node. Default: half of what is free.", float)
     add("--etcd-user", "NAME", None, "User name at etcd; the password comes from a file or $SWIFT_ETCD_PASSWORD.")
     add("--etcd-password-file", "FILE", None, "File that holds the password.")
     add("--etcd-cacert", "FILE", None, "Certificates to check the etcd servers' against (TLS).")

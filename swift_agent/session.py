@@ -25,14 +25,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swift_agent import data, torch_pipelining, tracking
-from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, Units
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.unprotected import Running
-from swift_agent.worker_env import ENV_SIZES
+from swift_agent.worker_env import ENV_MESSAGE_LOG, ENV_SIZES
 from swift_logging_store.store import StoreUnknown, open_store
 from swift_recovery.checkpoint import CheckpointDirectory
 
@@ -197,8 +196,7 @@ class Job:
         self._running.begin(tracked)
 
     def _log_directory(self) -> Path:
-        """Local to the node, and gone with its agent."""
-        return Path(os.environ[ENV_SOCKET]).parent
+        return Path(os.environ[ENV_MESSAGE_LOG])
 
     # ---- the loop ----
 

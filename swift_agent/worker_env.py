@@ -24,10 +24,17 @@ ENV_STARTED = "SWIFT_STARTED"
 ENV_SIZES = "SWIFT_SIZES"
 """`--nnodes`, if it is a range: workers are started again when the size of the job changes, all of them."""
 
+ENV_MESSAGE_LOG = "SWIFT_MESSAGE_LOG_DIR"
+"""The directory for logs of messages, local to the node and gone with its agent."""
+
+ENV_MESSAGE_LOG_BYTES = "SWIFT_MESSAGE_LOG_BYTES"
+"""What the logs of one rank may take there; not set: half of what is free, over the ranks of the node."""
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a set of workers stands in the job. *sizes*: see `ENV_SIZES`, empty for a job of one size."""
+    """Where a set of workers stands in the job. *sizes*: see `ENV_SIZES`, empty for a job of one size. *message_log*:
+    see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers together, None if there is no limit."""
 
     slot: int
     num_slots: int
@@ -42,6 +49,8 @@ class Placement:
     socket_path: str
     virtual_local_rank: bool = False
     sizes: str = ""
+    message_log: str = ""
+    message_log_bytes: int | None = None
 
     def rank(self, local_rank: int) -> int:
         return self.slot * self.num_workers + local_rank
@@ -70,7 +79,11 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_SOCKET: place.socket_path,
         ENV_GENERATION: str(place.generation),
+        ENV_MESSAGE_LOG: place.message_log,
     }
+    env.pop(ENV_MESSAGE_LOG_BYTES, None)  # of a job that this one is part of
+    if place.message_log_bytes is not None:
+        env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
     if place.sizes:
         env[ENV_SIZES] = place.sizes
     if place.virtual_local_rank:

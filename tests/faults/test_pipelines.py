@@ -101,6 +101,39 @@ def test_the_same_stage_again(run: Start, undisturbed: Callable[..., Outcome]) -
     assert_same(run(faults), undisturbed("Schedule1F1B"), {2})
 
 
+def test_logs_lie_where_the_user_says(
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """And nothing of them is left at the end."""
+    place = tmp_path / "disk" / "logs"
+    faults = [{"at": "backward", "iteration": 4, "rank": 2, "scope": "worker"}]
+    agents = make_agents(
+        num_nodes=4, num_workers=1, script=SCRIPT, orders={"faults": faults, "schedule": "Schedule1F1B"},
+        options=("--message-log", str(place), "--message-log-limit", "1"),
+    )  # fmt: skip
+    for node_id in "abcd":
+        agents.start(node_id)
+    deadline_s = time.monotonic() + 60.0
+    while len({path.parent for path in place.glob("swift-agent-*/messages-*/sent/*.seg")}) < 4:
+        assert time.monotonic() < deadline_s, "no logs there"
+        time.sleep(0.01)
+    assert_same(agents.wait(), undisturbed("Schedule1F1B"), {2})
+    assert list(place.iterdir()) == []
+
+
+def test_logs_take_no_more_than_the_user_says(
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome]
+) -> None:
+    faults = [{"at": "forward", "iteration": 6, "rank": 2, "scope": "worker"}]
+    outcome = make_agents(
+        num_nodes=4, num_workers=1, script=SCRIPT, orders={"faults": faults, "schedule": "Schedule1F1B"},
+        options=("--message-log-limit", "0.00001"),
+    ).run("abcd")  # fmt: skip
+    assert "messages are logged no more: what --message-log-limit leaves this rank is used up" in outcome.text()
+    assert "all workers restart" in outcome.text()
+    assert_equal(outcome, undisturbed("Schedule1F1B"))
+
+
 @pytest.mark.parametrize("place", ["forward", "agreed"])
 def test_nodes(place: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
     faults = [

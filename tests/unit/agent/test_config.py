@@ -115,6 +115,20 @@ def test_a_journal_is_asked_for_and_its_directory_looked_at(workplace: Path) -> 
     )
 
 
+def test_where_messages_are_logged_and_how_much_of_them(workplace: Path) -> None:
+    assert (config("train.py").message_log, config("train.py").message_log_bytes) == (None, None)
+    found = config("--message-log-limit", "1.5", "train.py", environ={"SWIFT_MESSAGE_LOG": "a/b"})
+    assert (found.message_log, found.message_log_bytes) == (str(workplace / "a" / "b"), 1_500_000_000)
+    found = config("--message-log", "c", "train.py", environ={"SWIFT_MESSAGE_LOG": "a"})
+    assert found.message_log == str(workplace / "c")
+    assert mistakes("--message-log", "train.py/x", "--message-log-limit", "0", "train.py") == (
+        "--message-log-limit 0.0: must be above 0 GB; type for example --message-log-limit 50",
+        "--message-log train.py/x: train.py is no directory that can be written to; name another one",
+    )
+    (nan,) = mistakes("--message-log-limit", "nan", "train.py")
+    assert nan.startswith("--message-log-limit nan: must be above 0 GB")
+
+
 def test_standalone_has_a_private_etcd_whatever_else_is_said() -> None:
     args = ("--standalone", "--rdzv-id", "gpt", "--rdzv-endpoint", "a:1", "train.py")
     found = config(*args, environ={"SWIFT_ETCD_ENDPOINTS": "c:1"})

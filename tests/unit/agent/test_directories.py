@@ -25,9 +25,11 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         yield Path(short)  # type: ignore[misc]
 
 
-def config(logs: Path, keep_logs: bool = False) -> AgentConfig:
+def config(logs: Path, keep_logs: bool = False, message_log: Path | None = None) -> AgentConfig:
     launch = SimpleNamespace(logs_specs=SimpleNamespace(root_log_dir=str(logs)))
-    return cast(AgentConfig, SimpleNamespace(keep_logs=keep_logs, launch=launch))
+    return cast(AgentConfig, SimpleNamespace(
+        keep_logs=keep_logs, launch=launch, message_log=None if message_log is None else str(message_log)
+    ))  # fmt: skip
 
 
 def logs_in(parent: Path) -> Path:
@@ -65,6 +67,25 @@ def test_logs_that_the_user_has_named_are_not_touched(parent: Path, tmp_path: Pa
     agent = Directories(config(tmp_path, keep_logs=True))
     agent.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_of_messages_have_a_directory_of_their_own(parent: Path, tmp_path: Path) -> None:
+    place = tmp_path / "disk" / "logs"
+    killed, living = (Directories(config(logs_in(parent), message_log=place)) for _ in range(2))
+    assert len({killed.messages, living.messages}) == len(list(place.iterdir())) == 2
+    die(killed)
+    # One of another machine, whose lock is not seen here.
+    other = place / f"{PREFIX}elsewhere-1"
+    other.mkdir()
+    os.close(own(other))
+    here = Directories(config(logs_in(parent), message_log=place))
+    assert not Path(killed.messages).exists() and Path(living.messages).is_dir() and other.is_dir()
+    living.close()
+    here.close()
+    assert list(place.iterdir()) == [other]
+    without = Directories(config(logs_in(parent)))
+    assert without.messages == without.socket
+    without.close()
 
 
 def test_only_owned_directories_without_an_owner_are_removed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import queue
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift_agent import messages
 from swift_agent.errors import UsageError
 from swift_agent.messages import CannotReplay, Messages
+from swift_agent.worker_env import ENV_MESSAGE_LOG_BYTES
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
 
@@ -245,17 +247,26 @@ def test_a_log_that_cannot_be_written_any_more_is_given_up(
     assert len(notes) == 1 and not list((tmp_path / "node1").glob("messages-*/sent"))
 
 
-def test_a_log_takes_no_more_than_half_of_what_is_free(
+def test_what_a_log_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert messages.bytes_for_logs(tmp_path) == (usage.free // 2 // 4, "half of what was free on the disk")
+    monkeypatch.setenv(ENV_MESSAGE_LOG_BYTES, "70")
+    assert messages.bytes_for_logs(tmp_path) == (70, "what --message-log-limit leaves this rank")
+
+
+def test_a_log_takes_no_more_than_it_may(
     make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: 2 * SENT.nbytes)
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (2 * SENT.nbytes, "that much"))
     sender = make(1)
     sender.begin(0, 1)
     send(1)
     send(2)
     assert not notes
     send(3)
-    assert "half of what was free" in sender.incomplete
+    assert sender.incomplete == "that much is used up"
 
 
 def test_a_message_that_could_not_be_handed_on_is_told_of_now(
@@ -339,7 +350,7 @@ def test_without_the_checkpoint_the_rest_is_of_no_use(make: Callable[[int], Mess
 def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
     make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: 2 * SENT.nbytes)
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (2 * SENT.nbytes, "that much"))
     sender, link = make(1), Pipe()
     one_iteration(sender, 0, 0, 1, 2)
     assert not sender.is_complete

@@ -32,6 +32,8 @@ OURS = {
     "recovery": "exact",
     "node_id": None,
     "journal": None,
+    "message_log": None,
+    "message_log_limit": None,
     "job_secret_file": None,
     "etcd_user": None,
     "etcd_password_file": None,

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from swift_agent.channel import ENV_SOCKET
-from swift_agent.worker_env import ENV_GENERATION, ENV_SIZES, Placement, log_prefix, worker_env
+from swift_agent.worker_env import (
+    ENV_GENERATION,
+    ENV_MESSAGE_LOG,
+    ENV_MESSAGE_LOG_BYTES,
+    ENV_SIZES,
+    Placement,
+    log_prefix,
+    worker_env,
+)
 
 PLACE = Placement(slot=2, num_slots=4, num_workers=8, role="trainer", run_id="gpt", master_addr="10.0.0.7",
                   master_port=4711, restart_count=1, max_restarts=3, generation=6, socket_path="/run/agent.sock")
@@ -26,6 +34,12 @@ def test_ranks_belong_to_slots() -> None:
 def test_only_workers_of_a_range_are_told_of_it() -> None:
     assert ENV_SIZES not in worker_env(PLACE, 0, {})
     assert worker_env(replace(PLACE, sizes="2:4"), 0, {})[ENV_SIZES] == "2:4"
+
+
+def test_workers_of_a_node_share_what_logs_may_take() -> None:
+    env = worker_env(replace(PLACE, message_log="/disk", message_log_bytes=801), 3, {})
+    assert (env[ENV_MESSAGE_LOG], env[ENV_MESSAGE_LOG_BYTES]) == ("/disk", "100")
+    assert ENV_MESSAGE_LOG_BYTES not in worker_env(PLACE, 0, {ENV_MESSAGE_LOG_BYTES: "5"})
 
 
 def test_the_rest_of_what_torchrun_sets() -> None:
