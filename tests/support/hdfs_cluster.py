@@ -13,10 +13,12 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
+from swift_agent.process import Guard
 from tests.support.etcd_cluster import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSPATH = Path(os.environ.get("SWIFT_TEST_HDFS", ROOT / ".cache" / "hdfs")) / "classpath"
+_guard = Guard()
 PACKAGE = "org.apache.hadoop.hdfs.server"
 
 
@@ -67,7 +69,7 @@ class HdfsCluster:
 
     def start(self, name: str) -> None:
         with open(self.directory / f"{name}.log", "ab") as log:
-            self._processes[name] = subprocess.Popen(self._java(name), stdout=log, stderr=log)
+            self._processes[name] = subprocess.Popen(_guard.wrap(self._java(name)), stdout=log, stderr=log)
 
     def kill(self, name: str) -> None:
         self._processes[name].kill()

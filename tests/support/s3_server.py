@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from swift_agent.process import Guard
 from tests.support.etcd_cluster import free_ports
 
 BUCKET = "checkpoints"
@@ -55,7 +56,7 @@ class S3Server:
             "-master.telemetry=false",
         ]  # fmt: skip
         with open(self.directory / "log", "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(Guard().wrap(command), stdout=log, stderr=log)
         self._wait()
         self._make_bucket()
         return self
