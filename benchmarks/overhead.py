@@ -115,7 +115,10 @@ def measure(state_mb: float, seconds: float, block_s: float, num_workers: int, l
             finally:
                 peer.close()
                 ours.close()
-    return {"name": f"overhead/{state_mb:g}MB", **samples.result(), "num_launches": launches, "machine": machine()}
+    return {
+        "name": f"overhead/{state_mb:g}MB", **samples.result(), "peak_bytes": samples.peak_bytes,
+        "num_launches": launches, "machine": machine(),
+    }  # fmt: skip
 
 
 @dataclass
@@ -157,7 +160,6 @@ class Samples:
             "num_pairs": len(costs),
             "outside_function_s": {who: statistics.median(times_s) for who, times_s in self.outside_s.items()},
             "background_cores": {who: spent_s / self.passed_s for who, spent_s in self.cpu_s.items()},
-            "peak_bytes": self.peak_bytes,
             "equal": self.equal,
         }
 

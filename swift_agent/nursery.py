@@ -27,7 +27,7 @@ from typing import Any
 
 from swift_agent.channel import Channel, ChannelClosed, Message
 from swift_agent.process import die_with_parent
-from swift_agent.trial import STARTS_THREADS, Findings, Trial, import_one, num_threads
+from swift_agent.trial import STARTS_THREADS, TIMEOUT_S, Findings, Trial, has_more_threads, import_one, num_threads
 
 # Everything that is imported before user code and, lazily, by the first process group, DDP(), optimizer and loader.
 PRELOAD = (
@@ -45,9 +45,6 @@ PRELOAD = (
     "swift_agent.startup",
     "swift_agent.worker_main",
 )
-
-# Without a word from a trial of imports: one of them hangs.
-TRIAL_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -81,7 +78,7 @@ class Nursery:
             heard: list[Channel | Trial] = [self._control, *(standby.channel for standby in self._standbys)]
             if self._trial is not None:
                 heard.append(self._trial)
-            ready, _, _ = select.select(heard, [], [], TRIAL_TIMEOUT_S if self._trial is not None else None)
+            ready, _, _ = select.select(heard, [], [], self._trial.left_s if self._trial is not None else None)
             # Standbys never speak: what can be read is their end.
             self._standbys = [standby for standby in self._standbys if standby.channel not in ready]
             if self._control in ready:
@@ -91,11 +88,15 @@ class Nursery:
                     return
                 for message in messages:
                     self._handle(message)
-            if self._trial is not None and not ready:
-                self._trial.cancel()
-                self._use(*self._trial.findings(f"its import takes longer than {TRIAL_TIMEOUT_S:g} s"))
-            elif self._trial is not None and self._trial in ready and self._trial.hear():
-                self._use(*self._trial.findings())
+            trial = self._trial
+            if trial is None:
+                continue
+            if trial in ready:
+                if trial.hear():
+                    self._use(*trial.findings())
+            elif not trial.left_s:
+                trial.end()
+                self._use(*trial.findings(f"its import takes longer than {TIMEOUT_S:g} s"))
 
     def _handle(self, message: Message) -> None:
         match message["op"]:
@@ -103,34 +104,43 @@ class Nursery:
                 self._wanted = int(message["count"])
             case "preload":
                 if self._trial is not None:
-                    self._trial.cancel()
+                    self._trial.end()
+                    self._trial = None
                 self._found = Findings()
                 self._try(message["modules"])
             case "start":
                 self._start(message)
 
     def _try(self, modules: Sequence[str]) -> None:
-        # Also where no module is left to try: the agent waits for a word.
-        self._trial = Trial([name for name in modules if name not in sys.modules], self._let_go)
+        untried = [name for name in modules if name not in sys.modules]
+        if untried:
+            self._trial = Trial(untried, self._let_go)
+        else:
+            self._tell()
 
     def _use(self, found: Findings, rest: Sequence[str]) -> None:
         """A trial has ended: import what can be imported, and try the *rest*."""
-        before, self._trial = num_threads(), None
-        self._found.failed |= found.failed | import_all(found.good)
+        self._trial = None
+        self._found.failed |= found.failed
         self._found.unfit |= found.unfit
-        self._is_spoiled = num_threads() > before
-        if self._is_spoiled:
-            # Not as in the trial. There is no way back: the agent ends this process.
-            self._found.unfit |= dict.fromkeys(found.good, STARTS_THREADS)
-        elif found.good:
+        for name in found.good:
+            before = num_threads()
+            if why := import_one(name):
+                self._found.failed[name] = why
+            if has_more_threads(before):
+                # Not as in the trial. There is no way back: the agent ends this process.
+                self._found.unfit[name], self._is_spoiled, rest = STARTS_THREADS, True, ()
+                break
+        if found.good and not self._is_spoiled:
             self._freeze()
             # Standbys that were forked before do not have the modules.
             for standby in self._standbys:
                 standby.channel.close()
             self._standbys.clear()
-        if rest and not self._is_spoiled:
-            self._try(rest)
-            return
+        self._try(rest)
+
+    def _tell(self) -> None:
+        """All has been tried."""
         self._control.send({
             "op": "preloaded", "failed": self._found.failed, "unfit": self._found.unfit, "spoiled": self._is_spoiled
         })  # fmt: skip

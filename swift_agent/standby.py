@@ -37,7 +37,9 @@ class Order:
 def start_process(control: socket.socket) -> subprocess.Popen[bytes]:
     """The server's process, with its end of the control channel."""
     command = [sys.executable, "-P", "-u", "-m", "swift_agent.nursery", str(control.fileno()), str(os.getpid())]
-    return subprocess.Popen(command, pass_fds=[control.fileno()], stdin=subprocess.DEVNULL)
+    # A module that asks at import whether there are GPUs must not touch CUDA with that: no fork could use it then.
+    environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return subprocess.Popen(command, pass_fds=[control.fileno()], stdin=subprocess.DEVNULL, env=environment)
 
 
 class StandbyServer:

@@ -241,6 +241,14 @@ def test_schedules(schedule: str, run: Start, undisturbed: Callable[..., Outcome
     assert_same(run(faults, schedule=schedule), undisturbed(schedule), {fault["rank"] for fault in faults})
 
 
+def test_a_repetition_that_differs_is_noticed(run: Start) -> None:
+    outcome = run([{"at": "forward", "iteration": 5, "rank": 1, "scope": "worker"}], drifts=True)
+    text = outcome.text()
+    assert "iteration 2 cannot be repeated from logs: message " in text, text
+    assert "is not what was sent before: the repetition differs from what was done" in text
+    assert "all workers restart" in text and len(outcome.results) == 4, text
+
+
 def test_set_up_without_a_seed_cannot_be_repeated(make_agents: Callable[..., Agents]) -> None:
     """It is noticed, and all workers begin again, instead of training on with another state."""
     faults = [{"at": "forward", "iteration": 5, "rank": 2, "scope": "worker"}]

@@ -173,6 +173,57 @@ def test_who_repeats_too_is_heard_and_told(make: Callable[[int], Messages], monk
             receive(1)
 
 
+def test_what_is_sent_again_is_compared(make: Callable[[int], Messages], tmp_path: Path, notes: list[str]) -> None:
+    former = make(1)
+    for iteration, values in enumerate(([1, 2], [3, 4])):
+        one_iteration(former, iteration, *values)
+    former._writer.flush()  # and is killed
+
+    def again() -> Messages:
+        made = make(1)
+        made.begin_replay([1])
+        return made
+
+    replacement = again()
+    with repeated(replacement, 0):
+        send(1)
+        send(2)
+    with repeated(replacement, 1):
+        send(3)
+        with pytest.raises(CannotReplay, match=r"message 3 of .* is not what was sent before"):
+            send(4.5)
+    replacement._writer.flush()
+    # One that is lost while it repeats leaves the longer log of its predecessor.
+    another = again()
+    with repeated(another, 0):
+        with pytest.raises(CannotReplay, match="message 0 of"):
+            dist.isend((SENT + 1).double(), 2).wait()
+        another._sent.clear()
+        send(1)
+        send(2)
+    with repeated(another, 1):
+        send(3)
+        send(4)
+        send(5)  # that log does not have it
+    another.end_replay()
+    assert len(list((tmp_path / "node1").glob("messages-*"))) == 3
+    one_iteration(another, 2, 6)
+    assert len(list((tmp_path / "node1").glob("messages-*"))) == 1
+    assert not notes
+
+
+def test_what_was_sent_before_a_restart_of_all_is_not_compared(
+    make: Callable[[int], Messages], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_iteration(make(1), 0, 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    replacement = make(1)
+    assert len(list((tmp_path / "node1").glob("messages-*"))) == 1
+    replacement.begin_replay([1])
+    with repeated(replacement, 0):
+        send(2)
+
+
 def test_a_message_of_another_iteration_is_not_taken(make: Callable[[int], Messages]) -> None:
     """The numbers are off: something was sent that the repetition leaves out, or that was not counted."""
     link = Pipe()
@@ -283,18 +334,20 @@ def test_a_message_that_could_not_be_handed_on_is_told_of_now(
 
 
 def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Messages], tmp_path: Path) -> None:
+    """As soon as it is known that nothing is to be repeated."""
     first = make(1)
     first.begin(0, 1)
     send(1)
     second = make(1)
-    (only,) = (tmp_path / "node1").glob("messages-1-*/sent")
-    with LogReader(only) as log:
-        assert log.channels == []
+    assert len(list((tmp_path / "node1").glob("messages-1-*/sent"))) == 2
     second.begin(0, 1)
     send(2)
+    second.end()
     second._writer.flush()
+    (only,) = (tmp_path / "node1").glob("messages-1-*/sent")
     with LogReader(only) as log:
         assert log.sequences(Channel(dist.group.WORLD.group_name, 1, 2)) == [0]  # type: ignore[union-attr]
+        assert bytes(log.read(log.channels[0], 0)[1]) == (SENT + 2).numpy().tobytes()
     del first
     gc.collect()
 

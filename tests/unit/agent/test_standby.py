@@ -255,24 +255,28 @@ def wanted_of(modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def test_orders_are_served_while_an_import_hangs(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "hangs_ahead.py").write_text(f"import time; open({str(begun)!r}, 'w').close(); time.sleep(1000)")
+    (tmp_path / "csv_ahead.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     bench.workers.prepare(1, ("hangs_ahead",))
     bench.wait(begun.exists)
     assert bench.workers.server is not None
-    (trial,) = (
-        child for child in psutil.Process(bench.workers.server.pid).children() if child.status() != "zombie"
-    )
+    (trial,) = (child for child in psutil.Process(bench.workers.server.pid).children() if child.status() != "zombie")
     bench.start(0)
     assert bench.ends() == [(0, 7)]
-    bench.workers.prepare(1, ())  # another list, and nobody waits for the first
+    answered: list[Any] = []
+    original = bench.workers.on_server_message
+    monkeypatch.setattr(bench.workers, "on_server_message", lambda s, m: (answered.append(m), original(s, m))[1])
+    bench.workers.prepare(1, ("csv_ahead",))  # another list, and nobody waits for the first
     bench.wait(lambda: not trial.is_running())
+    bench.wait(lambda: any(message["op"] == "preloaded" for message in answered))
     bench.start(1)
     bench.wait(lambda: len(bench.started) == 2)
     assert bench.ends() == [(0, 7), (1, 7)]
+    assert bench.lines()[1][2:] == ["csv_ahead"] and not caplog.records
 
 
 def test_a_server_that_gets_threads_after_all_makes_no_more_forks(
