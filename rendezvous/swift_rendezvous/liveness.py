@@ -5,7 +5,8 @@ a second. When a process dies its kernel closes its sockets, and both ends learn
 or a link dies there is silence. Either way the suspect's listener is probed before it is called lost: its *kernel*
 connects us and keeps us, so a starved process, or a connection that was merely reset, is never taken for a death. And
 who has heard from nobody at all meanwhile may be the one that is cut off: it finds nobody lost before it hears again,
-and gives them time to be found again.
+and gives them time to be found again. Where all are silent the store is asked early: that it answers at once later does
+not say that the line was there before.
 
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
                                ^------------------- its kernel answers --'
@@ -64,6 +65,12 @@ class Limits:
     def alone_s(self) -> float:
         """If nobody else is heard for this long after the last word of a peer, it may be this node that is cut off."""
         return 2 * self.heartbeat_s
+
+    @property
+    def doubt_s(self) -> float:
+        """If nobody is heard for this long, somebody is asked. A cut that is over by then is short enough for what it
+        has swallowed to be sent again before anybody is suspected."""
+        return 1.5 * self.heartbeat_s
 
     @property
     def detection_s(self) -> tuple[float, float]:
@@ -125,6 +132,7 @@ class Liveness:
         self._reported: set[str] = set()
         self._departed: set[str] = set()
         self._life_s = time.monotonic()
+        self._asked_s = -_RETURN_S  # when somebody was asked first, in the silence that lasts if it is a later one
         self._back_s = -_RETURN_S  # when somebody was heard again after nobody had been
         # Of the loop's thread.
         self._peers: dict[socket.socket, _Peer] = {}
@@ -212,6 +220,7 @@ class Liveness:
             if not self._stopped:
                 # After all that has come was read: who could not run for a while has heard nothing, but was told.
                 self._beat(time.monotonic())
+                self._doubt(time.monotonic())
                 self._check_silence(time.monotonic())
                 self._dial()
         for peer in list(self._peers.values()):
@@ -230,6 +239,8 @@ class Liveness:
 
     def _pause_s(self, now_s: float) -> float:
         due_s = [now_s + 1.0]
+        if self._may_doubt():
+            due_s.append(self._life_s + self._limits.doubt_s)
         for peer in self._peers.values():
             due_s.append(peer.check_s if peer.watched else self._heartbeat_due_s)
         return max(0.0, min(due_s) - now_s)
@@ -242,6 +253,26 @@ class Liveness:
             if not peer.watched:
                 with contextlib.suppress(OSError):  # full, or broken: then reading tells
                     peer.sock.send(_HEARTBEAT)
+
+    def _may_doubt(self) -> bool:
+        """There are peers to be heard, and nobody was asked yet in the silence that lasts, if one does."""
+        return self._ask is not None and self._asked_s <= self._life_s and any(p.watched for p in self._peers.values())
+
+    def _doubt(self, now_s: float) -> None:
+        """Nobody at all is heard: ask, in a thread, whether the line is there."""
+        if self._may_doubt() and now_s - self._life_s >= self._limits.doubt_s:
+            self._asked_s = now_s
+            threading.Thread(target=self._ask_once, args=(now_s,), name="swift-liveness-ask", daemon=True).start()
+
+    def _ask_once(self, asked_s: float) -> None:
+        """Ask; raise nothing. *asked_s*: when this silence was first asked about."""
+        assert self._ask is not None
+        try:
+            self._ask()
+            # At once: then the line was never cut, there was only nobody else who speaks by himself.
+            self._heard(was_there=time.monotonic() - asked_s < _AT_ONCE_S)
+        except Exception as error:
+            log.debug("all peers are silent, and so is the store: %s", error)
 
     def _check_silence(self, now_s: float) -> None:
         for peer in list(self._peers.values()):
@@ -421,26 +452,25 @@ class Liveness:
 
     def _wait_for_life(self, incarnation: str, sign_s: float) -> bool:
         """Until anybody at all was heard after *sign_s*. False if that does not matter any more."""
-        assert self._ask is not None
-        asked_s = time.monotonic()
+        if self._asked_s <= self._life_s:
+            self._asked_s = time.monotonic()
+        asked_s = self._asked_s
         while self._life_s <= sign_s:
             with self._lock:
                 if self._stopped or incarnation not in self._known:
                     return False
-            try:
-                self._ask()
-                # At once: then the line was never cut, there was only nobody else who speaks by himself.
-                self._heard(was_there=time.monotonic() - asked_s < _AT_ONCE_S)
-            except Exception as error:
-                log.debug("%s is silent, and so is everybody else: %s", incarnation, error)
+            self._ask_once(asked_s)
             if self._life_s <= sign_s:
                 time.sleep(self._limits.heartbeat_s / 2)
         return True
 
-    def _heard(self, was_there: bool = False) -> float:
-        """Somebody gives a sign of life. *was_there*: and would have done so before."""
+    def _heard(self, was_there: bool | None = None) -> float:
+        """Somebody gives a sign of life. *was_there*: and would have done so before, or would not; None: it is told by
+        how long nobody did."""
         now_s = time.monotonic()
-        if not was_there and now_s - self._life_s > self._limits.silence_s:
+        if was_there is None:
+            was_there = now_s - self._life_s <= self._limits.silence_s
+        if not was_there:
             self._back_s = now_s
         self._life_s = now_s
         return now_s
