@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from swift_agent import checkpoints
+from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.generation_store import StoreClient, StoreServer
+from swift_agent.place import Place
 from swift_agent.session import Job
 from swift_logging_store.store import LocalStore
 from swift_recovery.checkpoint import CheckpointDirectory
@@ -236,3 +238,17 @@ def test_a_script_that_asks_for_what_cannot_be_hears_of_all_of_it(tmp_path: Path
         warnings.simplefilter("always")
         alone.checkpoint(tmp_path, every=5)
     assert "without swift-run no checkpoints are written" in str(caught[0].message)
+
+
+def test_rank_0_says_now_and_then_that_the_end_waits() -> None:
+    done = SimpleNamespace(wait=lambda timeout_s: False)
+    notes: list[str] = []
+    for rank in (0, 1):
+        waiting = Checkpointing(
+            cast(Checkpoints, done), cast(Place, SimpleNamespace(rank=rank)), cast(Any, None), cast(Any, None),
+            notes.append,
+        )  # fmt: skip
+        assert not any(waiting.is_over(0.5) for _ in range(100))  # 50 s
+        assert len(notes) == 4  # after 5, 10, 20 and 40 s, and nobody else
+    done.wait = lambda timeout_s: True
+    assert waiting.is_over(0.5)
