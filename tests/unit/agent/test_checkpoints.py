@@ -230,6 +230,7 @@ def test_a_script_that_asks_for_what_cannot_be_hears_of_all_of_it(tmp_path: Path
     with pytest.raises(UsageError, match=r"every=0 is .*; keep=True is .*; ftp://name/: a directory"):
         job.checkpoint("ftp://name/", every=0, keep=True)
     job.checkpoint(tmp_path, every=5)
+    job._fail()  # or it waits for the others when this process exits
     job._begun = True
     with pytest.raises(UsageError, match="before the training loop begins; it was called before"):
         job.checkpoint(tmp_path, every=5)
