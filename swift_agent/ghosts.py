@@ -56,9 +56,11 @@ class Ghosts:
         tracked.begin(number, ghost=True)
         place.seeds.for_iteration(number)
         with tracked.without_reduction(finite=place.here.iteration > number):
+            place.in_ghost = True
             try:
                 result = call()
             finally:
+                place.in_ghost = False
                 tracked.updates.cut()
         tracked.end()
         return result
@@ -72,9 +74,11 @@ class Ghosts:
             self.enter()
         local = contextlib.nullcontext() if self._is_entered else self._groups.local()
         with local, tracked.without_reduction(finite=False):
+            place.in_ghost = True
             try:
                 result = call()
             finally:
+                place.in_ghost = False
                 tracked.updates.cut()
         tracked.end()
         with place.lock:

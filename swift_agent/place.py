@@ -117,6 +117,8 @@ class Place:
         self.rank, self.seeds, self.lock = rank, seeds, lock
         self.status: Status = "fresh"
         self.inside: Literal["", "iteration", "section"] = ""
+        self.in_ghost = False
+        """An iteration runs for its result only; nothing in it is a point, where this process could join the others."""
         self.here = Position()
         self.target: Position | None = None
         self.owed: Owed | None = None

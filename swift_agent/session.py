@@ -324,7 +324,7 @@ class Job:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             self._begin()
-            if self._place.inside:
+            if self._place.inside or self._place.in_ghost:
                 return function(*args, **kwargs)  # a part of what surrounds it
             return self._running.section(lambda: function(*args, **kwargs))
 
