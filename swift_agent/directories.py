@@ -29,16 +29,26 @@ class Directories:
     """Made: there, and owned by this process; `close` removes them."""
 
     def __init__(self, config: AgentConfig) -> None:
+        self._paths: list[Path] = []
+        self._locks: list[int] = []
+        try:
+            self._make(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, config: AgentConfig) -> None:
         parents = {Path(tempfile.gettempdir()), Path(SHORT_PARENT)}
         for parent in parents:
             remove_orphans(parent, PREFIX)
         self.socket: str = _directory_for_socket()
-        self._paths, logs = [Path(self.socket)], config.launch.logs_specs
+        self._own(self.socket)
+        logs = config.launch.logs_specs
         if not config.keep_logs and logs is not None:
             root = Path(logs.root_log_dir)
             if root.name.startswith(LOGS_PREFIX):
                 remove_orphans(root.parent, LOGS_PREFIX)
-            self._paths.append(root)
+            self._own(root)
         self.messages: str = self.socket
         """For logs of messages."""
         if config.message_log is not None:
@@ -47,8 +57,12 @@ class Directories:
             os.makedirs(config.message_log, exist_ok=True)
             remove_orphans(Path(config.message_log), prefix)
             self.messages = tempfile.mkdtemp(prefix=prefix, dir=config.message_log)
-            self._paths.append(Path(self.messages))
-        self._locks = [own(path) for path in self._paths if path.is_dir()]
+            self._own(self.messages)
+
+    def _own(self, path: str | Path) -> None:
+        self._paths.append(Path(path))
+        if self._paths[-1].is_dir():
+            self._locks.append(own(self._paths[-1]))
 
     def close(self) -> None:
         """May be called twice."""

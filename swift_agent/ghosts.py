@@ -55,12 +55,10 @@ class Ghosts:
         tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
         tracked.begin(number, ghost=True)
         place.seeds.for_iteration(number)
-        with tracked.without_reduction(finite=place.here.iteration > number):
-            place.in_ghost = True
+        with place.without_points(), tracked.without_reduction(finite=place.here.iteration > number):
             try:
                 result = call()
             finally:
-                place.in_ghost = False
                 tracked.updates.cut()
         tracked.end()
         return result
@@ -73,12 +71,10 @@ class Ghosts:
         if self._groups.aborted is not None:
             self.enter()
         local = contextlib.nullcontext() if self._is_entered else self._groups.local()
-        with local, tracked.without_reduction(finite=False):
-            place.in_ghost = True
+        with place.without_points(), local, tracked.without_reduction(finite=False):
             try:
                 result = call()
             finally:
-                place.in_ghost = False
                 tracked.updates.cut()
         tracked.end()
         with place.lock:
@@ -101,10 +97,8 @@ class Ghosts:
 
     def section(self, call: Callable[[], R]) -> R:
         """The others have finished this section: run it for its result, with local values only."""
-        if self._groups.aborted is None:
-            with self._groups.local():
-                result = call()
-        else:
+        local = contextlib.nullcontext() if self._groups.aborted is not None else self._groups.local()
+        with self._place.without_points(), local:
             result = call()
         with self._place.lock:
             self._place.here.sections += 1

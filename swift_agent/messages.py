@@ -28,12 +28,13 @@ import torch.distributed as dist
 
 from swift_agent import torch_private
 from swift_agent.errors import SwiftError, UsageError
+from swift_agent.sent_before import SENT, SentBefore
 from swift_agent.worker_env import ENV_MESSAGE_LOG_BYTES
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel, Header
 from swift_logging_store.segment import SegmentWriter
-from swift_logging_store.tensors import copy_of, dtype_name, tensor_of
+from swift_logging_store.tensors import tensor_of
 from swift_logging_store.writer import SUFFIX, LogWriter
 from swift_recovery.replica import Link
 
@@ -41,7 +42,6 @@ from swift_recovery.replica import Link
 PIECE_BYTES = 16 << 20
 # A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
 MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
-_SENT = "sent"
 
 
 class CannotReplay(SwiftError):
@@ -65,14 +65,9 @@ class Messages:
         self.origin: list[int] = []
         self.origins: list[list[int]] = []
         self._note = note
-        # What the processes that this one replaces have sent, where they were on this node, is compared with what is
-        # sent again; of those of before a restart of all workers nothing is.
-        kind = f"messages-{rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._former = list(directory.glob(f"{kind}-*"))
-        for old in set(directory.glob(f"messages-{rank}-*")).difference(self._former):
-            shutil.rmtree(old, ignore_errors=True)
-        self._directory = directory / f"{kind}-{uuid.uuid4().hex[:8]}"
-        self._logs = self._directory / _SENT
+        self._sent_before = SentBefore(directory, rank)
+        self._directory = directory / f"{self._sent_before.prefix}{uuid.uuid4().hex[:8]}"
+        self._logs = self._directory / SENT
         self._bytes, self._limit = bytes_for_logs(directory)
         self._bytes_left = self._bytes
         self._writer = self._new_log()
@@ -92,7 +87,6 @@ class Messages:
         self._to: dict[tuple[str, int, int], Channel] = {}
         self._from: dict[tuple[str, int, int], Channel] = {}
         self._source: LogReader | None = None  # what was taken, while iterations are repeated
-        self._sent_before: list[LogReader] = []  # meanwhile
         self._repeating: frozenset[int] = frozenset()
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
 
@@ -117,10 +111,8 @@ class Messages:
     def end(self) -> None:
         self._iteration = -1
         self._writer.wake()
-        if self._former and self._source is None:  # nothing is to be repeated
-            for old in self._former:
-                shutil.rmtree(old, ignore_errors=True)
-            self._former.clear()
+        if self._source is None:
+            self._sent_before.forget()
 
     def rewind(self) -> None:
         """The iteration was cut, and will be run again."""
@@ -212,19 +204,14 @@ class Messages:
         repeat theirs, too; and are sent to those only."""
         self._repeating = frozenset(repeating)
         self._source = LogReader(self._directory / "taken")
-        for old in self._former:
-            try:
-                self._sent_before.append(LogReader(old / _SENT))
-            except LogError as error:
-                self._note(f"what is sent again is not compared with what was sent before: {error}")
+        self._sent_before.open(self._note)
 
     def end_replay(self) -> None:
         """All that was taken has been used, or was not needed."""
         if self._source is not None:
             self._source.close()
             self._source = None
-        while self._sent_before:
-            self._sent_before.pop().close()
+        self._sent_before.close()
         shutil.rmtree(self._directory / "taken", ignore_errors=True)
 
     def _is_repeated(self, peer: int) -> bool:
@@ -244,8 +231,11 @@ class Messages:
         for tensor in tensors:
             number = self._sent.get(channel, 0)
             self._sent[channel] = number + 1
-            if self._sent_before:
-                self._compare(channel, number, tensor)
+            if self._source is not None and self._sent_before.differs(channel, number, self._iteration, tensor):
+                raise CannotReplay(
+                    f"message {number} of {channel} is not what was sent before: the repetition differs from what was "
+                    "done (job.track(deterministic=True) names the operations of torch that do)"
+                )
             self._log(channel, number, tensor)
         if self._is_repeated(channel.destination):
             return torch_private.finished_work()
@@ -263,24 +253,6 @@ class Messages:
     def _check_outside(self) -> None:
         if self._refuses:
             raise CannotReplay("a message outside of iterations is in no log")
-
-    def _compare(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
-        """With what a predecessor has sent, as far as its log is here. The receiver has used that."""
-        for log in self._sent_before:
-            try:
-                if log.iteration_of(channel, number) != self._iteration:
-                    continue
-                header, payload = log.read_last(channel, number)
-                again = copy_of(tensor)
-            except (KeyError, LogError):
-                continue  # it was not written any more, or is damaged
-            kind = (dtype_name(tensor.dtype), tuple(tensor.shape))
-            if (header.dtype, header.shape) != kind or again != bytes(payload):
-                raise CannotReplay(
-                    f"message {number} of {channel} is not what was sent before: the repetition differs from what was "
-                    "done (job.track(deterministic=True) names the operations of torch that do)"
-                )
-            return
 
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         if self.incomplete:

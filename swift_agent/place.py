@@ -7,8 +7,9 @@ must never communicate.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
@@ -117,8 +118,9 @@ class Place:
         self.rank, self.seeds, self.lock = rank, seeds, lock
         self.status: Status = "fresh"
         self.inside: Literal["", "iteration", "section"] = ""
-        self.in_ghost = False
-        """An iteration runs for its result only; nothing in it is a point, where this process could join the others."""
+        self.has_points = True
+        """False while something runs as a whole that no other rank runs now: nothing in it is a point, at which this
+        process could join the others."""
         self.here = Position()
         self.target: Position | None = None
         self.owed: Owed | None = None
@@ -187,6 +189,15 @@ class Place:
     def leave(self) -> None:
         with self.lock:
             self.inside = ""
+
+    @contextlib.contextmanager
+    def without_points(self) -> Iterator[None]:
+        """See `has_points`."""
+        before, self.has_points = self.has_points, False
+        try:
+            yield
+        finally:
+            self.has_points = before
 
     # ---- between ranks ----
 

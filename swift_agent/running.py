@@ -400,7 +400,7 @@ class Protected:
         messages = self._require_tracked().messages
         assert messages is not None
         try:
-            with self._groups.refused(_NOT_LOGGED), messages.none_between():
+            with self._place.without_points(), self._groups.refused(_NOT_LOGGED), messages.none_between():
                 result = call()
         except Exception as error:
             if not isinstance(error, CannotReplay) and not is_communication_error(error):

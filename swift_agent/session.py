@@ -179,7 +179,7 @@ class Job:
         tracked = Tracked(
             self._pending, self._replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
             exact=self._exact, stage_of=self.rank if self._is_stage else None,
-            logs=self._log_directory() if self._supervisor and logs else None, rank=self.rank,
+            logs=Path(os.environ[ENV_MESSAGE_LOG]) if self._supervisor and logs else None, rank=self.rank,
             checkpoints=self._checkpoints,
         )  # fmt: skip
         if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
@@ -194,9 +194,6 @@ class Job:
             )
         self._place.hold(tracked)
         self._running.begin(tracked)
-
-    def _log_directory(self) -> Path:
-        return Path(os.environ[ENV_MESSAGE_LOG])
 
     # ---- the loop ----
 
@@ -324,7 +321,7 @@ class Job:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             self._begin()
-            if self._place.inside or self._place.in_ghost:
+            if self._place.inside or not self._place.has_points:
                 return function(*args, **kwargs)  # a part of what surrounds it
             return self._running.section(lambda: function(*args, **kwargs))
 

@@ -4,7 +4,7 @@ A module that starts threads would spoil the server, since a thread does not liv
 held for ever; one that initialises CUDA likewise; one may also exit, crash, fork or hang. The server takes orders
 meanwhile.
 
-Must never import anything in the process that it is used by.
+A `Trial` must never import anything in the process that makes it; `import_one` is for what has passed one.
 """
 
 from __future__ import annotations

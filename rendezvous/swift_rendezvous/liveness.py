@@ -262,15 +262,14 @@ class Liveness:
         """Nobody at all is heard: ask, in a thread, whether the line is there."""
         if self._may_doubt() and now_s - self._life_s >= self._limits.doubt_s:
             self._asked_s = now_s
-            threading.Thread(target=self._ask_once, args=(now_s,), name="swift-liveness-ask", daemon=True).start()
+            threading.Thread(target=self._ask_once, name="swift-liveness-ask", daemon=True).start()
 
-    def _ask_once(self, asked_s: float) -> None:
-        """Ask; raise nothing. *asked_s*: when this silence was first asked about."""
+    def _ask_once(self) -> None:
+        """Ask; raise nothing."""
         assert self._ask is not None
         try:
             self._ask()
-            # At once: then the line was never cut, there was only nobody else who speaks by himself.
-            self._heard(was_there=time.monotonic() - asked_s < _AT_ONCE_S)
+            self._heard()
         except Exception as error:
             log.debug("all peers are silent, and so is the store: %s", error)
 
@@ -454,23 +453,23 @@ class Liveness:
         """Until anybody at all was heard after *sign_s*. False if that does not matter any more."""
         if self._asked_s <= self._life_s:
             self._asked_s = time.monotonic()
-        asked_s = self._asked_s
         while self._life_s <= sign_s:
             with self._lock:
                 if self._stopped or incarnation not in self._known:
                     return False
-            self._ask_once(asked_s)
+            self._ask_once()
             if self._life_s <= sign_s:
                 time.sleep(self._limits.heartbeat_s / 2)
         return True
 
-    def _heard(self, was_there: bool | None = None) -> float:
-        """Somebody gives a sign of life. *was_there*: and would have done so before, or would not; None: it is told by
-        how long nobody did."""
+    def _heard(self, was_there: bool = False) -> float:
+        """Somebody gives a sign of life. *was_there*: and would have done so before."""
         now_s = time.monotonic()
-        if was_there is None:
-            was_there = now_s - self._life_s <= self._limits.silence_s
-        if not was_there:
+        # Who was asked answers at once, unless the line was cut; then there was only nobody who speaks by himself.
+        since_s, longest_s = self._life_s, self._limits.silence_s
+        if self._asked_s > self._life_s:
+            since_s, longest_s = self._asked_s, _AT_ONCE_S
+        if not was_there and now_s - since_s > longest_s:
             self._back_s = now_s
         self._life_s = now_s
         return now_s

@@ -88,6 +88,13 @@ def test_logs_of_messages_have_a_directory_of_their_own(parent: Path, tmp_path: 
     without.close()
 
 
+def test_nothing_is_left_if_one_cannot_be_made(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        Directories(config(logs_in(parent), message_log=tmp_path / "file" / "logs"))
+    assert list(parent.iterdir()) == []
+
+
 def test_only_owned_directories_without_an_owner_are_removed(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / f"{PREFIX}{name}").mkdir()

@@ -37,5 +37,7 @@ def test_a_section_inside_a_ghost_is_a_part_of_it() -> None:
         without_reduction=lambda finite: contextlib.nullcontext(), updates=SimpleNamespace(cut=nothing),
     ))  # fmt: skip
     assert ghosts.iteration(section, 0) == ghosts.iteration_of_newcomer(section) == 5
+    outer = job.resilient(section)
+    assert ghosts.section(outer) == 5
     assert running.num_sections == 0
     assert section() == 5 and running.num_sections == 1
