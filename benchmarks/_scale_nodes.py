@@ -5,7 +5,8 @@ CLOCK_MONOTONIC of this machine.
 
     {"side", "first", "count", ...}    make the nodes                          -> {"ready": true}
     {"do": "form"}                     all enter the job at once               -> {"seen_s", "ready_s", "counts"}
-    {"do": "lose", "slot"}             the owner of that slot dies             -> {"seen_s", "ready_s", "counts"}
+    {"do": "die", "slot"}              the owner of that slot dies             -> {}
+    {"do": "lose"}                     which is noticed                        -> {"seen_s", "ready_s", "counts"}
 """
 
 from __future__ import annotations
@@ -221,21 +222,24 @@ class OurNodes:
             threading.Thread(target=guarded, args=(node.enter,), daemon=True).start()
         return self._wait(1)
 
-    def lose(self, slot: int) -> dict[str, Any]:
-        for node in self.nodes:
-            node.store.counts.clear()
+    def die(self, slot: int) -> dict[str, Any]:
         generation = self.nodes[0].state.view.generation
         assert generation is not None
-        lost = generation.slots[slot].incarnation
-        everybody = list(self.nodes[0].state.view.nodes.values())
-        ring = sorted(node.incarnation for node in everybody)
+        lost = self.lost = generation.slots[slot].incarnation
+        ring = sorted(node.incarnation for node in self.nodes[0].state.view.nodes.values())
         at = ring.index(lost)
-        suspects = {ring[at - 1], ring[at - 2]}  # who watches it
-        assert all(lost in ring_targets(watcher, ring) for watcher in suspects)
+        self.suspects = {ring[at - 1], ring[at - 2]}  # who watches it
+        assert all(lost in ring_targets(watcher, ring) for watcher in self.suspects)
         for node in self.nodes:
             if node.me.incarnation == lost:
                 node.die()
-            elif node.me.incarnation in suspects:
+        return {}
+
+    def lose(self) -> dict[str, Any]:
+        lost = self.lost
+        for node in self.nodes:
+            node.store.counts.clear()
+            if node.me.incarnation in self.suspects:
                 self.post(lambda node=node: node.event(msg.PeerLost(lost, "its process ended")))  # type: ignore[misc]
         return self._wait(2)
 
@@ -298,13 +302,17 @@ class TorchNodes:
     def form(self) -> dict[str, Any]:
         return self._join(range(self.order["count"] - self.order["num_spares"]))
 
-    def lose(self, slot: int) -> dict[str, Any]:
+    def die(self, slot: int) -> dict[str, Any]:
+        self.lost = next((n for n, rank in self.ranks.items() if rank == slot), None)
+        return {}
+
+    def lose(self) -> dict[str, Any]:
         """The lost one leaves by itself, as if its loss were known at once (torch waits 15 s for its heartbeats). The
         others ask for the next round, as their agents do when workers fail, and the spare joins them."""
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 
         self.counts.clear()
-        lost = next((n for n, rank in self.ranks.items() if rank == slot), None)
+        lost = self.lost
         if lost is not None:
             handler = self.handlers[lost]
             handler._stop_heartbeats()
@@ -365,7 +373,13 @@ def main() -> None:
         say({"ready": True})
         for line in sys.stdin:
             asked = json.loads(line)
-            say(nodes.form() if asked["do"] == "form" else nodes.lose(asked["slot"]))
+            match asked["do"]:
+                case "form":
+                    say(nodes.form())
+                case "die":
+                    say(nodes.die(asked["slot"]))
+                case "lose":
+                    say(nodes.lose())
     os._exit(0)
 
 

@@ -72,9 +72,7 @@ class Fleet:
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
         """Seconds from the order until the last node was there, and what was sent and received per node."""
         began_s = time.monotonic()
-        for process in self._processes:
-            self._tell(process, order)
-        answers = self._wait(self._limit_s)
+        answers = self.tell(order)
         counts = Counter[str]()
         for answer in answers:
             counts.update(answer["counts"])
@@ -83,6 +81,12 @@ class Fleet:
             "ready_s": max(answer["ready_s"] for answer in answers) - began_s,
             "counts": counts,
         }
+
+    def tell(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all processes."""
+        for process in self._processes:
+            self._tell(process, order)
+        return self._wait(self._limit_s)
 
     def _tell(self, process: subprocess.Popen[str], order: dict[str, Any]) -> None:
         assert process.stdin is not None
@@ -118,12 +122,14 @@ def run(side: str, num_nodes: int, options: argparse.Namespace) -> dict[str, Any
 
     def measure() -> None:
         with Fleet(side, order, options.processes, options.limit) as fleet:
-            # Neither the first slot, nor in the same process as the first for every N.
-            for event in ({"do": "form"}, {"do": "lose", "slot": num_nodes // 2 + 1}):
-                try:
-                    found[event["do"]] = fleet.do(event)  # type: ignore[index]
-                except TimeoutError:
-                    return
+            try:
+                found["form"] = fleet.do({"do": "form"})
+                # Neither the first slot, nor in the same process as the first for every N. Dead everywhere before it
+                # is noticed anywhere, or a process that is late finds it alive and thrown out.
+                fleet.tell({"do": "die", "slot": num_nodes // 2 + 1})
+                found["lose"] = fleet.do({"do": "lose"})
+            except TimeoutError:
+                return
 
     if side == "ours":
         with PrivateEtcd() as server:

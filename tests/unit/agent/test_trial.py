@@ -21,7 +21,6 @@ ENDS = "its import ends the process"
 def try_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     """Try modules of that content, as the server does, all rounds; nothing of it may be left."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(trial, "TIMEOUT_S", 2.0)
 
     def run(**contents: str) -> Findings:
         for name, content in contents.items():
@@ -29,15 +28,9 @@ def try_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
         found, rest, before = Findings(), tuple(contents), set(psutil.Process().children(recursive=True))
         while rest:
             one = Trial(rest, lambda: None)
-            while True:
-                if not select.select([one], [], [], one.left_s)[0]:
-                    one.end()
-                    part, rest = one.findings("it hangs")
-                elif one.hear():
-                    part, rest = one.findings()
-                else:
-                    continue
-                break
+            while not (select.select([one], [], [], one.left_s)[0] and one.hear()):
+                assert one.left_s, "silent for a minute"
+            part, rest = one.findings()
             found.good += part.good
             found.failed |= part.failed
             found.unfit |= part.unfit
@@ -52,18 +45,33 @@ def try_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     [("import os; os.kill(os.getpid(), 9)", ENDS),
      ("import os; os.closerange(3, 100); os._exit(0)", ENDS),
      ("import os, time; os.closerange(3, 100); time.sleep(1000)", ENDS),
-     ("import time; time.sleep(1000)", "it hangs"),
      ("import os\nif os.fork(): os._exit(0)", ENDS),
      ("import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
       "it has the ends of processes ignored, for which the server waits"),
      ("import torch; torch.cuda.is_initialized = lambda: True", "it initialises CUDA, which a fork cannot use"),
      ("import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()", STARTS_THREADS)],
-    ids=["crashes", "closes files", "closes files and lives", "hangs", "daemonizes", "ignores ends", "CUDA", "threads"],
+    ids=["crashes", "closes files", "closes files and lives", "daemonizes", "ignores ends", "CUDA", "threads"],
 )  # fmt: skip
 def test_what_makes_a_module_unfit(content: str, why: str, try_: Try) -> None:
     """And says nothing of the others."""
     found = try_(before_it="", culprit=content, after_it="")
     assert (found.unfit, found.failed, found.good) == ({"culprit": why}, {}, ["before_it", "after_it"])
+
+
+def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not blamed before its time, which begins with the last word of the trial."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(trial, "TIMEOUT_S", 1000.0)
+    (tmp_path / "fine.py").touch()
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
+    one = Trial(["fine", "hangs", "later"], lambda: None)
+    assert select.select([one], [], [], 60.0)[0] and 0.0 < one.left_s <= 1000.0
+    monkeypatch.setattr(trial, "TIMEOUT_S", 0.5)
+    assert not one.hear()
+    assert not select.select([one], [], [], one.left_s)[0] and not one.left_s
+    one.end()
+    found, rest = one.findings("it hangs")
+    assert (found.good, found.unfit, rest) == (["fine"], {"hangs": "it hangs"}, ("later",))
 
 
 def test_a_thread_that_has_ended_is_none(try_: Try) -> None:
@@ -89,7 +97,7 @@ def test_what_a_module_has_started_ends_with_the_trial(try_: Try, tmp_path: Path
 
 
 def test_modules_that_fail(try_: Try) -> None:
-    found = try_(exits="import sys; sys.exit(3)", fails="raise ValueError('x' * (80 << 20))", odd="raise KeyError('a')")
+    found = try_(exits="import sys; sys.exit(3)", fails="raise ValueError('x' * (1 << 20))", odd="raise KeyError('a')")
     assert found.failed["exits"] == "SystemExit: 3" and found.failed["odd"] == "KeyError: 'a'"
     assert found.failed["fails"].startswith("ValueError: xxx") and len(found.failed["fails"]) <= 1000
     assert not found.good and not found.unfit
