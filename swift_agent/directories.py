@@ -14,7 +14,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from swift_agent.config import AgentConfig
+from swift_agent.config import AgentConfig, ConfigError
 from swift_rendezvous.owned_directory import own, remove_orphans
 
 PREFIX = "swift-agent-"
@@ -26,13 +26,20 @@ SHORT_PARENT = "/tmp"
 
 
 class Directories:
-    """Made: there, and owned by this process; `close` removes them."""
+    """Made: there, and owned by this process; `close` removes them. Raises `ConfigError` if one cannot be made; none is
+    left then."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._paths: list[Path] = []
         self._locks: list[int] = []
         try:
             self._make(config)
+        except OSError as error:
+            self.close()
+            raise ConfigError([
+                f"a directory of this agent cannot be made: {error}; free space there, or name another place with "
+                "TMPDIR (for sockets and logs) or --message-log"
+            ]) from error  # fmt: skip
         except BaseException:
             self.close()
             raise

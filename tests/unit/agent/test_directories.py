@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from swift_agent import directories
-from swift_agent.config import AgentConfig
+from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.directories import LOGS_PREFIX, PREFIX, Directories
 from swift_rendezvous.owned_directory import LOCK_NAME, own, remove_orphans
 
@@ -90,7 +90,7 @@ def test_logs_of_messages_have_a_directory_of_their_own(parent: Path, tmp_path: 
 
 def test_nothing_is_left_if_one_cannot_be_made(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(ConfigError, match=r"cannot be made: .*Not a directory: .*/file/logs'; .*--message-log"):
         Directories(config(logs_in(parent), message_log=tmp_path / "file" / "logs"))
     assert list(parent.iterdir()) == []
 
