@@ -52,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and starts_no_job(item.nodeid):
-        os.nice(19)  # and there it stays
+        os.setpriority(os.PRIO_PROCESS, 0, 10)  # not 19: it would have to wait for seconds while a job starts
 
 
 def starts_no_job(nodeid: str) -> bool:
