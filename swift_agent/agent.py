@@ -424,6 +424,7 @@ class Agent:
             socket_path=self._channels.path,
             message_log=self._message_log,
             message_log_bytes=config.message_log_bytes,
+            log_store=config.log_store or "",
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
         )
         ranks = [place.rank(local_rank) for local_rank in local_ranks]

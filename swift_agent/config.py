@@ -25,6 +25,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size
 
 from swift_agent import job_secret, torch_private
 from swift_agent.errors import SwiftError
+from swift_logging_store.store import StoreUnknown, check_url
 from swift_recovery.plan import Way
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.job_key import JobKey
@@ -57,7 +58,8 @@ class AgentConfig:
     *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
     `swift_rendezvous.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the directory
     for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own; they may
-    take *message_log_bytes* on this node, None: half of what is free.
+    take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are copied to,
+    None for nowhere.
     """
 
     launch: LaunchConfig
@@ -91,6 +93,7 @@ class AgentConfig:
     journal: str | None = None
     message_log: str | None = None
     message_log_bytes: int | None = None
+    log_store: str | None = None
 
     @classmethod
     def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:
@@ -122,6 +125,7 @@ class AgentConfig:
         secret = job_secret.read(environ, ns.job_secret_file, mistakes)
         journal = _directory("--journal", ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
         logs = _directory("--message-log", ns.message_log or environ.get("SWIFT_MESSAGE_LOG") or None, mistakes)
+        log_store = _store("--log-store", ns.log_store or environ.get("SWIFT_LOG_STORE") or None, mistakes)
         if mistakes:
             raise ConfigError(mistakes)
 
@@ -164,6 +168,7 @@ class AgentConfig:
             journal=journal,
             message_log=logs,
             message_log_bytes=None if ns.message_log_limit is None else int(ns.message_log_limit * 1e9),
+            log_store=log_store,
         )
 
 
@@ -274,6 +279,22 @@ def _directory(flag: str, directory: str | None, mistakes: list[str]) -> str | N
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
         mistakes.append(f"{flag} {directory}: {above} is no directory that can be written to; name another one")
     return os.path.abspath(directory)
+
+
+def _store(flag: str, url: str | None, mistakes: list[str]) -> str | None:
+    """One that is known; whether its servers are there is not asked."""
+    if url is None:
+        return None
+    try:
+        check_url(url)
+    except StoreUnknown as error:
+        mistakes.append(f"{flag} {error}")
+        return None
+    if "://" not in url:
+        return _directory(flag, url, mistakes)
+    if url.startswith("file://"):
+        _directory(flag, url.removeprefix("file://"), mistakes)
+    return url
 
 
 def _entry_kind(ns: argparse.Namespace, mistakes: list[str]) -> EntryKind:

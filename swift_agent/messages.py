@@ -21,27 +21,34 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from swift_agent import torch_private
 from swift_agent.errors import SwiftError, UsageError
-from swift_agent.sent_before import SENT, SentBefore
-from swift_agent.worker_env import ENV_MESSAGE_LOG_BYTES
+from swift_agent.sent_before import SentBefore
+from swift_agent.sent_log import SentLog, bytes_for_logs
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel, Header
 from swift_logging_store.segment import SegmentWriter
 from swift_logging_store.tensors import tensor_of
-from swift_logging_store.writer import SUFFIX, LogWriter
-from swift_recovery.replica import Link
+from swift_logging_store.writer import SUFFIX
 
 # Of the log that goes to a replacement in one piece.
 PIECE_BYTES = 16 << 20
 # A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
 MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
+
+
+class BytesLink(Protocol):
+    """A connection to one other rank: what is sent is received, in order."""
+
+    def send_bytes(self, data: bytes) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
 
 
 class CannotReplay(SwiftError):
@@ -53,30 +60,28 @@ class CutReplay(CannotReplay):
 
 
 class Messages:
-    """Of the rank *rank*; its log is written below *directory*, which is local to the node. One per process.
+    """Of the rank *rank*; its `log` is written below *directory*, which is local to the node. One per process.
 
-    *incomplete*: why the log lacks something, '' if it has all. *origin*: what this process's set-up gave; *origins*:
-    what that of the first process of each rank gave, empty if that is not known. *note* tells people.
+    *origin*: what this process's set-up gave; *origins*: what that of the first process of each rank gave, empty if
+    that is not known. *note* tells people; *check* raises when a recovery is cut.
     """
 
-    def __init__(self, rank: int, directory: Path, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None
+    ) -> None:
         self.rank = rank
-        self.incomplete = ""
         self.origin: list[int] = []
         self.origins: list[list[int]] = []
         self._note = note
         self._sent_before = SentBefore(directory, rank)
+        self._has_predecessors = True  # for all that is known
         self._directory = directory / f"{self._sent_before.prefix}{uuid.uuid4().hex[:8]}"
-        self._logs = self._directory / SENT
-        self._bytes, self._limit = bytes_for_logs(directory)
-        self._bytes_left = self._bytes
-        self._writer = self._new_log()
+        self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note, check)
         self.all_began_at = 0
         """The iteration of the checkpoint with which all ranks began together; 0: with what set-up gave."""
         self._complete_from = 0  # the iteration
         self.checkpoint = 0
         """The iteration of the newest one that counts: what was sent before it is gone."""
-        self._for_good = False  # given up
         self._iteration = -1  # not in one
         self._refuses = False
         self._generation = 0
@@ -93,7 +98,7 @@ class Messages:
     @property
     def is_complete(self) -> bool:
         """Whether a lost neighbour finds here all that it was sent, from a state on that it can begin with."""
-        if self.incomplete:
+        if self.log.incomplete:
             return False
         return 0 < self._complete_from <= self.checkpoint or (self._complete_from == 0 and self._has_begin)
 
@@ -109,10 +114,13 @@ class Messages:
         self._begun = (self._sent.copy(), self._received.copy())
 
     def end(self) -> None:
-        self._iteration = -1
-        self._writer.wake()
-        if self._source is None:
+        """The iteration, or a section, is over, and counts."""
+        was_iteration, self._iteration = self._iteration >= 0, -1
+        self.log.end_iteration()
+        if was_iteration and self._source is None and self._has_predecessors:
+            self._has_predecessors = False
             self._sent_before.forget()
+            self.log.forget_predecessors()
 
     def rewind(self) -> None:
         """The iteration was cut, and will be run again."""
@@ -124,16 +132,8 @@ class Messages:
     def begin_checkpoint(self, iteration: int) -> None:
         """A checkpoint of the state before *iteration* is taken; `counts` belong to it. A log that was given up begins
         again."""
-        if not self.incomplete:
-            with self._giving_up():
-                self._writer.roll()
-        elif not self._for_good:
-            with self._giving_up():
-                self._writer = self._new_log()
-                self._bytes_left, self._complete_from, self.incomplete = self._bytes, iteration, ""
-                self._note(
-                    f"messages are logged again; with the checkpoint of iteration {iteration} they are of use again"
-                )
+        if self.log.begin_checkpoint(iteration):
+            self._complete_from = iteration
 
     def counts(self) -> dict[str, Any]:
         """Of all messages of this rank so far: who takes it over goes on counting."""
@@ -143,8 +143,8 @@ class Messages:
         """This process has the state of its predecessor, but not the log of what that had sent."""
         if counts is not None:
             self._count_on(counts)
-        if not self.incomplete:
-            self.give_up("this process has taken over a state, without the log of what was sent")
+        if not self.log.incomplete:
+            self.log.give_up("this process has taken over a state, without the log of what was sent")
 
     def _count_on(self, counts: Mapping[str, Any]) -> None:
         self._sent, self._received = _from_tree(counts["sent"]), _from_tree(counts["received"])
@@ -159,28 +159,31 @@ class Messages:
     def checkpointed(self, iteration: int) -> None:
         """That checkpoint counts: nobody needs what was sent before it."""
         self.checkpoint = iteration
-        if not self.incomplete:
-            with self._giving_up():
-                self._bytes_left += self._writer.drop(iteration)
+        self.log.drop(iteration)
+
+    def close(self) -> None:
+        """The end: nobody needs what was sent."""
+        self.log.close()
 
     # ---- recovery ----
 
-    def give(self, destination: int, before: int, link: Link) -> None:
+    def give(self, destination: int, before: int, link: BytesLink) -> None:
         """To a replacement of rank *destination*: what it was sent in the iterations before that one. Raises `LogError`
         if the log cannot be read."""
         link.send_bytes(json.dumps([self.origins, self.all_began_at]).encode())
-        self._writer.flush()
-        with LogReader(self._logs) as log:
-            piece, writer = _new_piece()
-            for record in _sent_to(destination, before, log):
-                writer.append(*record)
-                if len(piece) >= PIECE_BYTES:
-                    _send_piece(piece, writer, link)
-                    piece, writer = _new_piece()
-            _send_piece(piece, writer, link)
+        piece, writer = _new_piece()
+        begins: dict[Channel, int] = {}
+        with contextlib.closing(self.log.newest_first()) as logs:
+            for log in logs:
+                for record in _sent_to(destination, before, log, begins):
+                    writer.append(*record)
+                    if len(piece) >= PIECE_BYTES:
+                        _send_piece(piece, writer, link)
+                        piece, writer = _new_piece()
+        _send_piece(piece, writer, link)
         link.send_bytes(b"")
 
-    def take(self, source: int, link: Link) -> None:
+    def take(self, source: int, link: BytesLink) -> None:
         """What *source* gives."""
         self.origins, self.all_began_at = json.loads(link.recv_bytes())
         number = 0
@@ -255,43 +258,11 @@ class Messages:
             raise CannotReplay("a message outside of iterations is in no log")
 
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
-        if self.incomplete:
-            return
         num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes > MAX_MESSAGE_BYTES:
-            self._for_good = True
-            self.give_up(f"a message of {num_bytes} bytes is more than the {MAX_MESSAGE_BYTES} that can be handed on")
-            return
-        self._bytes_left -= num_bytes
-        if self._bytes_left < 0:
-            self.give_up(f"{self._limit} is used up")
-            return
-        try:
-            self._writer.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
-        except (LogError, OSError) as error:
-            self.give_up(str(error))
-
-    def give_up(self, why: str) -> None:
-        """Log no more until the next checkpoint; what was logged is of no use without the rest."""
-        self.incomplete = why
-        until = "" if self._for_good else "; with job.checkpoint() until the next one counts"
-        self._note(
-            f"messages are logged no more: {why}. If a rank is lost from now on all workers start again{until}."
-        )
-        with contextlib.suppress(LogError):
-            self._writer.close()
-        shutil.rmtree(self._logs, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        try:
-            yield
-        except (LogError, OSError) as error:
-            self.give_up(str(error))
-
-    def _new_log(self) -> LogWriter:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        return LogWriter(self._logs, f"rank{self.rank}")
+        if num_bytes > MAX_MESSAGE_BYTES and not self.log.incomplete:
+            why = f"a message of {num_bytes} bytes is more than the {MAX_MESSAGE_BYTES} that can be handed on"
+            self.log.give_up(why, for_good=True)
+        self.log.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
 
     def _recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         if self._iteration < 0:
@@ -339,26 +310,25 @@ class Messages:
         return original(group, tensors, tag)
 
 
-def bytes_for_logs(directory: Path) -> tuple[int, str]:
-    """What one rank's log may take, and what that is, in words: what the user has said, or half of what is free, over
-    the ranks of this node."""
-    if given := os.environ.get(ENV_MESSAGE_LOG_BYTES):
-        return int(given), "what --message-log-limit leaves this rank"
-    free = shutil.disk_usage(directory).free
-    return free // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "half of what was free on the disk"
-
-
 def _global_rank(group: Any, rank: int) -> int:
     return dist.get_global_rank(group, rank)
 
 
-def _sent_to(destination: int, before: int, log: LogReader) -> Iterator[tuple[Header, memoryview]]:
+def _sent_to(
+    destination: int, before: int, log: LogReader, begins: dict[Channel, int]
+) -> Iterator[tuple[Header, memoryview]]:
+    """Of one segment, in which messages may be that were sent again later: from number *begins* on those of a channel
+    are in newer segments."""
     for channel in log.channels:
-        if channel.destination == destination:
-            for sequence in log.sequences(channel):
-                # Of an iteration that was run again the last time counts.
-                if log.iteration_of(channel, sequence) < before:
-                    yield log.read_last(channel, sequence)
+        if channel.destination != destination:
+            continue
+        numbers = log.sequences(channel)
+        begin = begins.get(channel, numbers[-1] + 1)
+        for number in numbers:
+            # Of an iteration that was run again the last time counts.
+            if number < begin and log.iteration_of(channel, number) < before:
+                yield log.read_last(channel, number)
+        begins[channel] = min(begin, numbers[0])
 
 
 def _to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
@@ -374,6 +344,6 @@ def _new_piece() -> tuple[bytearray, SegmentWriter]:
     return piece, SegmentWriter(piece.extend, int.from_bytes(os.urandom(8), "little"))
 
 
-def _send_piece(piece: bytearray, writer: SegmentWriter, link: Link) -> None:
+def _send_piece(piece: bytearray, writer: SegmentWriter, link: BytesLink) -> None:
     writer.finish()
     link.send_bytes(bytes(piece))

@@ -34,6 +34,7 @@ from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
+from swift_agent.turns import TurnLink
 from swift_logging_store.errors import LogError
 from swift_recovery.errors import StateError
 from swift_recovery.plan import Plan
@@ -174,7 +175,7 @@ class Rejoin:
             self._wait_for("loaded", plan.replays)
             try:
                 for rank in plan.replays:
-                    messages.give(rank, plan.iteration, self._link(rank))
+                    messages.give(rank, plan.iteration, self._turns(place.rank, rank))
             except LogError as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
             return
@@ -188,7 +189,7 @@ class Rejoin:
         PrefixStore("loaded", self._groups.store).set(str(place.rank), "")
         for rank in range(dist.get_world_size()):
             if rank not in plan.replays:
-                messages.take(rank, self._link(rank))
+                messages.take(rank, self._turns(rank, place.rank))
         if not begin:
             messages.check_origin(place.rank)
         if begin == messages.all_began_at and self._tracked.pipelines is not None:
@@ -298,6 +299,12 @@ class Rejoin:
                 f"rank {self._place.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}"
             )
         owed.run()
+
+    def _turns(self, source: int, destination: int) -> TurnLink:
+        """For a log, from one rank to another, one of which is this."""
+        store = PrefixStore(f"log/{source}/{destination}", self._groups.store)
+        peer = destination if source == self._place.rank else source
+        return TurnLink(self._link(peer), store, self._supervisor.check)
 
     def _link(self, peer: int) -> GroupLink:
         group = dist.group.WORLD

@@ -148,6 +148,8 @@ class Protected:
             supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
             if supervisor.wait_release(place.here.iteration):
                 break
+        if self._tracked is not None and self._tracked.messages is not None:
+            self._tracked.messages.close()
         supervisor.close()
 
     def _last_checkpoint_is_over(self) -> bool:

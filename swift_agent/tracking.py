@@ -113,7 +113,7 @@ class Tracked:
         """The model is sharded, and no other rank holds what this one does."""
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
-            self.messages = Messages(self.replicas[0], logs, supervisor.note)
+            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check)
         self.pipelines = Pipelines() if supervisor is not None and torch_pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:

@@ -30,11 +30,15 @@ ENV_MESSAGE_LOG = "SWIFT_MESSAGE_LOG_DIR"
 ENV_MESSAGE_LOG_BYTES = "SWIFT_MESSAGE_LOG_BYTES"
 """What the logs of one rank may take there; not set: half of what is free, over the ranks of the node."""
 
+ENV_LOG_STORE = "SWIFT_LOG_STORE_URL"
+"""Where these logs are copied to, for `swift_logging_store.store`; not set: nowhere."""
+
 
 @dataclass(frozen=True)
 class Placement:
     """Where a set of workers stands in the job. *sizes*: see `ENV_SIZES`, empty for a job of one size. *message_log*:
-    see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers together, None if there is no limit."""
+    see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers together, None if there is no limit. *log_store*: see
+    `ENV_LOG_STORE`, empty for none."""
 
     slot: int
     num_slots: int
@@ -51,6 +55,7 @@ class Placement:
     sizes: str = ""
     message_log: str = ""
     message_log_bytes: int | None = None
+    log_store: str = ""
 
     def rank(self, local_rank: int) -> int:
         return self.slot * self.num_workers + local_rank
@@ -81,9 +86,12 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         ENV_GENERATION: str(place.generation),
         ENV_MESSAGE_LOG: place.message_log,
     }
-    env.pop(ENV_MESSAGE_LOG_BYTES, None)  # of a job that this one is part of
+    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE):
+        env.pop(name, None)  # of a job that this one is part of
     if place.message_log_bytes is not None:
         env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
+    if place.log_store:
+        env[ENV_LOG_STORE] = place.log_store
     if place.sizes:
         env[ENV_SIZES] = place.sizes
     if place.virtual_local_rank:

@@ -8,40 +8,24 @@ killed and the operation fails with an OSError. Training does not wait for it, e
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
-import json
 import os
-import select
-import struct
-import subprocess
-import sys
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
-from swift_logging_store.errors import LogError
+from swift_logging_store.helper import Helper
 
-# One answer: of the name node, or for a piece of a file that goes to its data nodes.
-ANSWER_TIMEOUT_S = 20.0
+# Of a file, in one request to the helper, and so what the data nodes have the time of one answer for.
 PIECE_BYTES = 4 << 20
-# The head of a frame between this process and the one that talks to HDFS: see `hdfs_helper`.
-SIZES = struct.Struct(">IQ")
-
-
 # The name node hands out a data node that has died until it has missed it, for ten minutes by default, and hdfs-native
 # neither asks for another one nor goes on without it. Where there are many nodes, the next try gets others.
 MAX_ATTEMPTS = 3
 _PAUSE_S = 0.2
-_KINDS: dict[str, type[OSError]] = {"absent": FileNotFoundError, "connection": ConnectionError, "": OSError}
 
 T = TypeVar("T")
-
-
-class NotInstalled(LogError):
-    """hdfs-native is not there; the message says what to do."""
 
 
 class HdfsStore:
@@ -52,11 +36,9 @@ class HdfsStore:
     """
 
     def __init__(self, authority: str, path: str) -> None:
-        if importlib.util.find_spec("hdfs_native") is None:
-            raise NotInstalled(f"hdfs://{authority} needs hdfs-native: pip install 'swift-agent[hdfs]'")
         self._url = f"hdfs://{authority}"
         self._base = f"/{path.strip('/')}".rstrip("/")
-        self._idle: list[_Helper] = []
+        self._idle: list[Helper] = []
         # When nobody has the store any more, and at the end of this process.
         weakref.finalize(self, _end, self._idle, os.getpid())
 
@@ -124,9 +106,9 @@ class HdfsStore:
             return helper.ask(op, **arguments)
 
     @contextlib.contextmanager
-    def _lent(self) -> Iterator[_Helper]:
+    def _lent(self) -> Iterator[Helper]:
         """A helper for the time of one operation; one that did not end as it should is not used again."""
-        helper = self._take_idle() or _Helper(self._url)
+        helper = self._take_idle() or Helper("HDFS", "swift_logging_store.hdfs_helper", self._url)
         try:
             yield helper
         except BaseException:
@@ -134,8 +116,7 @@ class HdfsStore:
             raise
         self._idle.append(helper)
 
-
-    def _take_idle(self) -> _Helper | None:
+    def _take_idle(self) -> Helper | None:
         while True:
             try:
                 helper = self._idle.pop()  # another thread may take the last one
@@ -146,76 +127,8 @@ class HdfsStore:
             helper.kill()
 
 
-class _Helper:
-    """A process that does one thing after the other."""
-
-    def __init__(self, url: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "swift_logging_store.hdfs_helper", url],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._to, False)  # it may not read any more
-        self._deadline_s = 0.0
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, op: str, data: bytes | memoryview = b"", **arguments: Any) -> Any:
-        """Raises OSError: one of `_KINDS`, TimeoutError if there is no answer."""
-        return self.exchange({"op": op, **arguments}, data)[0].get("value")
-
-    def exchange(self, request: dict[str, Any], data: bytes | memoryview = b"") -> tuple[dict[str, Any], bytearray]:
-        if self._to < 0:
-            raise OSError("the process that talked to HDFS was ended")
-        self._deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-        self._send(frame(request, len(data)))
-        self._send(data)
-        num_json, num_data = SIZES.unpack(self._receive(SIZES.size))
-        message, answer = json.loads(self._receive(num_json)), self._receive(num_data)
-        if "error" in message:
-            raise _KINDS[message["kind"]](message["error"])
-        return message, answer
-
-    def kill(self) -> None:
-        """A stream that is left over with data in it, of a try that failed, must not come to another one's pipe: pipes
-        that are opened later have the same numbers."""
-        self._to = self._from = -1
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _send(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        while left:
-            self._wait(self._to, select.POLLOUT)
-            with contextlib.suppress(BlockingIOError):
-                left = left[os.write(self._to, left[: 1 << 16]) :]
-
-    def _receive(self, size: int) -> bytearray:
-        data = bytearray()
-        while len(data) < size:
-            self._wait(self._from, select.POLLIN)
-            piece = os.read(self._from, min(size - len(data), 1 << 20))
-            if not piece:
-                raise OSError(f"the process that talks to HDFS has ended, exit code {self._process.wait()}")
-            data += piece
-        return data
-
-    def _wait(self, fd: int, event: int) -> None:
-        poll = select.poll()
-        poll.register(fd, event)
-        # What is there is taken also where this process was stopped beyond the deadline.
-        if not poll.poll(max(0.0, self._deadline_s - time.monotonic()) * 1000):
-            raise TimeoutError(f"no answer from HDFS within {ANSWER_TIMEOUT_S:g} s")
-
-
 class _Writing(io.RawIOBase):
-    def __init__(self, helper: _Helper) -> None:
+    def __init__(self, helper: Helper) -> None:
         self._helper = helper
 
     def writable(self) -> bool:
@@ -228,7 +141,7 @@ class _Writing(io.RawIOBase):
 
 
 class _Reading(io.RawIOBase):
-    def __init__(self, helper: _Helper) -> None:
+    def __init__(self, helper: Helper) -> None:
         self._helper = helper
 
     def readable(self) -> bool:
@@ -241,13 +154,7 @@ class _Reading(io.RawIOBase):
         return len(piece)
 
 
-def frame(message: dict[str, Any], num_data: int) -> bytes:
-    """What goes before *num_data* bytes."""
-    text = json.dumps(message).encode()
-    return SIZES.pack(len(text), num_data) + text
-
-
-def _end(helpers: list[_Helper], pid: int) -> None:
+def _end(helpers: list[Helper], pid: int) -> None:
     if os.getpid() != pid:
         return  # a fork of the process that has them
     for helper in helpers:

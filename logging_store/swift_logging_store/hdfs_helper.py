@@ -1,26 +1,19 @@
 """Talks to HDFS for `hdfs.HdfsStore`, which can kill it: `python -m swift_logging_store.hdfs_helper URL`.
 
-A request on standard input and its answer on standard output are frames: 4 bytes, the length of a JSON object; 8 bytes,
-the length of what follows it; both; numbers big-endian. One request at a time; it ends with its standard input, also in
-the middle of one. Nothing is unpickled. Must never import torch, nor the other rooms.
+What goes between them is in `helper`. Must never import torch, nor the other rooms.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import os
-import queue
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 import hdfs_native
 
-from swift_logging_store.hdfs import SIZES, frame
+from swift_logging_store.helper import serve
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CUT = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}
@@ -97,22 +90,6 @@ class Server:
         return {"value": operations[op](**request)}, b""
 
 
-def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """None at the end."""
-    head = stream.read(SIZES.size)
-    if len(head) < SIZES.size:
-        return None
-    num_json, num_data = SIZES.unpack(head)
-    text, data = stream.read(num_json), stream.read(num_data)
-    whole = len(text) == num_json and len(data) == num_data
-    return (json.loads(text), data) if whole else None
-
-
-def text_of(error: Exception) -> str:
-    """Without the trace of a Java server."""
-    return str(error).replace("\\n", "\n").partition("\n")[0] or type(error).__name__
-
-
 def kind_of(error: Exception) -> str:
     """`absent`; `connection`: a data node could not be reached, and another try may get other ones; or ``."""
     if isinstance(error, FileNotFoundError):
@@ -122,31 +99,5 @@ def kind_of(error: Exception) -> str:
     return "connection" if is_cut or "DataTransferError" in str(error) else ""
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are for the training, which may use this for its end
-    requests: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue(1)
-
-    def listen() -> None:
-        try:
-            while (request := read_frame(sys.stdin.buffer)) is not None:
-                requests.put(request)
-        finally:
-            os._exit(0)  # whatever the main thread is in, for minutes perhaps
-
-    threading.Thread(target=listen, daemon=True).start()
-    server: Server | None = None
-    while True:
-        request, data = requests.get()
-        try:
-            server = server or Server(sys.argv[1])
-            message, data = server.answer(request, data)
-        except Exception as error:
-            message, data = {"error": text_of(error), "kind": kind_of(error)}, b""
-        sys.stdout.buffer.write(frame(message, len(data)))
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda: Server(sys.argv[1]).answer, kind_of)

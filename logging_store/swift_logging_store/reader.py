@@ -30,23 +30,24 @@ class TornTail:
 
 
 class LogReader:
-    """All logs of *directory*, as they are when this is made. A context manager, which unmaps the files at its end;
-    payloads must not be used afterwards.
+    """All logs of *place*, a directory or one segment, as they are when this is made. A context manager, which unmaps
+    the files at its end; payloads must not be used afterwards.
 
-    *torn*: what was left out. Raises `LogError` if the directory cannot be read, `Damaged` if a closed segment is not
-    whole.
+    *torn*: what was left out. *is_closed*: all segments have an end mark. Raises `LogError` if they cannot be read,
+    `Damaged` if a closed segment is not whole.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, place: Path) -> None:
         self.torn: list[TornTail] = []
+        self.is_closed = True
         self._maps: list[mmap.mmap] = []
         self._index: dict[Channel, dict[int, list[tuple[Segment, Entry]]]] = {}
         try:
-            for path in sorted(directory.glob(f"*{SUFFIX}")):
+            for path in [place] if place.suffix == SUFFIX else sorted(place.glob(f"*{SUFFIX}")):
                 self._add(path)
         except OSError as error:
             self.close()
-            raise LogError(f"the log in {directory} cannot be read: {error.strerror or error}") from error
+            raise LogError(f"the log in {place} cannot be read: {error.strerror or error}") from error
         except Damaged as error:
             self.close()
             raise Damaged(f"{path}: {error}") from None
@@ -107,6 +108,7 @@ class LogReader:
     def _add(self, path: Path) -> None:
         with open(path, "rb") as file:
             if path.stat().st_size == 0:
+                self.is_closed = False
                 self.torn.append(TornTail(path, 0))
                 return
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -117,8 +119,10 @@ class LogReader:
             if len(mapped) >= HEAD_BYTES:
                 raise
             # Its writer died before it had written the first bytes.
+            self.is_closed = False
             self.torn.append(TornTail(path, len(mapped)))
             return
+        self.is_closed = self.is_closed and segment.is_closed
         if not segment.is_closed and segment.num_bytes < len(mapped):
             self.torn.append(TornTail(path, len(mapped) - segment.num_bytes))
         for entry in segment.entries:

@@ -9,7 +9,9 @@ Must never decide what is written, or for how long it is kept.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from swift_logging_store.errors import LogError
-from swift_logging_store.hdfs import HdfsStore, NotInstalled
+from swift_logging_store.hdfs import HdfsStore
 
 T = TypeVar("T")
 
@@ -66,24 +68,42 @@ class Store(Protocol):
         """And all that is below; what cannot be removed stays."""
 
 
+def check_url(url: str) -> None:
+    """Raises `StoreUnknown` for what `open_store` would not open; makes nothing, and loads no library."""
+    if "://" not in url and not re.match(r"[A-Za-z][A-Za-z0-9+]+:/", url):
+        return
+    parts = urlsplit(url)
+    # What could hold a secret is not repeated.
+    is_plain = not parts.query and "@" not in parts.netloc
+    if parts.scheme == "file" and not parts.netloc and is_plain:
+        return
+    if parts.scheme == "s3" and parts.netloc and is_plain:
+        if importlib.util.find_spec("pyarrow") is None:
+            raise StoreUnknown(f"s3://{parts.netloc} needs pyarrow: pip install 'swift-agent[s3]'")
+    elif parts.scheme == "hdfs" and parts.netloc and is_plain:
+        if importlib.util.find_spec("hdfs_native") is None:
+            raise StoreUnknown(f"hdfs://{parts.netloc} needs hdfs-native: pip install 'swift-agent[hdfs]'")
+    else:
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        raise StoreUnknown(
+            f"{shown}: a directory that all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or s3://BUCKET/PREFIX is "
+            "wanted; credentials come from the environment"
+        )
+
+
 def open_store(url: str) -> Store:
     """*url*: a path, `file://` and a path, `hdfs://HOST:PORT/PATH` (or a service's name for host and port), or
     `s3://BUCKET/PREFIX`. Raises `StoreUnknown`; asks no server yet."""
+    check_url(url)
     if "://" not in url:
         return LocalStore(Path(url))
     parts = urlsplit(url)
-    if parts.scheme == "file" and not parts.netloc:
-        return LocalStore(Path(parts.path))
-    if parts.scheme == "s3" and parts.netloc and not parts.query:
-        return S3Store(parts.netloc, parts.path.strip("/"))
-    if parts.scheme == "hdfs" and parts.netloc and "@" not in parts.netloc and not parts.query:
-        try:
+    match parts.scheme:
+        case "s3":
+            return S3Store(parts.netloc, parts.path.strip("/"))
+        case "hdfs":
             return HdfsStore(parts.netloc, parts.path)
-        except NotInstalled as error:
-            raise StoreUnknown(str(error)) from None
-    raise StoreUnknown(
-        f"{url}: a directory that all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or s3://BUCKET/PREFIX is wanted"
-    )
+    return LocalStore(Path(parts.path))
 
 
 class LocalStore:
@@ -147,10 +167,8 @@ class S3Store:
     `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, profiles, roles."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
-        try:
-            from pyarrow import fs
-        except ImportError:
-            raise StoreUnknown(f"s3://{bucket} needs pyarrow: pip install 'swift-agent[s3]'") from None
+        from pyarrow import fs
+
         self._base = f"{bucket}/{prefix}".rstrip("/")
         options: dict[str, Any] = {}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

@@ -17,6 +17,8 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ from swift_logging_store.tensors import copy_of, dtype_name
 
 SUFFIX = ".seg"
 BATCH_BYTES = 4 << 20
+SEGMENT_BYTES = 256 << 20
 # Buffers in one call of the system; Linux takes 1024.
 _MAX_BUFFERS = 512
 
@@ -56,27 +59,37 @@ class _Message(NamedTuple):
         )  # fmt: skip
 
 
+@dataclass
+class _Closed:
+    """A segment: the last iteration in it, the bytes of payload, and whether its file is there."""
+
+    last_iteration: int
+    num_bytes: int
+    is_here: bool = True
+
+
 class LogWriter:
     """One log of one process. A context manager; its end closes the last segment.
 
     *budget_bytes*: what may wait to be written; one message may be larger, and then waits alone. *segment_bytes*: a
-    segment that has become as large is closed, and another one begun. Raises `LogError` if *directory* cannot be
-    written, or has segments of that name.
+    segment that has become as large is closed, and another one begun. *on_closed*: called with the path of each segment
+    that is whole and on the disk, in a thread. Raises `LogError` if *directory* cannot be written, or has segments of
+    that name.
     """
 
     def __init__(
-        self, directory: Path, name: str, *, budget_bytes: int = 256 << 20, segment_bytes: int = 256 << 20
-    ) -> None:
+        self, directory: Path, name: str, *, budget_bytes: int = 256 << 20, segment_bytes: int = SEGMENT_BYTES,
+        on_closed: Callable[[Path], None] = lambda path: None,
+    ) -> None:  # fmt: skip
         self._directory, self._name = directory, name
-        self._budget_bytes, self._segment_bytes = budget_bytes, segment_bytes
+        self._budget_bytes, self._segment_bytes, self._on_closed = budget_bytes, segment_bytes, on_closed
         self._changed = threading.Condition()
         # Guarded by the condition.
         self._queue: deque[_Message | None] = deque()  # None: a new segment begins
         self._queued_bytes = 0
         self._due = False  # the thread is to write what is there
         self._num_accepted = self._num_written = 0
-        # The number of a segment; the last iteration in it, and how many bytes of payload.
-        self._closed: dict[int, tuple[int, int]] = {}
+        self._closed: dict[int, _Closed] = {}  # by number
         self._closing = False
         self._error: LogError | None = None
         self.wait_s = 0.0
@@ -134,19 +147,52 @@ class LogWriter:
             self._queue.append(None)
             self._wake()
 
-    def drop(self, before: int) -> int:
-        """Delete the closed segments in which all messages are of iterations *before* that one; how many bytes of
-        payload were in them. Raises `LogError`. Nobody may read the log meanwhile."""
+    def drop(self, before: int) -> tuple[int, list[str]]:
+        """Delete the closed segments in which all messages are of iterations *before* that one: how many bytes of
+        payload their files had, and the names of all, whether their files were there or not. Raises `LogError`. Nobody
+        may read the log meanwhile."""
         with self._changed:
             self._check()
-            old = [number for number, (iteration, _) in self._closed.items() if iteration < before]
-            freed = sum(self._closed.pop(number)[1] for number in old)
-        for number in old:
+            old = {number: one for number, one in self._closed.items() if one.last_iteration < before}
+            for number in old:
+                del self._closed[number]
+        freed = self._delete(old)
+        return freed, [self._path(number).name for number in old]
+
+    def evict(self, names: Collection[str], num_bytes: int) -> int:
+        """Delete the files of those of the closed segments, which somebody has copies of, from the oldest on, until
+        they had *num_bytes* of payload; how many it were. As with `drop` otherwise."""
+        with self._changed:
+            self._check()
+            closed = dict(sorted(self._closed.items()))
+        freed = 0
+        for number, one in closed.items():
+            if freed < num_bytes and self._path(number).name in names:
+                freed += self._delete({number: one})
+        return freed
+
+    def segments(self) -> list[Path]:
+        """Of this log, whether their files are there or not, the oldest first. All but the last one are closed; that
+        may be. What has been flushed is in these."""
+        with self._changed:
+            numbers = {*self._closed, self._number}
+        return [self._path(number) for number in sorted(numbers)]
+
+    def _delete(self, segments: dict[int, _Closed]) -> int:
+        freed = 0
+        for number, one in segments.items():
+            if not one.is_here:
+                continue
             try:
-                segment_path(self._directory, self._name, number).unlink()
+                self._path(number).unlink(missing_ok=True)
             except OSError as error:
                 raise self._failed(error) from error
+            one.is_here = False
+            freed += one.num_bytes
         return freed
+
+    def _path(self, number: int) -> Path:
+        return segment_path(self._directory, self._name, number)
 
     def flush(self) -> None:
         """Return when all that was appended is on the disk (fsync). Raises `LogError`."""
@@ -240,7 +286,7 @@ class LogWriter:
         return LogError(f"the log in {self._directory} cannot be written: {why}")
 
     def _begin_segment(self) -> None:
-        path = segment_path(self._directory, self._name, self._number + 1)
+        path = self._path(self._number + 1)
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -263,7 +309,9 @@ class LogWriter:
         self._write_buffers()
         os.fsync(self._file_fd)
         with self._changed:
-            self._closed[self._number] = (self._last_iteration, self._payload_bytes)
+            self._closed[self._number] = _Closed(self._last_iteration, self._payload_bytes)
+        if self._last_iteration >= 0:
+            self._on_closed(self._path(self._number))
         self._last_iteration, self._payload_bytes = -1, 0
 
     def _write_buffers(self) -> None:

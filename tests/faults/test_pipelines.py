@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from swift_logging_store.store import open_store
 from tests.support.agent_forks import ForkServer
+from tests.support.hdfs_cluster import HdfsCluster
+from tests.support.hdfs_cluster import why_not as why_no_hdfs
 from tests.support.job import ROOT, Agents, Outcome
+from tests.support.s3_server import BUCKET, S3Server
 
 SCRIPT = ROOT / "tests" / "support" / "pipeline_train.py"
 PLACES = ["forward", "backward", "before_step", "agree", "agreed", "after_step", "between"]
@@ -132,6 +136,45 @@ def test_logs_take_no_more_than_the_user_says(
     assert "messages are logged no more: what --message-log-limit leaves this rank is used up" in outcome.text()
     assert "all workers restart" in outcome.text()
     assert_equal(outcome, undisturbed("Schedule1F1B"))
+
+
+@pytest.fixture
+def log_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The URL of one, and what a job needs in its environment to use it."""
+    match request.param:
+        case "s3":
+            with S3Server(tmp_path / "s3") as server:
+                yield f"s3://{BUCKET}/logs", server.environment
+        case "hdfs":
+            if why_no_hdfs():
+                pytest.skip(why_no_hdfs())
+            with HdfsCluster(tmp_path / "hdfs", num_data_nodes=1) as cluster:
+                yield f"{cluster.url}/logs", {}
+
+
+@pytest.mark.parametrize("log_store", ["s3", "hdfs"], indirect=True)
+def test_logs_that_are_in_a_store_only(
+    log_store: tuple[str, dict[str, str]], make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The nodes lose theirs before the failures; nothing is left of them at the end."""
+    url, environment = log_store
+    faults = [
+        {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
+        {"at": "backward", "iteration": 8, "rank": 0, "scope": "worker"},
+    ]
+    outcome = make_agents(
+        num_nodes=4, num_workers=1, script=SCRIPT, environment=environment,
+        orders={"faults": faults, "schedule": "Schedule1F1B", "loses_logs": [3, 7]},
+        options=("--log-store", url, "--spares", "1"),
+    ).run("abcde")  # fmt: skip
+    assert_same(outcome, undisturbed("Schedule1F1B"), {0, 2})
+    text = outcome.text()
+    assert outcome.fired == {0, 1} and text.count(f"the rest comes from {url}/job-") >= 6, text
+    for name, value in environment.items():
+        assert "SECRET" not in name or value not in text
+        monkeypatch.setenv(name, value)
+    assert open_store(url).names() == []
 
 
 @pytest.mark.parametrize("place", ["forward", "agreed"])

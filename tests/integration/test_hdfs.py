@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
 from swift_logging_store import hdfs
+from swift_logging_store import helper as helper_process
 from swift_logging_store.store import Store, open_store
 from swift_recovery import state_file
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
@@ -27,7 +29,7 @@ from swift_recovery.checksum import checksum
 from swift_recovery.state import TrainingState
 from tests.support.etcd_cluster import free_ports
 from tests.support.hdfs_cluster import HdfsCluster, why_not
-from tests.support.stores import check_files_come_and_go
+from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -100,13 +102,22 @@ def test_a_frozen_name_node_ends_in_an_error(cluster: HdfsCluster, monkeypatch: 
     cluster.freeze("nn")
     try:
         with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
-            patch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)
+            patch.setattr(helper_process, "ANSWER_TIMEOUT_S", 2.0)
             commit(store, 20, make(2))
     finally:
         cluster.thaw("nn")
     assert CheckpointDirectory(store).committed() == [10]  # what was broken off counts for nothing
     commit(store, 20, make(2))
     assert CheckpointDirectory(store).committed() == [10, 20]
+
+
+def test_copies_of_logs_outlive_a_frozen_name_node(
+    cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{cluster.url}/logs"
+    freeze, thaw = (partial(action, "nn") for action in (cluster.freeze, cluster.thaw))
+    check_copies_outlive_a_frozen_server(url, freeze, thaw, tmp_path, monkeypatch)
+    assert open_store(url).names() == []
 
 
 def test_a_helper_that_is_gone_is_replaced_and_signals_do_not_end_it(cluster: HdfsCluster) -> None:
@@ -129,7 +140,7 @@ def test_nobody_there_is_said_before_anything_starts(cluster: HdfsCluster, monke
 
     assert find(f"{cluster.url}/nothing/yet") == 0
     (port,) = free_ports(1)
-    monkeypatch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)  # the library goes on trying
+    monkeypatch.setattr(helper_process, "ANSWER_TIMEOUT_S", 2.0)  # the library goes on trying
     with pytest.raises(CheckpointError, match=rf"hdfs://127.0.0.1:{port}/run cannot be read \(.*bucket that all"):
         find(f"hdfs://127.0.0.1:{port}/run")
 
@@ -146,7 +157,7 @@ def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert stream.read() == data
         cluster.kill("nn")
         with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
-            patch.setattr(hdfs, "ANSWER_TIMEOUT_S", 2.0)
+            patch.setattr(helper_process, "ANSWER_TIMEOUT_S", 2.0)
             store.put("b", data)
         cluster.start("nn")
         cluster.wait_for(2)

@@ -4,6 +4,7 @@ tests/faults/test_checkpoints.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
 from swift_logging_store import store as stores
+from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.store import Store, open_store
 from swift_recovery import state_file
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
@@ -18,7 +20,7 @@ from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
 from swift_recovery.state import TrainingState
 from tests.support.s3_server import BUCKET, S3Server
-from tests.support.stores import check_files_come_and_go
+from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,24 @@ def test_a_frozen_server_ends_in_an_error(server: S3Server, monkeypatch: pytest.
     assert CheckpointDirectory(store).committed() == [10]  # what was broken off counts for nothing
     commit(store, 20, make(2))
     assert CheckpointDirectory(store).committed() == [10, 20]
+
+
+def test_copies_of_logs_outlive_a_frozen_server(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/logs"
+    check_copies_outlive_a_frozen_server(url, server.freeze, server.thaw, tmp_path, monkeypatch)
+    assert open_store(url).names() == []
+
+
+def test_copies_of_logs_with_a_wrong_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on without them, and is told why."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret-of-tests")
+    notes: list[str] = []
+    archive = Archive(f"s3://{BUCKET}/logs", directory_name("job", 0, "00000002"), notes.append)
+    (tmp_path / "a.seg").write_bytes(b"x")
+    archive.add(tmp_path / "a.seg")
+    with archive._changed:
+        assert archive._changed.wait_for(lambda: archive._fails, 60.0)
+    archive.close()
+    assert "stay on this node: " in notes[0] and "another-secret" not in "".join(notes) and len(notes) == 2

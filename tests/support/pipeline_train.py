@@ -3,13 +3,16 @@ orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining; with "seedless" each process begins with
 another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in some; with
-"section" there is one of these now and then, which "communicates", has "messages", or neither.
+"section" there is one of these now and then, which "communicates", has "messages", or neither; "loses_logs" names
+iterations after which nothing of a log is left on its node that is in a store.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +69,18 @@ def stages_of(rank: int, world_size: int, name: str) -> list[int]:
     if not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
         return [rank]
     return [rank, 2 * world_size - 1 - rank] if "ZBV" in name else [rank, rank + world_size]
+
+
+def lose_log(job: swift.Job) -> None:
+    running: Any = job._running
+    log = running._tracked.messages.log
+    log._writer.roll()
+    deadline_s = time.monotonic() + 60.0
+    while log._writer._queue or not log._archive.wait(0.01):
+        assert time.monotonic() < deadline_s, "not in the store"
+    for path in log._directory.glob("*.seg"):
+        if path.name in log._archive.stored:
+            path.unlink()
 
 
 def main() -> None:
@@ -140,6 +155,8 @@ def main() -> None:
             found = train(x, (x + 1) % WORDS)
             print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
             fault("between", job.iteration_number - 1)
+            if number in ORDERS.get("loses_logs", ()):
+                lose_log(job)
             if "pace_s" in ORDERS and number > 3:
                 wait_for(DIR / "free", ORDERS["pace_s"])
             if "section" in ORDERS and number % 3 == 1:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from swift_logging_store import archive as archives
+from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.store import Store
 
 
@@ -27,3 +33,35 @@ def check_files_come_and_go(store: Store) -> None:
     store.remove_directory("a")
     store.remove_directory("a")
     assert store.names() == []
+
+
+def check_copies_outlive_a_frozen_server(
+    url: str, freeze: Callable[[], None], thaw: Callable[[], None], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of a log are copied when it is back, come back as they were, and go."""
+    contents = {f"rank0.1.{number:08d}.seg": os.urandom(5_000_000) for number in range(3)}
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    first, *others = contents
+    notes: list[str] = []
+    archive = Archive(url, directory_name("job", 0, "00000001"), notes.append)
+    archive.add(directory / first)
+    assert archive.wait(60.0) and archive.stored == {first} and notes == []
+    freeze()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(archives, "ANSWER_TIMEOUT_S", 0.5)
+            for name in others:
+                archive.add(directory / name)
+            with archive._changed:
+                assert archive._changed.wait_for(lambda: archive._fails, 60.0)
+        assert archive.stored == {first} and len(notes) == 1 and f"cannot be copied to {url} for now" in notes[0]
+    finally:
+        thaw()
+    assert archive.wait(60.0) and archive.stored == contents.keys()
+    with archive.fetching(lambda: None) as fetch:
+        for name, content in contents.items():
+            fetch(name, directory / "back")
+            assert (directory / "back").read_bytes() == content
+    archive.close()
+    assert notes[1:] == [f"logs of messages are copied to {url} again"]

@@ -129,6 +129,25 @@ def test_where_messages_are_logged_and_how_much_of_them(workplace: Path) -> None
     assert nan.startswith("--message-log-limit nan: must be above 0 GB")
 
 
+def test_where_logs_of_messages_are_copied_to(workplace: Path) -> None:
+    assert config("train.py").log_store is None
+    assert config("train.py", environ={"SWIFT_LOG_STORE": "s3://bucket/logs"}).log_store == "s3://bucket/logs"
+    found = config("--log-store", "logs", "train.py", environ={"SWIFT_LOG_STORE": "s3://bucket/logs"})
+    assert found.log_store == str(workplace / "logs")
+    assert mistakes("--log-store", "ftp://host/logs", "train.py") == (
+        "--log-store ftp://host/logs: a directory that all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or "
+        "s3://BUCKET/PREFIX is wanted; credentials come from the environment",
+    )
+    (secret,) = mistakes("--log-store", "s3://key:a-secret@bucket/logs?x=another", "train.py")
+    assert secret.startswith("--log-store s3://bucket/logs: a directory")
+    (slash,) = mistakes("--log-store", "s3:/bucket/logs", "train.py")
+    assert slash.startswith("--log-store s3:///bucket/logs: a directory")
+    (wrong,) = mistakes("--log-store", "train.py/x", "train.py")
+    assert wrong.startswith("--log-store train.py/x: train.py is no directory that can be written to")
+    (wrong,) = mistakes("--log-store", f"file://{workplace}/train.py/x", "train.py")
+    assert wrong.startswith(f"--log-store {workplace}/train.py/x: {workplace}/train.py is no directory")
+
+
 def test_standalone_has_a_private_etcd_whatever_else_is_said() -> None:
     args = ("--standalone", "--rdzv-id", "gpt", "--rdzv-endpoint", "a:1", "train.py")
     found = config(*args, environ={"SWIFT_ETCD_ENDPOINTS": "c:1"})

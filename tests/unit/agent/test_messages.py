@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import queue
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift_agent import messages
 from swift_agent.errors import UsageError
 from swift_agent.messages import CannotReplay, Messages
-from swift_agent.worker_env import ENV_MESSAGE_LOG_BYTES
+from swift_agent.worker_env import ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES
+from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
 
@@ -177,7 +180,7 @@ def test_what_is_sent_again_is_compared(make: Callable[[int], Messages], tmp_pat
     former = make(1)
     for iteration, values in enumerate(([1, 2], [3, 4])):
         one_iteration(former, iteration, *values)
-    former._writer.flush()  # and is killed
+    former.log._writer.flush()  # and is killed
 
     def again() -> Messages:
         made = make(1)
@@ -192,7 +195,7 @@ def test_what_is_sent_again_is_compared(make: Callable[[int], Messages], tmp_pat
         send(3)
         with pytest.raises(CannotReplay, match=r"message 3 of .* is not what was sent before"):
             send(4.5)
-    replacement._writer.flush()
+    replacement.log._writer.flush()
     # One that is lost while it repeats leaves the longer log of its predecessor.
     another = again()
     with repeated(another, 0):
@@ -290,10 +293,10 @@ def test_a_log_that_cannot_be_written_any_more_is_given_up(
     sender = make(1)
     sender.begin(0, 1)
     send(1)
-    assert not sender.incomplete
+    assert not sender.log.incomplete
     with contextlib.suppress(NotImplementedError):  # by the backend, after that
         dist.isend(torch.zeros(2).to_sparse(), 2)
-    assert "no plain memory" in sender.incomplete and len(notes) == 1 and "all workers start again" in notes[0]
+    assert "no plain memory" in sender.log.incomplete and len(notes) == 1 and "all workers start again" in notes[0]
     send(2)
     assert len(notes) == 1 and not list((tmp_path / "node1").glob("messages-*/sent"))
 
@@ -317,7 +320,7 @@ def test_a_log_takes_no_more_than_it_may(
     send(2)
     assert not notes
     send(3)
-    assert sender.incomplete == "that much is used up"
+    assert sender.log.incomplete == "that much is used up"
 
 
 def test_a_message_that_could_not_be_handed_on_is_told_of_now(
@@ -330,7 +333,7 @@ def test_a_message_that_could_not_be_handed_on_is_told_of_now(
     send(1)
     assert not notes
     dist.isend(torch.zeros(7), 2)
-    assert "28 bytes" in sender.incomplete and len(notes) == 1
+    assert "28 bytes" in sender.log.incomplete and len(notes) == 1
 
 
 def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Messages], tmp_path: Path) -> None:
@@ -343,7 +346,7 @@ def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Me
     second.begin(0, 1)
     send(2)
     second.end()
-    second._writer.flush()
+    second.log._writer.flush()
     (only,) = (tmp_path / "node1").glob("messages-1-*/sent")
     with LogReader(only) as log:
         assert log.sequences(Channel(dist.group.WORLD.group_name, 1, 2)) == [0]  # type: ignore[union-attr]
@@ -368,10 +371,10 @@ def test_what_was_sent_before_a_checkpoint_goes_when_that_counts(
     sender.begin_checkpoint(2)
     for number in range(2, 4):
         one_iteration(sender, number, number)
-    left = sender._bytes_left
-    sender._writer.flush()
+    left = sender.log._bytes_left
+    sender.log._writer.flush()
     sender.checkpointed(2)
-    assert sender.is_complete and sender._bytes_left > left
+    assert sender.is_complete and sender.log._bytes_left > left
     sender.give(2, 4, link)
     replacement = make(2)
     counts = {"sent": [], "received": [[dist.group.WORLD.group_name, 1, 2, 0, 2]]}  # type: ignore[union-attr]
@@ -390,7 +393,7 @@ def test_without_the_checkpoint_the_rest_is_of_no_use(make: Callable[[int], Mess
     one_iteration(sender, 0, 0)
     sender.begin_checkpoint(1)
     one_iteration(sender, 1, 1)
-    sender._writer.flush()
+    sender.log._writer.flush()
     sender.checkpointed(1)
     sender.give(2, 2, link)
     replacement = make(2)
@@ -419,3 +422,177 @@ def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
     replacement.begin_replay([2])
     with repeated(replacement, 1):
         assert torch.equal(receive(), SENT + 7)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs are copied to; the node has room for 10 messages."""
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (10 * SENT.nbytes, "that much"))
+    monkeypatch.setenv(ENV_LOG_STORE, str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+def copied(rank: Messages) -> bool:
+    """What was sent is on the disk, and what is closed of it in the store."""
+    assert rank.log._archive is not None
+    rank.log._writer.roll()
+    deadline_s = time.monotonic() + 60.0
+    while rank.log._writer._queue or not rank.log._archive.wait(0.05):
+        assert time.monotonic() < deadline_s
+    return True
+
+
+def handed_on(sender: Messages, make: Callable[[int], Messages], before: int) -> Messages:
+    """The replacement of rank 2, which begins to repeat its iterations."""
+    link = Pipe()
+    sender.give(2, before, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    replacement.begin_replay([2])
+    return replacement
+
+
+def test_what_is_in_the_store_needs_no_room(
+    make: Callable[[int], Messages], store: Path, notes: list[str], tmp_path: Path
+) -> None:
+    sender = make(1)
+    for number in range(40):
+        one_iteration(sender, number, number)
+        assert copied(sender)
+    here = list((tmp_path / "node1").glob("messages-*/sent/*.seg"))
+    assert sender.is_complete and 2 < len(here) <= 11
+    replacement = handed_on(sender, make, 39)
+    assert "the rest comes from" in notes[-1] and not list((tmp_path / "node1").glob("messages-*/brought"))
+    for number in range(39):
+        with repeated(replacement, number):
+            assert torch.equal(receive(), SENT + number)
+    sender.begin_checkpoint(41)
+    sender.checkpointed(41)
+    assert copied(sender) and not list(store.rglob("*.seg"))
+    for rank in (sender, replacement):
+        rank.close()
+    assert not list(store.iterdir())
+
+
+def test_closed_segments_that_were_lost_come_from_the_store(
+    make: Callable[[int], Messages], store: Path, tmp_path: Path
+) -> None:
+    sender = make(1)
+    for number in range(8):
+        one_iteration(sender, number, number)
+    assert copied(sender)
+    for path in (tmp_path / "node1").glob("messages-*/sent/*.seg"):
+        if path.name in sender.log._archive.stored:  # type: ignore[union-attr]
+            path.unlink()
+    sender.give(0, 8, Pipe())
+    replacement = handed_on(sender, make, 8)
+    for number in range(8):
+        with repeated(replacement, number):
+            assert torch.equal(receive(), SENT + number)
+    for rank in (sender, replacement):
+        rank.close()
+
+
+def test_of_an_iteration_that_was_run_again_the_last_time_counts_wherever_it_is(
+    make: Callable[[int], Messages], store: Path
+) -> None:
+    """Also if both are in different segments, one of them in the store only."""
+    sender = make(1)
+    for number in range(6):
+        sender.begin(number, 1)
+        send(number + 0.5)
+        send(number + 0.75)
+        assert copied(sender)
+        sender.rewind()
+        if number == 4:  # cut once more, early
+            sender.begin(number, 2)
+            send(number + 0.25)
+            assert copied(sender)
+            sender.rewind()
+        one_iteration(sender, number, number, 10 + number)
+        assert copied(sender)
+    replacement = handed_on(sender, make, 6)
+    for number in range(6):
+        with repeated(replacement, number):
+            assert torch.equal(receive(), SENT + number) and torch.equal(receive(), SENT + 10 + number)
+    for rank in (sender, replacement):
+        rank.close()
+
+
+@pytest.mark.parametrize("what", ["the directory", "the newest", "a part"])
+def test_a_log_that_lacks_something_is_not_handed_on(
+    what: str, make: Callable[[int], Messages], store: Path, tmp_path: Path
+) -> None:
+    """Or an older message could be taken for the one that counts."""
+    sender = make(1)
+    for number in range(3):
+        one_iteration(sender, number, number)
+        assert copied(sender)
+    one_iteration(sender, 3, 3)
+    sender.log._writer.flush()
+    (directory,) = (tmp_path / "node1").glob("messages-*")
+    first, *_, newest = sorted(directory.glob("sent/*.seg"))
+    match what:
+        case "the directory":
+            shutil.rmtree(directory)
+        case "the newest":
+            newest.unlink()
+        case "a part":
+            os.truncate(first, first.stat().st_size - 30)
+    with pytest.raises(LogError):
+        sender.give(2, 4, Pipe())
+    sender.close()
+
+
+def test_a_store_that_is_away_when_it_is_needed(
+    make: Callable[[int], Messages], store: Path, tmp_path: Path
+) -> None:
+    sender = make(1)
+    for number in range(12):
+        one_iteration(sender, number, number)
+        assert copied(sender)
+    store.rename(tmp_path / "moved")
+    with pytest.raises(LogError, match=r"segment .* cannot be brought from"):
+        sender.give(2, 12, Pipe())
+    (tmp_path / "moved").rename(store)
+    (directory,) = (tmp_path / "node1").glob("messages-*")
+    (directory / "brought").touch()  # in the way
+    with pytest.raises(LogError, match=r"cannot be brought to .*/brought: .*File exists"):
+        sender.give(2, 12, Pipe())
+    sender.close()
+
+
+def test_without_the_store_there_is_room_on_the_node_only(
+    make: Callable[[int], Messages], store: Path, notes: list[str]
+) -> None:
+    store.touch()  # no directory
+    sender = make(1)
+    for number in range(11):
+        one_iteration(sender, number, number)
+    assert sender.log.incomplete == "that much is used up" and not sender.is_complete
+    store.unlink()
+    assert sender.log._archive is not None and sender.log._archive.wait(60.0)
+    sender.begin_checkpoint(11)
+    one_iteration(sender, 11, 11)
+    sender.checkpointed(11)
+    assert sender.is_complete
+    sender.close()
+
+
+def test_what_predecessors_have_left_in_the_store_goes(make: Callable[[int], Messages], store: Path) -> None:
+    """When the first iteration is over that is no repetition; a section is none."""
+    former = make(1)
+    one_iteration(former, 0, 0)
+    assert copied(former) and len(list(store.iterdir())) == 1
+    here = make(1)
+    here.begin_replay([1])
+    with repeated(here, 0):
+        send(0)
+    assert copied(here) and len(list(store.iterdir())) == 2
+    here.end_replay()
+    here.end()
+    assert copied(here) and len(list(store.iterdir())) == 2
+    one_iteration(here, 1, 1)
+    assert copied(here) and len(list(store.iterdir())) == 1
+    for rank in (here, former):
+        rank.close()

@@ -34,6 +34,7 @@ OURS = {
     "journal": None,
     "message_log": None,
     "message_log_limit": None,
+    "log_store": None,
     "job_secret_file": None,
     "etcd_user": None,
     "etcd_password_file": None,

@@ -9,6 +9,7 @@ import pytest
 from swift_agent.channel import ENV_SOCKET
 from swift_agent.worker_env import (
     ENV_GENERATION,
+    ENV_LOG_STORE,
     ENV_MESSAGE_LOG,
     ENV_MESSAGE_LOG_BYTES,
     ENV_SIZES,
@@ -40,6 +41,11 @@ def test_workers_of_a_node_share_what_logs_may_take() -> None:
     env = worker_env(replace(PLACE, message_log="/disk", message_log_bytes=801), 3, {})
     assert (env[ENV_MESSAGE_LOG], env[ENV_MESSAGE_LOG_BYTES]) == ("/disk", "100")
     assert ENV_MESSAGE_LOG_BYTES not in worker_env(PLACE, 0, {ENV_MESSAGE_LOG_BYTES: "5"})
+
+
+def test_where_logs_are_copied_to() -> None:
+    assert worker_env(replace(PLACE, log_store="s3://b/logs"), 3, {})[ENV_LOG_STORE] == "s3://b/logs"
+    assert ENV_LOG_STORE not in worker_env(PLACE, 0, {ENV_LOG_STORE: "s3://of/another"})
 
 
 def test_the_rest_of_what_torchrun_sets() -> None:

@@ -178,12 +178,13 @@ def test_old_segments_are_dropped_and_newer_ones_stay(tmp_path: Path) -> None:
             append(writer, FORTH, number, torch.full((100,), float(number)))
         writer.flush()
         before = sum(path.stat().st_size for path in tmp_path.iterdir())
-        assert writer.drop(0) == 0
-        assert writer.drop(5) == 20 * 400  # the iteration of message 20
+        assert writer.drop(0) == (0, [])
+        freed, names = writer.drop(5)
+        assert freed == 20 * 400 and len(names) == 4  # the iteration of message 20
         assert before - sum(path.stat().st_size for path in tmp_path.iterdir()) > 8000
         with LogReader(tmp_path) as reader:
             assert reader.sequences(FORTH) == list(range(20, 40))
-        assert writer.drop(5) == 0
+        assert writer.drop(5) == (0, [])
         append(writer, FORTH, 40, torch.zeros(1))
         writer.roll()
         writer.roll()
@@ -195,6 +196,33 @@ def test_old_segments_are_dropped_and_newer_ones_stay(tmp_path: Path) -> None:
         append(writer, FORTH, 42, torch.zeros(1))
     with LogReader(tmp_path) as reader:
         assert reader.sequences(FORTH) == [41, 42] and reader.torn == []
+
+
+def test_segments_that_somebody_has_copies_of_need_not_be_here(tmp_path: Path) -> None:
+    closed: list[Path] = []
+    with LogWriter(tmp_path, "w0", segment_bytes=3000, on_closed=closed.append) as writer:
+        for number in range(40):
+            append(writer, FORTH, number, torch.full((100,), float(number)))
+        writer.roll()
+        writer.flush()
+        append(writer, FORTH, 40, torch.zeros(1))
+        writer.flush()
+        assert len(closed) == 7
+        names = [path.name for path in closed]
+        assert writer.segments()[:-1] == closed and len(writer.segments()) == 8
+        assert writer.evict({"unknown"}, 1 << 30) == 0
+        size = writer.evict(names, 1)  # no more than asked for, the oldest first
+        assert size > 4 * 400 and not closed[0].exists() and closed[1].exists()
+        assert writer.evict(names[1:3], 1 << 30) >= 2 * 4 * 400 and writer.evict(names[:3], 1) == 0
+        assert [path.exists() for path in closed] == [False] * 3 + [True] * 4
+        with LogReader(closed[3]) as reader, LogReader(writer.segments()[-1]) as newest:
+            assert reader.is_closed and len(reader.sequences(FORTH)) > 3
+            assert not newest.is_closed and newest.sequences(FORTH) == [40]
+        with pytest.raises(LogError, match="cannot be read"):
+            LogReader(closed[0])
+        freed, dropped = writer.drop(100)
+        assert dropped == names and freed > 3 * 4 * 400 and len(writer.segments()) == 1
+    assert len(closed) == 8
 
 
 def test_a_message_larger_than_the_budget_does_not_wait_for_a_new_segment(tmp_path: Path) -> None:

@@ -3,16 +3,14 @@ test_hdfs.py."""
 
 from __future__ import annotations
 
-import builtins
 import errno
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from swift_logging_store.store import LocalStore, S3Store, StoreUnknown, open_store, whole_file
+from swift_logging_store.store import LocalStore, StoreUnknown, open_store, whole_file
 from tests.support.stores import check_files_come_and_go
 
 
@@ -44,16 +42,9 @@ def test_without_hdfs_native_it_is_said_what_to_install(monkeypatch: pytest.Monk
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "pyarrow":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(StoreUnknown, match=r"pip install 'swift-agent\[s3\]'"):
-        S3Store("bucket", "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StoreUnknown, match=r"s3://bucket needs pyarrow: pip install 'swift-agent\[s3\]'"):
+        open_store("s3://bucket/x")
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,182 @@
+"""The log of what this process sends: on a disk of its node, and copied to a store if the user has named one.
+
+It takes no more room than it may: when half of that is used the oldest of what is in the store is deleted on the node,
+and comes back, a segment at a time, when it is read. A log that lacks something is of no use to those who would repeat
+iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next checkpoint.
+Training never waits for the store; who reads does.
+
+Must never decide who is given what was sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from swift_agent.sent_before import SENT
+from swift_agent.worker_env import ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES
+from swift_logging_store.archive import Archive, directory_name
+from swift_logging_store.errors import LogError
+from swift_logging_store.reader import LogReader
+from swift_logging_store.record import Channel
+from swift_logging_store.writer import SEGMENT_BYTES, LogWriter
+
+# Of a log that is copied to a store, in the room on its node, at least: what is being written has no copy yet.
+_NUM_SEGMENTS = 8
+
+
+class SentLog:
+    """By rank *rank*, below *directory*, which is this process's own. *num_bytes*: what it may take there, and *limit*:
+    what that is, in words. *note* tells people; *check* raises when a recovery is cut.
+
+    *incomplete*: why it lacks something, '' if it has all.
+    """
+
+    def __init__(
+        self, rank: int, directory: Path, num_bytes: int, limit: str, note: Callable[[str], None],
+        check: Callable[[], object],
+    ) -> None:  # fmt: skip
+        self.incomplete = ""
+        self._rank, self._note, self._check = rank, note, check
+        self._directory, self._brought = directory / SENT, directory / "brought"
+        self._bytes, self._limit = num_bytes, limit
+        self._bytes_left = num_bytes
+        self._for_good = False  # given up
+        url, job_id = os.environ.get(ENV_LOG_STORE), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        self._archive = Archive(url, directory_name(job_id, rank, uuid.uuid4().hex[:8]), note) if url else None
+        self._num_logs = 0
+        self._writer = self._new_writer()
+
+    def append(self, channel: Channel, number: int, tensor: Tensor, *, iteration: int, generation: int) -> None:
+        """A message that is sent; nothing if this log was given up."""
+        if self.incomplete:
+            return
+        self._bytes_left -= tensor.numel() * tensor.element_size()
+        with self._giving_up():
+            if self._bytes_left < 0 and not self._make_room():
+                self.give_up(f"{self._limit} is used up")
+                return
+            self._writer.append(channel, number, tensor, iteration=iteration, generation=generation)
+
+    def end_iteration(self) -> None:
+        """A good moment for what takes time."""
+        self._writer.wake()
+        if self._archive is not None and not self.incomplete and self._bytes_left < self._bytes // 2:
+            with self._giving_up():
+                self._make_room()
+
+    def begin_checkpoint(self, iteration: int) -> bool:
+        """A checkpoint of the state before *iteration* is taken. Whether a log that was given up begins again."""
+        if not self.incomplete:
+            with self._giving_up():
+                self._writer.roll()
+            return False
+        if self._for_good:
+            return False
+        with self._giving_up():
+            self._writer = self._new_writer()
+            self._bytes_left, self.incomplete = self._bytes, ""
+            self._note(f"messages are logged again; with the checkpoint of iteration {iteration} they are of use again")
+        return not self.incomplete
+
+    def drop(self, before: int) -> None:
+        """Nobody needs what was sent before that iteration."""
+        if self.incomplete:
+            return
+        with self._giving_up():
+            freed, names = self._writer.drop(before)
+            self._bytes_left += freed
+            if self._archive is not None:
+                self._archive.remove(names)
+
+    def give_up(self, why: str, *, for_good: bool = False) -> None:
+        """Log no more until the next checkpoint; what was logged is of no use without the rest."""
+        self.incomplete, self._for_good = why, for_good
+        until = "" if for_good else "; with job.checkpoint() until the next one counts"
+        self._note(
+            f"messages are logged no more: {why}. If a rank is lost from now on all workers start again{until}."
+        )
+        with contextlib.suppress(LogError):
+            self._writer.close()
+        if self._archive is not None:
+            self._archive.remove_all()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def newest_first(self) -> Generator[LogReader, None, None]:
+        """The segments of all that was sent, each to be used until the next one is asked for. A message whose iteration
+        was run again is there more than once, and what was sent last counts: in the newer segment, and in one segment
+        what comes later. To be closed, or used up. Raises `LogError`."""
+        self._writer.flush()
+        newest, *older = reversed(self._writer.segments())
+        with LogReader(newest) as log:
+            yield log
+        fetching = self._archive.fetching(self._check) if self._archive is not None else contextlib.nullcontext()
+        with fetching as fetch, contextlib.ExitStack() as brought:
+            for path in older:
+                if fetch is not None and not path.exists():
+                    if not self._brought.exists():
+                        self._note(f"what was sent is not all on this node: the rest comes from {self._archive}")
+                        brought.callback(shutil.rmtree, self._brought, ignore_errors=True)
+                    path = self._fetch(fetch, path.name)
+                with LogReader(path) as log:
+                    if not log.is_closed:
+                        raise LogError(f"{path} is not whole any more")
+                    yield log
+                if path.parent == self._brought:
+                    path.unlink()
+
+    def forget_predecessors(self) -> None:
+        """Those who had this rank before: nobody needs what they had in the store."""
+        if self._archive is not None:
+            self._archive.remove_others()
+
+    def close(self) -> None:
+        """Nobody needs any of it. What is on the node goes with the agent."""
+        if self._archive is not None:
+            self._archive.close()
+
+    def _make_room(self) -> bool:
+        """Delete what is in the store; whether there is room on this node now."""
+        if self._archive is not None:
+            wanted = self._bytes * 3 // 4 - self._bytes_left
+            self._bytes_left += self._writer.evict(self._archive.stored, wanted)
+        return self._bytes_left >= 0
+
+    def _fetch(self, fetch: Callable[[str, Path], None], name: str) -> Path:
+        try:
+            self._brought.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LogError(f"segment {name} of the log cannot be brought to {self._brought}: {error}") from error
+        fetch(name, self._brought / name)
+        return self._brought / name
+
+    def _new_writer(self) -> LogWriter:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._num_logs += 1
+        name = f"rank{self._rank}.{self._num_logs:04d}"
+        if self._archive is None:
+            return LogWriter(self._directory, name)
+        segment_bytes = min(SEGMENT_BYTES, self._bytes // _NUM_SEGMENTS)
+        return LogWriter(self._directory, name, segment_bytes=segment_bytes, on_closed=self._archive.add)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except (LogError, OSError) as error:
+            self.give_up(str(error))
+
+
+def bytes_for_logs(directory: Path) -> tuple[int, str]:
+    """What one rank's log may take, and what that is, in words: what the user has said, or half of what is free, over
+    the ranks of this node."""
+    if given := os.environ.get(ENV_MESSAGE_LOG_BYTES):
+        return int(given), "what --message-log-limit leaves this rank"
+    free = shutil.disk_usage(directory).free
+    return free // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "half of what was free on the disk"

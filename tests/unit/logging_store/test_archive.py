@@ -1,0 +1,332 @@
+"""Segments are copied to a store while it is there, later if it is away, and come back. Stores with servers:
+tests/integration/test_s3.py, test_hdfs.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_logging_store import archive as archives
+from swift_logging_store import helper as helpers
+from swift_logging_store.archive import Archive, directory_name
+from swift_logging_store.errors import LogError
+from swift_logging_store.helper import Helper
+
+SOON_S = 60.0
+DIRECTORY = directory_name("job", 1, "00000001")
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Archive]]:
+    monkeypatch.setattr(archives, "PAUSES_S", (0.05, 0.1))
+    made: list[Archive] = []
+
+    def one(number: int = 1, job_id: str = "job", rank: int = 1) -> Archive:
+        made.append(Archive(str(tmp_path / "store"), directory_name(job_id, rank, f"{number:08x}"), notes.append))
+        return made[-1]
+
+    yield one
+    for archive in made:
+        archive.close()
+
+
+def segment(tmp_path: Path, number: int) -> Path:
+    path = tmp_path / f"rank1.1.{number:08d}.seg"
+    path.write_bytes(bytes([number]) * 3_000_000)
+    return path
+
+
+def in_store(tmp_path: Path) -> set[str]:
+    root = tmp_path / "store"
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def until(archive: Archive, condition: Callable[[], object]) -> bool:
+    with archive._changed:
+        return bool(archive._changed.wait_for(condition, SOON_S))
+
+
+def test_segments_go_and_come_back(make: Callable[..., Archive], tmp_path: Path, notes: list[str]) -> None:
+    archive = make()
+    paths = [segment(tmp_path, number) for number in range(3)]
+    for path in paths:
+        archive.add(path)
+    assert archive.wait(SOON_S) and archive.stored == {path.name for path in paths}
+    archive.remove([paths[1].name, "never put"])
+    assert archive.stored == {paths[0].name, paths[2].name}
+    assert archive.wait(SOON_S) and in_store(tmp_path) == {f"{DIRECTORY}/{paths[n].name}" for n in (0, 2)}
+    back = tmp_path / "back"
+    checked: list[str] = []
+    with archive.fetching(lambda: checked.append("")) as fetch:
+        for path in (paths[2], paths[0]):
+            fetch(path.name, back)
+            assert back.read_bytes() == path.read_bytes()
+        with pytest.raises(LogError, match=f"{paths[1].name} of the log is neither on this node nor in {tmp_path}"):
+            fetch(paths[1].name, back)
+        (tmp_path / "store" / DIRECTORY / paths[0].name).unlink()
+        with pytest.raises(LogError, match=f"{paths[0].name} of the log cannot be brought from {tmp_path}/store"):
+            fetch(paths[0].name, back)
+    assert checked
+    archive.close()
+    archive.close()
+    assert not list((tmp_path / "store").iterdir()) and notes == []
+
+
+def test_a_recovery_that_is_cut_waits_for_no_segment(make: Callable[..., Archive], tmp_path: Path) -> None:
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    started: list[Helper] = []
+
+    def check() -> None:
+        if started:
+            raise ZeroDivisionError
+
+    def stopped() -> Helper:
+        started.append(Helper("a store", "swift_logging_store.archive_helper", str(tmp_path / "store")))
+        os.kill(started[0]._process.pid, signal.SIGSTOP)
+        return started[0]
+
+    archive._new_helper = stopped  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError), archive.fetching(check) as fetch:
+        fetch(segment(tmp_path, 0).name, tmp_path / "back")
+    assert started[0]._process.poll() == -signal.SIGKILL
+    del archive._new_helper
+
+
+def test_a_segment_is_asked_for_again(
+    make: Callable[..., Archive], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    asked: list[str] = []
+    original = Helper.ask
+
+    def ask(self: Helper, op: str, *args: object, **arguments: object) -> object:
+        asked.append(op)
+        if len(asked) < 3:
+            raise ConnectionError("reset")
+        return original(self, op, *args, **arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Helper, "ask", ask)
+    with archive.fetching(lambda: None) as fetch:
+        fetch(segment(tmp_path, 0).name, tmp_path / "back")
+    assert asked == ["get"] * 3 and (tmp_path / "back").read_bytes() == segment(tmp_path, 0).read_bytes()
+
+
+def test_no_process_can_be_made(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def popen(*args: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(helpers.subprocess, "Popen", popen)
+        assert archive._helper is not None
+        archive._helper.interrupt()
+        archive.add(segment(tmp_path, 1))
+        assert until(archive, lambda: notes)
+        with archive.fetching(lambda: None) as fetch, pytest.raises(LogError, match="temporarily unavailable"):
+            fetch(segment(tmp_path, 0).name, tmp_path / "back")
+    assert archive.wait(SOON_S) and len(archive.stored) == 2 and len(notes) == 2
+
+
+def test_what_others_have_left_goes(make: Callable[..., Archive], tmp_path: Path) -> None:
+    """At the end too; nothing else, whatever its name."""
+    kept = [tmp_path / "store" / name / "file" for name in ("job.rank1", "job.rank1.models", "job.rank1.swiftlog-x")]
+    for path in kept:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    others = [make(2, rank=11), make(3, job_id="other"), make(4, job_id="job.rank1.x")]
+    for archive in (make(5), make(6), *others):
+        archive.add(segment(tmp_path, 1))
+        assert archive.wait(SOON_S)
+    here = make(7)
+    here.add(segment(tmp_path, 2))
+    here.remove_others()
+    assert here.wait(SOON_S)
+    names = {path.parent.name for path in kept} | {archive._directory for archive in others}
+    assert {path.name for path in (tmp_path / "store").iterdir()} == names | {here._directory}
+    make(8).add(segment(tmp_path, 1))
+    here.close()
+    assert {path.name for path in (tmp_path / "store").iterdir()} - {make(8)._directory} == names
+
+
+def test_names_of_directories() -> None:
+    assert directory_name("a/b:c", 3, "0123abcd") == "a-b-c.rank3.swiftlog-0123abcd"
+
+
+def test_a_store_that_is_away(make: Callable[..., Archive], tmp_path: Path, notes: list[str]) -> None:
+    """Nobody waits for it; what is not needed any more when it is back is not copied."""
+    (tmp_path / "store").touch()
+    archive = make()
+    paths = [segment(tmp_path, number) for number in range(4)]
+    for path in paths:
+        archive.add(path)
+    assert until(archive, lambda: notes) and archive.stored == set()
+    assert len(notes) == 1 and "cannot be copied" in notes[0] and "Not a directory" in notes[0]
+    archive.remove([paths[1].name])
+    paths[2].unlink()
+    (tmp_path / "store").unlink()
+    assert archive.wait(SOON_S) and archive.stored == {paths[0].name, paths[3].name}
+    assert len(notes) == 2 and notes[1] == f"logs of messages are copied to {tmp_path}/store again"
+    archive.remove_all()
+    assert archive.wait(SOON_S) and in_store(tmp_path) == set()
+
+
+def test_a_store_that_says_that_it_is_not_there_is_away(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = make()
+    original = Helper.ask
+
+    def ask(self: Helper, op: str, *args: object, **arguments: object) -> object:
+        if op == "put" and not notes:
+            raise FileNotFoundError("no such volume")
+        return original(self, op, *args, **arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Helper, "ask", ask)
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S) and len(archive.stored) == 1
+    assert "no such volume" in notes[0] and "again" in notes[1]
+
+
+def test_what_is_under_way_when_it_is_given_up_goes_too(make: Callable[..., Archive], tmp_path: Path) -> None:
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    assert archive._helper is not None
+    os.kill(archive._helper._process.pid, signal.SIGSTOP)
+    archive.add(segment(tmp_path, 1))
+    assert until(archive, lambda: archive._current is not None)
+    archive.remove_all()
+    os.kill(archive._helper._process.pid, signal.SIGCONT)
+    assert archive.wait(SOON_S) and archive.stored == set() and in_store(tmp_path) == set()
+
+
+def test_what_cannot_be_removed_is_told_once(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps nothing from being copied."""
+    archive = make()
+    original = Helper.ask
+
+    def ask(self: Helper, op: str, *args: object, **arguments: object) -> object:
+        if op == "remove":
+            raise PermissionError("denied")
+        return original(self, op, *args, **arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Helper, "ask", ask)
+    for number in range(3):
+        archive.add(segment(tmp_path, number))
+        assert archive.wait(SOON_S) and segment(tmp_path, number).name in archive.stored
+        archive.remove(archive.stored)
+    assert archive.wait(SOON_S) and len(notes) == 1 and "may stay in" in notes[0] and "denied" in notes[0]
+
+
+def test_a_request_without_an_answer_costs_the_helper(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it has left of the file goes."""
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    first = archive._helper
+    assert first is not None
+    part = tmp_path / "store" / DIRECTORY / f"{segment(tmp_path, 1).name}.01234567.part"
+    part.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(archives, "ANSWER_TIMEOUT_S", 0.1)
+        os.kill(first._process.pid, signal.SIGSTOP)
+        archive.add(segment(tmp_path, 1))
+        assert until(archive, lambda: notes)
+    assert archive.wait(SOON_S) and len(archive.stored) == 2
+    assert first._process.poll() == -signal.SIGKILL and "no answer" in notes[0] and not part.exists()
+
+
+def test_the_end_waits_for_no_request(make: Callable[..., Archive], tmp_path: Path, notes: list[str]) -> None:
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    helper = archive._helper
+    assert helper is not None
+    os.kill(helper._process.pid, signal.SIGSTOP)
+    archive.add(segment(tmp_path, 1))
+    assert until(archive, lambda: archive._current is not None)
+    archive.close()
+    assert notes == [] and not list((tmp_path / "store").iterdir())
+    assert not archive._thread.is_alive() and helper._process.poll() == -signal.SIGKILL
+
+
+def test_the_end_without_a_store(make: Callable[..., Archive], tmp_path: Path, notes: list[str]) -> None:
+    (tmp_path / "store").touch()
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert until(archive, lambda: notes)
+    archive.close()
+    assert "may be left" in notes[-1] and len(notes) == 2
+
+
+def test_a_script_beside_which_is_a_module_of_the_library_s_name(
+    make: Callable[..., Archive], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S) and len(archive.stored) == 1
+
+
+def test_what_a_library_prints_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loud_helper.py").write_text(
+        "import os\nfrom swift_logging_store.helper import serve\n"
+        "def answer(request, data):\n"
+        "    print('from Python', flush=True); os.write(1, b'from C\\n')\n"
+        "    return {'value': 5}, b''\n"
+        "serve(lambda: answer, lambda error: '')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Helper("a library", "loud_helper") as helper:
+        assert [helper.ask("anything") for _ in range(3)] == [5, 5, 5]
+    assert capfd.readouterr().err.count("from C") == 3
+
+
+def test_what_is_no_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd_helper.py").write_text(
+        "import struct, sys\n"
+        "sys.stdout.buffer.write(struct.pack('>IQ', 2, 0) + b'{{'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Helper("a library", "odd_helper") as helper, pytest.raises(OSError, match="gave no proper answer"):
+        helper.ask("anything")
+
+
+def test_an_interrupted_helper_gives_an_error(tmp_path: Path) -> None:
+    helper = Helper("a store", "swift_logging_store.archive_helper", str(tmp_path))
+    assert helper.ask("names", path="") == []
+    os.kill(helper._process.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.1, helper.interrupt)
+    timer.start()
+    with pytest.raises(OSError, match="has ended, exit code -9"):
+        helper.ask("names", path="")
+    timer.join()
+    helper.kill()
+    with pytest.raises(OSError, match="was ended"):
+        helper.ask("names", path="")
