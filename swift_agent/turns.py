@@ -1,5 +1,8 @@
 """A log goes from rank to rank in pieces, and nobody waits for one in an operation of the groups, which has a timeout:
-who sends may have to bring it from a store first, and who receives may be busy with another rank's for long."""
+who sends may have to bring it from a store first, and who receives may be busy with another rank's for long.
+
+Must never decide what is sent, or to whom.
+"""
 
 from __future__ import annotations
 
