@@ -9,11 +9,18 @@ that no update passes once the stop was heard: what is reported is what there is
 the ranks get from there to one state; what that needs is kept until the iteration counts: the reduced gradients, which
 lie in DDP's buckets anyway, and what `swift_recovery.undo` asks for, or, with *exact*, a copy.
 
-This module must never wait for a peer.
+Where ranks hold different parts of the model, those of one part may be through before those of another one are cut. So
+the iteration counts, and what it kept is let go, when all ranks have said at its end that their updates are complete:
+until then each can go back. (Updates that do not overlap are agreed on before they are made; these have been made.)
+
+On an accelerator the update is launched when the host knows that the reduction is complete (`reductions`).
+
+This module must never wait for a peer, but in `join_agreement`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +34,7 @@ from torch.optim import Optimizer
 
 from swift_agent import torch_private
 from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.reductions import Reductions
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
 from swift_recovery.errors import StateError
@@ -64,8 +72,8 @@ def mistakes(
         except StateError as error:
             # It may also look at all gradients before it changes the first parameter.
             found.append(f"{name}: {error}")
-        if any(p.device.type != "cpu" for p in parameters):
-            found.append(f"{name} updates parameters on an accelerator: overlap_update is for gloo and the CPU so far")
+        if kinds := sorted({p.device.type for p in parameters} - {"cpu", "cuda"}):
+            found.append(f"{name} updates parameters on {' and '.join(kinds)}: overlap_update is for the CPU and CUDA")
         if any(id(p) not in in_ddp for p in parameters):
             found.append(f"{name} updates parameters outside DistributedDataParallel: nothing reduces their gradients")
         shared = {owners[id(p)] for p in parameters if owners.setdefault(id(p), name) != name}
@@ -92,14 +100,15 @@ class Resumption:
 class OverlappedUpdates(UpdateTracker):
     """See the module. *names*: of the parameters, by id. Raises `UsageError` where `mistakes` finds any.
 
-    `updated` is true from the moment on when the last parameter has been updated.
+    *agree*: where ranks hold different parts of the model, see `UpdateTracker`. `updated` is true from the moment on
+    when the last parameter has been updated, or, with *agree*, when all ranks have said so.
     """
 
     def __init__(
         self, ddps: Sequence[DistributedDataParallel], optimizers: Mapping[str, Optimizer], names: Mapping[int, str],
-        supervisor: Supervisor | None, *, exact: bool,
+        supervisor: Supervisor | None, agree: Callable[[], None] | None = None, *, exact: bool,
     ) -> None:  # fmt: skip
-        super().__init__(optimizers, supervisor)
+        super().__init__(optimizers, supervisor, agree)
         self._exact = exact
         self.members = [
             Member(names[id(parameter)], name, number, parameter)
@@ -116,6 +125,8 @@ class OverlappedUpdates(UpdateTracker):
         self._versions: dict[int, tuple[int, int]] = {}
         self._hyper: dict[str, list[dict[str, Any]]] = {}
         self._resumption = self._expected = Resumption()
+        device = next((d for d in self._devices.values() if d is not None), None)
+        self._reductions = None if device is None else Reductions(device, self._is_stopped)
         for ddp in ddps:
             # DDP reads annotations, and takes none for the right ones.
             ddp.register_comm_hook(ddp, lambda ddp, bucket: self._reduce(ddp, bucket))
@@ -142,12 +153,24 @@ class OverlappedUpdates(UpdateTracker):
         self._expected = Resumption()
         self.settle()
 
+    def join_agreement(self) -> None:
+        """The iteration ends: return when the updates of all ranks are complete."""
+        if self._agree is None or self._ghost:
+            return
+        assert self._supervisor is not None
+        self._agree()
+        self._wait_for_gradients(next(iter(self._optimizers)))
+        with self._supervisor.fence:
+            self._supervisor.check()
+            self.updated = self._is_complete
+
     def cut(self) -> None:
         self._expected = Resumption()
         if self._supervisor is not None:
             with self._supervisor.changed:
                 self._attempt += 1  # what was reduced too late must not be updated any more
             self._supervisor.wait_updates()
+        self._wait_for_device()
         if self.updated:
             self._forget()
         elif not self._ghost:
@@ -169,6 +192,18 @@ class OverlappedUpdates(UpdateTracker):
         """The state that was to come is here; part of an update may be in it."""
         self._resumption = self._expected
         self._done.update(self._resumption.numbers)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._done) == len(self.members)
+
+    def _is_stopped(self) -> bool:
+        return self._supervisor is not None and self._supervisor.interrupted
+
+    def _wait_for_device(self) -> None:
+        """Updates are launched on streams of their own; what was kept was made there, and goes back there."""
+        if self._reductions is not None:
+            self._reductions.wait_for_device()
 
     def _forget(self) -> None:
         self._hyper.clear()
@@ -208,6 +243,7 @@ class OverlappedUpdates(UpdateTracker):
                     put_back(optimizer, member.parameter, kept)
                     restored.append(member.name)
                 self._done.discard(number)
+        self._wait_for_device()
         parts = []
         if undone:
             parts.append(f"undone, within the rounding of a step: {', '.join(undone)}")
@@ -269,8 +305,8 @@ class OverlappedUpdates(UpdateTracker):
                 )
             if self._versions.get(number) != (id(parameter.grad), parameter.grad._version):
                 raise UsageError(
-                    f"the gradient of {path} was changed between backward and {name}.step() (clipping?), but "
-                    f"{late} change gradients by hooks of the parameters."
+                    f"the gradient of {path} was changed between backward and {name}.step() (clipping? scale_grads of "
+                    f"a pipeline's schedule?), but {late} change gradients by hooks of the parameters."
                 )
         if name in self._hyper and [_hyper(group) for group in optimizer.param_groups] != self._hyper[name]:
             raise UsageError(
@@ -279,12 +315,13 @@ class OverlappedUpdates(UpdateTracker):
             )
 
     def _end_backward(self, numbers: Sequence[int]) -> None:
-        """The script goes on: remember what the gradients look like, for `_check_used`, and if the update is not
-        complete yet, keep them from what the script may do to DDP's buckets."""
+        """The script goes on: remember what the gradients look like, for `_check_used`, and if the update may be taken
+        back yet, keep them from what the script may do to DDP's buckets."""
         for number in numbers:
-            if number in self._reduced and not self.updated:
-                self._reduced[number] = self._reduced[number].clone()
             gradient = self.members[number].parameter.grad
+            reduced = self._reduced.get(number)
+            if reduced is not None and not self.updated and (not self._is_complete or _is_view(gradient, reduced)):
+                self._reduced[number] = reduced.clone()
             if gradient is not None:
                 self._versions[number] = (id(gradient), gradient._version)
 
@@ -302,9 +339,10 @@ class OverlappedUpdates(UpdateTracker):
             if resumption.is_silent:
                 buffer.zero_()
             buffer.mul_(group.size() / (group.size() - resumption.num_silent))
-        future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        future = work.get_future() if self._reductions is None else self._reductions.future_of(work, buffer)
         if self._ghost or not self._in_iteration:
-            return future.then(_tensor_of)  # type: ignore[no-any-return]
+            return future.then(_tensor_of)
         attempt, parameters, gradients = self._attempt, bucket.parameters(), bucket.gradients()
         numbers = [self._numbers[id(parameter)] for parameter in parameters if id(parameter) in self._numbers]
         if again := (self._done - resumption.numbers).intersection(numbers):
@@ -318,7 +356,7 @@ class OverlappedUpdates(UpdateTracker):
             for parameter, gradient in zip(parameters, gradients, strict=True)
             if id(parameter) in self._numbers and self._numbers[id(parameter)] not in resumption.numbers
         ]
-        return future.then(lambda done: self._update(attempt, pairs, done))  # type: ignore[no-any-return]
+        return future.then(lambda done: self._update(attempt, pairs, done))
 
     def _update(self, attempt: int, pairs: Sequence[tuple[int, Tensor]], future: Any) -> Tensor:
         reduced = _tensor_of(future)  # raises if the reduction has failed
@@ -330,7 +368,8 @@ class OverlappedUpdates(UpdateTracker):
             raise PeerFailure("stopped before an update")
         try:
             if attempt == self._attempt:
-                self._step(pairs)
+                with contextlib.nullcontext() if self._reductions is None else self._reductions.launching():
+                    self._step(pairs)
         finally:
             supervisor.end_update()
         return reduced
@@ -356,7 +395,7 @@ class OverlappedUpdates(UpdateTracker):
                 self.failed, self.mixed = error, True
                 raise
             self._done.update(number for number, _ in part)
-        if len(self._done) == len(self.members):
+        if self._agree is None and self._is_complete:
             self.updated = True
 
     def _step_of(self, optimizer: Optimizer, part: Sequence[tuple[int, Tensor]]) -> None:
@@ -381,12 +420,24 @@ class OverlappedUpdates(UpdateTracker):
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """For comparison; of a tensor what tells that it was changed, as its value may lie on a device."""
     return {
-        key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+        key: (id(value), value._version) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
     }
+
+
+def _is_view(gradient: Tensor | None, reduced: Tensor) -> bool:
+    """Whether who changes the one changes the other (`gradient_as_bucket_view`)."""
+    return (
+        gradient is not None and gradient.untyped_storage().data_ptr() == reduced.untyped_storage().data_ptr()
+    )
 
 
 def _tensor_of(future: Any) -> Tensor:
     value = future.value()
-    tensor: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    tensor: Tensor | None = value[0] if isinstance(value, (list, tuple)) else value
+    if tensor is None:
+        raise PeerFailure("stopped while gradients were being reduced")
     return tensor

@@ -185,8 +185,7 @@ class Protected:
                 if supervisor.interrupted:
                     supervisor.check()
                 result = call()
-                if not tracked.updates.num_steps:
-                    tracked.updates.join_agreement()
+                tracked.updates.join_agreement()
                 self._complete_iteration()
             except Exception as error:
                 if not self._was_cut(error):
@@ -343,6 +342,7 @@ class Protected:
         place.enter("iteration")
         try:
             call()
+            tracked.updates.join_agreement()
             self._complete_iteration()
         except BaseException:
             tracked.updates.cut()

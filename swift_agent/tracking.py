@@ -120,15 +120,16 @@ class Tracked:
             self.checkpoints = Checkpoints(checkpoints, rank, world_size, self.replicas, supervisor.note)
         self._supervisor = supervisor
         several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)
-        if overlap_update and len(self.replicas) < world_size:
+        if overlap_update and len(self.replicas) == 1 < world_size:
             raise UsageError(
-                "job.track(): overlap_update=True needs one set of replicas, of all ranks: of several sets one could "
-                "have made an update that another one cannot make any more; leave it out."
+                "job.track(): overlap_update=True needs replicas of what this rank holds: without any, there is no "
+                "reduction to overlap with; leave it out."
             )
+        agree = transfer.agree if supervisor and several_sets else None
         self.updates = (
-            overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, exact=exact)
+            overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, agree, exact=exact)
             if overlap_update
-            else UpdateTracker(optimizers, supervisor, transfer.agree if supervisor and several_sets else None)
+            else UpdateTracker(optimizers, supervisor, agree)
         )
         self._sharded = _sharded_roots(pending)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())

@@ -120,7 +120,9 @@ class UpdateTracker:
 
     def join_agreement(self) -> None:
         """The iteration ends; the others may wait for who makes no step in it."""
-        if self._agree is not None and not self._agreed and not self._ghost and not self._finishing:
+        if self._agree is None or self._stepped:
+            return
+        if not self._agreed and not self._ghost and not self._finishing:
             self._agreed = True
             self._agree()
 

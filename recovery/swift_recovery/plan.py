@@ -227,6 +227,8 @@ def _mend(
     updated = {rank: frozenset(report.updated) for rank, report in mixed.items()}
     first = next(iter(mixed.values()))
     if iteration > first.iteration:
+        # Who has made all of it and waits for the others has the state after it.
+        sound = sorted([*sound, *(rank for rank, have in updated.items() if len(have) == first.num_parameters)])
         if sound:
             return sound
         lead, found = forward(updated, first.num_parameters)

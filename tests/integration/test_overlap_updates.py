@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.errors import UsageError
+from swift_agent.overlap import OverlappedUpdates
+from swift_agent.reductions import Reductions
 from swift_agent.tracking import Tracked
 from swift_recovery.lamb import Lamb
 from tests.support.gloo_job import (  # noqa: F401 - fixtures
@@ -79,6 +81,9 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], overlap: bool, variant
     named = {str(n): optimizer for n, optimizer in enumerate(optimizers)}
     tracked = Tracked({"models": {"m": model}, "optimizers": named, "others": {}}, None, world_size(), None,
                       overlap_update=overlap)  # fmt: skip
+    if overlap and variant == "thread":  # as for an accelerator
+        assert isinstance(tracked.updates, OverlappedUpdates)
+        tracked.updates._reductions = Reductions(torch.device("cpu"), lambda: False)
     for t in range(ITERATIONS):
         tracked.begin(t)
         for micro in range(2 if variant == "accumulate" else 1):
@@ -109,7 +114,7 @@ def test_every_optimizer_ends_with_the_bits_of_plain_ddp(make_job: MakeJob) -> N
         assert found == dict.fromkeys(OPTIMIZERS, True)
 
 
-@pytest.mark.parametrize("variant", ["two", "accumulate", "view", "zeros", "frozen"])
+@pytest.mark.parametrize("variant", ["two", "accumulate", "view", "zeros", "frozen", "thread"])
 def test_ways_to_train(make_job: MakeJob, variant: str) -> None:  # noqa: F811
     names = ["SGD", "AdamW, foreach"]
     # Three ranks divide by 3 as DDP does only where gradients are copied into buckets; with views it depends on torch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.channel import Channel
-from swift_agent.errors import UsageError
+from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.overlap import OverlappedUpdates, mistakes
 from swift_agent.supervisor import Supervisor
 
@@ -55,10 +55,13 @@ class Training:
             self.backward(index)
             optimizer.step()
             optimizer.zero_grad()
+        self.updates.join_agreement()
         self.updates.finish()
 
 
-def training(count: int = 1, *, exact: bool = False, view: bool = False) -> Training:
+def training(
+    count: int = 1, *, exact: bool = False, view: bool = False, agree: Callable[[], None] | None = None
+) -> Training:
     torch.manual_seed(0)
     nets = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))) for _ in range(count)]
     models = [DDP(net, bucket_cap_mb=0.0004, gradient_as_bucket_view=view) for net in nets]
@@ -66,7 +69,7 @@ def training(count: int = 1, *, exact: bool = False, view: bool = False) -> Trai
     named = {str(number): optimizer for number, optimizer in enumerate(optimizers)}
     names = {id(p): f"{number}.{path}" for number, net in enumerate(nets) for path, p in net.named_parameters()}
     supervisor = Supervisor(Channel(socket.socketpair()[0]), 0)
-    made = Training(models, optimizers, OverlappedUpdates(models, named, names, supervisor, exact=exact))
+    made = Training(models, optimizers, OverlappedUpdates(models, named, names, supervisor, agree, exact=exact))
     made.iterate()  # so that there are states, and several buckets
     return made
 
@@ -97,6 +100,60 @@ def test_a_cut_between_two_backwards_is_taken_back(view: bool) -> None:
     assert said.startswith("undone, within the rounding of a step: 0.0.weight, 0.0.bias, ")
     assert job.updates.done == () and differ_at_most_by_an_undo(before, job.values(), moved)
     assert job.updates.take_back(range(6)) == "", "nothing is undone twice"
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_complete_update_can_be_taken_back_until_all_have_agreed(view: bool) -> None:
+    """Whatever the script did in the rest of the iteration."""
+
+    def agree() -> None:
+        if cuts:
+            raise RuntimeError("Connection closed by peer")
+
+    cuts: list[int] = []
+    job = training(view=view, agree=agree)
+    assert not job.updates._before_update, "what all have agreed on is let go"
+    before = job.values()
+    job.updates.begin()
+    job.backward()
+    moved = job.values()
+    job.optimizers[0].step()
+    job.optimizers[0].param_groups[0]["lr"] = 0.5
+    job.optimizers[0].zero_grad(set_to_none=False)
+    assert not job.updates.updated and job.updates.done == tuple(range(6))
+    cuts.append(1)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        job.updates.join_agreement()
+    job.updates.cut()
+    assert job.updates.done == tuple(range(6)) and not job.updates.updated
+    job.updates.take_back(job.updates.done)
+    assert job.updates.done == () and differ_at_most_by_an_undo(before, job.values(), moved)
+    cuts.clear()
+    job.updates.settle()
+    job.iterate()
+    job.updates.begin()
+    job.backward()
+    job.optimizers[0].step()
+    job.updates.join_agreement()
+    assert job.updates.updated and job.updates.done == ()
+
+
+def test_an_agreement_that_was_stopped_does_not_count() -> None:
+    """The stop comes when all have agreed, and before this rank has noted it."""
+    stopped: list[Supervisor] = []
+
+    def agree() -> None:
+        for supervisor in stopped:
+            supervisor.interrupted = True
+
+    job = training(agree=agree)
+    job.updates.begin()
+    job.backward()
+    assert job.updates._supervisor is not None
+    stopped.append(job.updates._supervisor)
+    with pytest.raises(PeerFailure):
+        job.updates.join_agreement()
+    assert not job.updates.updated and job.updates.done == tuple(range(6))
 
 
 def test_exact_puts_back_every_bit() -> None:

@@ -363,6 +363,39 @@ def test_two_replica_sets_go_back_together() -> None:
     assert carried_out(plan, reports, 4) == {rank: [5, 5, 5] for rank in range(4)}
 
 
+SETS = [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
+def test_every_mixture_of_two_replica_sets_ends_in_one_iteration() -> None:
+    """Ranks 0 and 2, 1 and 3. Nobody is after update 5 before all have made it: they say so to each other."""
+    everything = frozenset(range(3))
+    choices: list[Any] = [None, "after", *SUBSETS[:2], SUBSETS[-2], everything]
+    for situation in itertools.product(choices, repeat=4):
+        alive = [at for at in situation if at is not None]
+        if "after" in alive and not all(at in ("after", everything) for at in alive):
+            continue
+        if situation[0] == situation[2] is None or situation[1] == situation[3] is None:
+            continue
+        reports = [
+            holding(rank, 6, replicas=SETS[rank]) if at == "after" else mixed(rank, at, SETS[rank])
+            for rank, at in enumerate(situation)
+            if at is not None
+        ]
+        plan = make_plan(reports, 4)
+        held = carried_out(plan, reports, 4)
+        assert held == {rank: [plan.iteration] * 3 for rank in range(4)}, (situation, plan)
+        together = [
+            frozenset[int]().union(*(everything if at == "after" else at for at in situation[first::2] if at))
+            for first in (0, 1)
+        ]
+        assert plan.iteration == (6 if together == [everything] * 2 else 5), (situation, plan)
+        if plan.iteration == 6:
+            # Nothing moves to who has it all.
+            needy = {rank for rank, at in enumerate(situation) if at not in ("after", everything)}
+            leads = {rank for patch in plan.patches for rank in patch.targets}
+            assert set(plan.sources) == needy - leads and not plan.undone, (situation, plan)
+
+
 def test_the_plan_names_what_is_undone() -> None:
     plan = make_plan([mixed(0, {0, 1}), mixed(1, {0})], 3)
     assert plan.why.startswith("ranks [0, 1] undo update 5 of parameters 0, which all have made; "

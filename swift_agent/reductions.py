@@ -1,0 +1,88 @@
+"""When a reduction on an accelerator is complete, as the host knows it.
+
+torch's future of an NCCL collective is complete as soon as that is launched: what follows is ordered by streams. But an
+aborted one just ends, with garbage in its output, and an update launched behind it would take that in. So here a thread
+waits until the device is through, and what the future is used for runs then: on this thread, on a stream of torch's
+that waits for nothing any more, beside the backward.
+
+This module must never start CUDA before there is a reduction on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_POLL_S = 20e-6
+
+
+class Reductions:
+    """On *device*, whose reductions end in the order in which they begin. *is_stopped*: whether the groups are aborted,
+    or about to be."""
+
+    def __init__(self, device: torch.device, is_stopped: Callable[[], bool]) -> None:
+        self._device, self._is_stopped = device, is_stopped
+        self._waiting: queue.SimpleQueue[tuple[Any, Tensor, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: Any = None
+
+    def future_of(self, work: Any, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Has *tensor* as its value once *work*, which fills it, is complete, and None if it was cut."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="swift-reductions", daemon=True)
+            self._thread.start()
+        devices = [self._device] if self._device.type == "cuda" else []
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+        self._waiting.put((work, tensor, future))
+        return future
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """In what runs then: all goes to one stream. torch takes another one of 32 each time, and memory that was freed
+        on one is of no use to the others."""
+        if self._stream is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)  # what waits for the future waits for this one
+
+    def wait_for_device(self) -> None:
+        """Until all that was launched there is done: streams then need not wait for each other."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        while True:
+            work, tensor, future = self._waiting.get()
+            # If the groups are not stopped after it they were not before: what is there is whole.
+            future.set_result(tensor if self._is_complete(work) and not self._is_stopped() else None)
+            del work, tensor, future  # not held until the next one comes
+
+    def _is_complete(self, work: Any) -> bool:
+        try:
+            if self._stream is None:
+                work.wait()
+                return True
+            with torch.cuda.stream(self._stream):
+                work.wait()  # with NCCL it is the stream that waits
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+        except RuntimeError:
+            return False
+        while not event.query():  # type: ignore[no-untyped-call]
+            if self._is_stopped():
+                return False
+            time.sleep(_POLL_S)
+        return True
