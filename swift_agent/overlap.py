@@ -158,8 +158,15 @@ class OverlappedUpdates(UpdateTracker):
         if self._agree is None or self._ghost:
             return
         assert self._supervisor is not None
-        self._agree()
-        self._wait_for_gradients(next(iter(self._optimizers)))
+        try:
+            self._agree()
+            self._wait_for_gradients(next(iter(self._optimizers)))
+        except Exception as error:
+            if not (self._is_complete and self.goes_on(error)):
+                raise
+            self.updated = True
+            self._supervisor.leave()
+            return
         with self._supervisor.fence:
             self._supervisor.check()
             self.updated = self._is_complete

@@ -486,11 +486,14 @@ class Protected:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether *error* is what torch raises when a connection of a process group breaks."""
+    """Whether *error* is what torch raises when a connection of a process group breaks, or is caused by that: a
+    pipeline's stage raises an error of its own for what fails in its backward."""
     if isinstance(error, (dist.DistError, PeerFailure)):
         return True
     if isinstance(error, SwiftError):
         return False  # its text may name our package, as that of our stores' errors does
+    if error.__cause__ is not None and is_communication_error(error.__cause__):
+        return True
     text = str(error).lower()
     marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out")
     return isinstance(error, RuntimeError) and any(mark in text for mark in marks)

@@ -5,14 +5,16 @@ Imports nothing of it: a script without pipelines does not pay for them. It must
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from swift_agent.errors import SwiftError
 
@@ -51,6 +53,27 @@ def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], Abstrac
             return original(schedule, *args, **kwargs)
 
     setattr(kind, name, initialize)
+
+
+@contextlib.contextmanager
+def without_last_backward() -> Iterator[None]:
+    """Inside, stages in DDP do not reduce their gradients after the last micro-batch, which they do with or without
+    `no_sync`."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None:
+        yield
+        return
+    original = stages._PipelineStageBase.backward_maybe_with_nosync
+
+    def backward(stage: Any, kind: str, arguments: dict[str, Any], last_backward: bool = False) -> Any:
+        last_backward = last_backward and not isinstance(stage.submod, DistributedDataParallel)
+        return original(stage, kind, arguments, last_backward=last_backward)
+
+    stages._PipelineStageBase.backward_maybe_with_nosync = backward
+    try:
+        yield
+    finally:
+        stages._PipelineStageBase.backward_maybe_with_nosync = original
 
 
 def change_mode_of_schedule(schedule: Any) -> None:

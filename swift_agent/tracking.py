@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,8 @@ class Tracked:
             if overlap_update
             else UpdateTracker(optimizers, supervisor, agree)
         )
+        if overlap_update:
+            torch_pipelining.watch_schedules(lambda schedule, first: _without_reduction(ddps if first else ()))
         self._sharded = _sharded_roots(pending)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
@@ -216,8 +218,8 @@ class Tracked:
         the same decision, and gradients of this rank alone say nothing about it: it is shown zeros.
         """
         with contextlib.ExitStack() as stack:
-            for keeper in self.keepers:
-                stack.enter_context(keeper.ddp.no_sync())
+            stack.enter_context(_without_reduction(keeper.ddp for keeper in self.keepers))
+            stack.enter_context(torch_pipelining.without_last_backward())
             if finite and self._scaled:
                 for parameter in self.state.parameters():
                     if parameter.requires_grad:
@@ -240,6 +242,16 @@ class Tracked:
 def _ddps(pending: Pending) -> list[DistributedDataParallel]:
     modules = {id(module): module for model in pending["models"].values() for module in model.modules()}
     return [module for module in modules.values() if isinstance(module, DistributedDataParallel)]
+
+
+@contextlib.contextmanager
+def _without_reduction(ddps: Iterable[DistributedDataParallel]) -> Iterator[None]:
+    """When a pipeline's stages tell each other shapes they run their modules, too: DDP takes that for the forward
+    before the next backward, and would reduce the gradients of the first micro-batch."""
+    with contextlib.ExitStack() as stack:
+        for module in ddps:
+            stack.enter_context(module.no_sync())
+        yield
 
 
 def _clear_gradient(parameter: Tensor) -> None:

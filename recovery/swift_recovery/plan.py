@@ -294,9 +294,11 @@ def _from(checkpoint: int) -> str:
 
 def _why_mended(iteration: int, undone: Mapping[int, tuple[int, ...]], patches: Iterable[Patch]) -> list[str]:
     parts = []
-    if undone:
-        numbers = ranges_of(number for parameters in undone.values() for number in parameters)
-        parts.append(f"ranks {sorted(undone)} undo update {iteration} of parameters {numbers}, which all have made")
+    by_numbers: dict[str, list[int]] = {}  # those of one replica set have the same ones
+    for rank, numbers in sorted(undone.items()):
+        by_numbers.setdefault(ranges_of(numbers), []).append(rank)
+    for parameters, ranks in by_numbers.items():
+        parts.append(f"ranks {ranks} undo update {iteration} of parameters {parameters}, which all have made")
     for patch in patches:
         parts.append(f"ranks {list(patch.targets)} get parameters {ranges_of(patch.parameters)} of iteration "
                      f"{iteration} from rank {patch.source}")

@@ -2,6 +2,7 @@
 
 "tensor": layers split by hand, as Megatron does it, in DDP; "dtensor": by `parallelize_module`, in `fully_shard`, which
 replicates them; "pipeline": two stages of `torch.distributed.pipelining`, 1F1B over four micro-batches, each in DDP.
+*overlap*: parameters are updated in the backward.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def whole_batch(net: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.
 def pipelined(net: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor, torch.Tensor], Any]:
     number, group = mesh.get_local_rank("model"), mesh["model"].get_group()
     stage = PipelineStage(net, number, 2, torch.device("cpu"), group=group)  # its stages tell each other the shapes
-    schedule = Schedule1F1B(stage, NUM_CHUNKS, loss_fn=F.cross_entropy)
+    # What scales the gradients after the backward comes too late for updates in the backward.
+    schedule = Schedule1F1B(stage, NUM_CHUNKS, loss_fn=F.cross_entropy, scale_grads=not ORDERS.get("overlap"))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         return schedule.step(x) if number == 0 else schedule.step(target=y, losses=[])
@@ -166,7 +168,8 @@ def main() -> None:
     net = {"tensor": split_by_hand, "dtensor": split_by_torch, "pipeline": stage_of}[layout](mesh)
     step = pipelined(net, mesh) if layout == "pipeline" else whole_batch(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    job.track(model=net, optimizer=optimizer)
+    overlap = ORDERS.get("overlap", False)
+    job.track(model=net, optimizer=optimizer, overlap_update=overlap, exact=overlap)
 
     @job.iteration
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -1,9 +1,11 @@
 """The training script of test_overlap: updates overlap the backward, and ranks die between two chosen buckets of one.
 
-Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "noise", "faults":
-[{"iteration", "victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In that iteration the
-victim kills itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the backward), once every
-other rank has updated all earlier ones but its refused ones; these it finds stopped. *then*: that rank kills itself in
+Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "noise", "sets",
+"faults": [{"iteration", "victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In that
+iteration the victim kills itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the backward;
+`AGREED`: when all are through), once every other rank has updated all earlier ones but its refused ones, and ranks that
+hold another part of the model than it have updated all; the refused ones a rank finds stopped. *sets*: ranks 0 and 2
+hold one half of each layer, as tensor parallelism splits it, and 1 and 3 the other. *then*: that rank kills itself in
 the recovery, after it has undone what it had to, or has got the first parameters from another rank. *verify*: that
 rank kills itself when all have the state again. *noise*: a replacement sees other data in the iteration that is
 repeated.
@@ -25,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import swift_agent as swift
@@ -38,6 +42,7 @@ ORDERS = json.loads(os.environ["FAULT_ORDERS"])
 DIR = Path(ORDERS["dir"])
 RANK = int(os.environ["RANK"])
 BUCKETS, STEPS = 3, 5  # of a backward; between changes of the learning rate
+AGREED = BUCKETS + 1
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 now: dict[str, Any] = {"iteration": -1, "bucket": 0, "buckets": {}, "fault": None}
 
@@ -69,7 +74,8 @@ def die_if_due(bucket: int) -> None:
     if order["victim"] != RANK or order["bucket"] != bucket:
         return
     for rank in set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}:
-        for earlier in set(range(bucket)) - set(refused(order, rank)):
+        complete = ORDERS.get("sets") and rank % 2 != RANK % 2
+        for earlier in set(range(BUCKETS if complete else min(bucket, BUCKETS))) - set(refused(order, rank)):
             wait_until((DIR / f"updated.{now['iteration']}.{rank}.{earlier}").exists)
     (DIR / f"fired.{index}").touch()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -77,6 +83,7 @@ def die_if_due(bucket: int) -> None:
 
 def arm() -> None:
     reduce, update = OverlappedUpdates._reduce, OverlappedUpdates._update
+    join = OverlappedUpdates.join_agreement
     take_back, install, compare = OverlappedUpdates.take_back, OverlappedUpdates.install, Rejoin._compare
 
     def armed_reduce(self: OverlappedUpdates, ddp: Any, bucket: Any) -> Any:
@@ -114,13 +121,55 @@ def arm() -> None:
         install(self, *args, **options)
         die_in_recovery("then")
 
+    def armed_join(self: OverlappedUpdates) -> None:
+        join(self)
+        die_if_due(AGREED)
+
     def armed_compare(self: Rejoin) -> None:
         die_in_recovery("verify")
         compare(self)
 
     OverlappedUpdates._reduce, OverlappedUpdates._update = armed_reduce, armed_update
     OverlappedUpdates.take_back, OverlappedUpdates.install = armed_take_back, armed_install
+    OverlappedUpdates.join_agreement = armed_join
     Rejoin._compare = armed_compare
+
+
+class Sum(torch.autograd.Function):
+    """The outputs of the parts of a layer are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Part(nn.Module):
+    """Of a layer what takes half of its inputs. (The gradients of the other half are not summed up: this trains in its
+    own way, but the same each time, and no rank waits for another part's in the backward.)"""
+
+    def __init__(self, inputs: int, outputs: int, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, part = mesh["model"].get_group(), mesh.get_local_rank("model")
+        self.columns = slice(part * inputs // 2, (part + 1) * inputs // 2)
+        self.layer = nn.Linear(inputs // 2, outputs, bias=False)
+        with torch.no_grad():
+            self.layer.weight.mul_(1 + part)  # the parts differ
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Sum.apply(self.layer(x[:, self.columns]), self.group)
+        return y
+
+
+def split(net: nn.Module) -> tuple[nn.Module, DeviceMesh]:
+    """Each rank holds its half of *net*, and the other dimension of the mesh is data parallel."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return nn.Sequential(Part(16, 64, mesh), nn.Tanh(), Part(64, 64, mesh), nn.Tanh(), Part(64, 4, mesh)), mesh
 
 
 def make_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
@@ -149,7 +198,11 @@ def main() -> None:
         nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1),
         nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4),
     )  # fmt: skip
-    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    if ORDERS.get("sets"):
+        net, mesh = split(net)
+        model = DistributedDataParallel(net, bucket_cap_mb=0.0004, process_group=mesh["data"].get_group())
+    else:
+        model = DistributedDataParallel(net, bucket_cap_mb=0.01)
     optimizers = make_optimizers(net)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, STEPS, 0.8) for optimizer in optimizers]
     job.track(
@@ -191,7 +244,9 @@ def main() -> None:
 
     for number in job.iterations(ORDERS["iterations"]):
         first = not before and number > 0
-        generator = torch.Generator().manual_seed(100 * number + RANK + (50 if first and ORDERS.get("noise") else 0))
+        of_batch = RANK // 2 if ORDERS.get("sets") else RANK
+        of_batch += 50 if first and ORDERS.get("noise") else 0
+        generator = torch.Generator().manual_seed(100 * number + of_batch)
         x = torch.randn(16, 16, generator=generator)
         assert torch.isfinite(train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long()))
     digest = hashlib.sha256()

@@ -21,6 +21,13 @@ from swift_agent.tracking import Tracked
 from swift_recovery.plan import Plan
 
 
+def caused(text: str, by: Exception) -> RuntimeError:
+    """As a stage of `torch.distributed.pipelining` raises it."""
+    error = RuntimeError(text)
+    error.__cause__ = by
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -30,6 +37,8 @@ from swift_recovery.plan import Plan
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42197"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection"), False),
+        (caused("Failed to run stage backward", by=RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")), True),
+        (caused("Failed to run stage backward", by=RuntimeError("mat1 and mat2 cannot be multiplied")), False),
         # Asked about, it would keep the script for 30 s, and then be called a failed collective.
         (UsageError("swift_agent.init() was called twice"), False),
     ],

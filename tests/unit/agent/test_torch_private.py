@@ -451,6 +451,31 @@ def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------------------ pipelining
 
 
+def test_a_stage_in_ddp_reduces_once_or_not_at_all(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prepares for the reduction after the last micro-batch whatever `no_sync` says; and in the first step,
+    when shapes are found out, also after the first one."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    monkeypatch.setattr(schedules.PipelineScheduleSingle, "_initialize_stage",
+                        schedules.PipelineScheduleSingle._initialize_stage)  # fmt: skip
+    model = DDP(torch.nn.Linear(3, 3))
+    torch_pipelining.watch_schedules(lambda schedule, first: model.no_sync())
+    reduced: list[int] = []
+
+    def hook(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(step)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, lambda state, bucket: hook(bucket))
+    schedule = schedules.Schedule1F1B(PipelineStage(model, 0, 1, torch.device("cpu")), 4, loss_fn=torch.nn.MSELoss())
+    for step in range(3):
+        with torch_pipelining.without_last_backward() if step == 1 else contextlib.nullcontext():
+            schedule.step(torch.ones(8, 3), target=torch.zeros(8, 3))
+    assert reduced == [0, 2]
+
+
 @pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a pipeline of one rank, with one stage or two: the step after it gives what it would have given."""
