@@ -34,7 +34,8 @@ def held(generation: GenerationRecord, workers: Workers, kept: Held | None) -> t
             return None
         report = worker.report
         if report["status"] == "holding":
-            found.append(Held(worker.local_rank, int(report["iteration"]), int(report.get("sections", 0))))
+            iteration, sections = int(report["iteration"]), int(report.get("sections", 0))
+            found.append(Held(worker.local_rank, iteration, sections, is_mixed=bool(report.get("updated"))))
     return tuple(one.to_json() for one in found)
 
 

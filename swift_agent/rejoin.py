@@ -131,6 +131,9 @@ class Rejoin:
             store.close()
 
     def _keep(self, go: Go) -> None:
+        updates = self._tracked.updates
+        if isinstance(updates, OverlappedUpdates) and (said := updates.take_back(updates.done)):
+            self._supervisor.note(f"update {go.plan.iteration}: {said}")
         kept_state.keep(go.kept, go.plan.iteration, self._tracked, self._place.offer())
         self._supervisor.send({"op": "kept", "iteration": go.plan.iteration, "sections": go.plan.sections})
 

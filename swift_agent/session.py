@@ -169,11 +169,6 @@ class Job:
             raise UsageError(
                 "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
             )
-        if os.environ.get(ENV_SIZES) and self._overlap_update and self._supervisor:
-            raise UsageError(
-                f"--nnodes {os.environ[ENV_SIZES]}: a job that changes its size cannot take up the middle of an update "
-                "yet; give one number of nodes, or track without overlap_update."
-            )
         self._place.seeds.settle()
         logs = self._is_stage if self._log_messages is None else self._log_messages
         tracked = Tracked(

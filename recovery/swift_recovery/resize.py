@@ -19,18 +19,24 @@ FILE = -1
 
 @dataclass(frozen=True)
 class Held:
-    """A complete state of *iteration* on a node: in the worker of *local_rank*, or in its `FILE`."""
+    """A state of *iteration* on a node: in the worker of *local_rank*, or in its `FILE`. *is_mixed*: a part of the next
+    update is in it, which that worker takes back before it keeps the state."""
 
     local_rank: int
     iteration: int
     sections: int = 0
+    is_mixed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self).copy()
+        data = vars(self).copy()
+        if not self.is_mixed:
+            del data["is_mixed"]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Held:
-        return cls(int(data["local_rank"]), int(data["iteration"]), int(data["sections"]))
+        is_mixed = bool(data.get("is_mixed", False))
+        return cls(int(data["local_rank"]), int(data["iteration"]), int(data["sections"]), is_mixed)
 
 
 def make_resize_plan(held: Mapping[int, Iterable[Held]], num_slots: int, num_workers: int) -> Plan:
@@ -41,15 +47,20 @@ def make_resize_plan(held: Mapping[int, Iterable[Held]], num_slots: int, num_wor
         return Plan("restart", "no worker holds a state that could go on with another number of ranks")
     keepers: dict[int, int] = {}
     sections = 0
-    for slot, ones in sorted(by_slot.items()):
-        sound = [one for one in ones if one.iteration == newest]
-        if sound:
+    newest_of = {slot: [one for one in ones if one.iteration == newest] for slot, ones in sorted(by_slot.items())}
+    all_mixed = all(one.is_mixed for ones in newest_of.values() for one in ones)
+    for slot, ones in newest_of.items():
+        sound = [one for one in ones if one.is_mixed == all_mixed]
+        # What is undone differs by roundings from node to node: all get what one of them has then.
+        if sound and not (all_mixed and keepers):
             keepers[slot] = min(one.local_rank for one in sound)  # a file first
-            sections = max(sections, *(one.sections for one in sound))
+        sections = max(sections, *(one.sections for one in ones), 0)
     ranks = range(num_slots * num_workers)
     loaded = [rank for rank in ranks if rank // num_workers in keepers]
     others = [rank for rank in ranks if rank // num_workers not in keepers]
     sources = {rank: loaded[index % len(loaded)] for index, rank in enumerate(others)}
     layouts = {rank: loaded[0] for rank in ranks if rank != loaded[0]}
     why = f"{len(ranks)} new ranks go on with iteration {newest}, which the nodes of slots {sorted(keepers)} keep"
+    if all_mixed:
+        why += "; what all have made of the update after it is taken back there"
     return Plan("copy", why, newest, sections, sources, layouts, keepers=keepers, loads=tuple(loaded))

@@ -168,6 +168,24 @@ def test_a_job_that_is_recovered_in_place_grows_between_two_iterations(nodes: Ca
     assert "equal checksums" in job.text() and "from a common boundary" in job.text()
 
 
+def test_an_update_that_is_cut_as_the_job_shrinks_is_taken_back_on_one_node(nodes: Callable[..., Nodes]) -> None:
+    job = nodes("swift-run", TRACKED, PACE_S="0.1", STRUCK="c", CUT="4")
+    directory = job.directory
+    for node in "abc":
+        job.start(node)
+    wait_for(lambda: (directory / "struck").exists(), 90, "the end of c")
+    job.kill("c")
+    wait_for(lambda: Story(directory).newest[1] == 2, 90, f"shrinking\n{job.text()}")
+    (directory / "free").touch()
+    job.finish()
+    story, text = Story(directory), job.text()
+    assert story.worlds == [3, 2] and (directory / "struck").exists(), text
+    assert "what all have made of the update after it is taken back there" in text
+    assert text.count("put back from copies, bit for bit: ") == 1, text
+    story.check(text, {"c"})
+    assert {(directory / f"end.{rank}").read_text() for rank in range(2)} == {story.lines[max(story.lines)][0]["after"]}
+
+
 def test_it_goes_on_whoever_is_lost_while_its_size_changes(nodes: Callable[..., Nodes]) -> None:
     """The newcomer dies when the old workers have ended: only files have the state. Then another comes, and rank 0's
     node, with the stores and the coordinator, is lost without anybody to take its place."""

@@ -2,7 +2,9 @@
 
 Every rank leaves a line per iteration in `log.{rank}.{pid}`: which iteration, the size of the world, the samples, and
 hashes of parameters and optimizer state before and after it. An iteration takes $PACE_S until the file `free` is there.
-On the node $STRUCK the first worker that starts in a world of three dies with its agent, once.
+On the node $STRUCK the first worker that starts in a world of three dies with its agent, once. With $CUT parameters are
+updated in the backward, and the worker of that node dies with its agent in an iteration of that number or later, once,
+when the others have updated the parameters of the first bucket, and it has not.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import swift_agent as swift
+from swift_agent.overlap import OverlappedUpdates
 
 OUT = Path(os.environ["OUT"])
 NUM_SAMPLES, BATCH, NUM_EPOCHS = 360, 4, 2
@@ -42,6 +47,32 @@ def strike() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def cut_an_update(number: Callable[[], int]) -> None:
+    """See the module. *number*: of the iteration."""
+    reduce, update = OverlappedUpdates._reduce, OverlappedUpdates._update
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def others_are_ready() -> bool:
+        return all((OUT / f"updated.{number()}.{other}").exists() for other in set(range(world)) - {rank})
+
+    def armed_reduce(self: OverlappedUpdates, ddp: Any, bucket: Any) -> Any:
+        due = world == 3 and number() >= int(os.environ["CUT"]) and not (OUT / "struck").exists()
+        if due and os.environ["NODE"] == os.environ["STRUCK"] and bucket.index() == 1:
+            while not others_are_ready():
+                time.sleep(0.001)
+            (OUT / "struck").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reduce(self, ddp, bucket)
+
+    def armed_update(self: OverlappedUpdates, attempt: int, pairs: Any, future: Any) -> Any:
+        result = update(self, attempt, pairs, future)
+        (OUT / f"updated.{number()}.{rank}").touch()
+        return result
+
+    OverlappedUpdates._reduce, OverlappedUpdates._update = armed_reduce, armed_update
+
+
 def digest(*objects: nn.Module | torch.optim.Optimizer) -> str:
     found = hashlib.sha256()
     for one in objects:
@@ -55,18 +86,24 @@ def digest(*objects: nn.Module | torch.optim.Optimizer) -> str:
 
 
 def main() -> None:
-    strike()
+    overlap = "CUT" in os.environ
+    if not overlap:
+        strike()
     torch.set_num_threads(1)
     torch.manual_seed(7)
     job = swift.init()
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.0005 if overlap else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     data = Points()
     sampler = DistributedSampler(data, num_replicas=job.world_size, rank=job.rank, seed=3)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
-    job.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    job.track(
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, overlap_update=overlap, exact=overlap
+    )
+    if overlap:
+        cut_an_update(lambda: job.iteration_number)
     log = open(OUT / f"log.{job.rank}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115 - kept for the process' life
 
     @job.iteration
