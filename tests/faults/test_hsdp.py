@@ -6,25 +6,25 @@ state at the end are bit for bit those of an undisturbed run.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.support.etcd_cluster import wait_for
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "hsdp_train.py"
 Start = Callable[..., Outcome]
 
 # Places in an iteration; a node is lost at each pair of them in one job, first ranks 2 and 3, then 0 and 1.
-PLACES = [
-    ("forward", "backward"),
-    ("backward", "before_step"),
-    ("before_step", "after_step"),
-    ("after_step", "between"),
-    ("agree", "agreed"),
-]
+PLACES = [("backward", "after_step"), ("agree", "agreed")]
+# Of the job in which nodes are lost at any moment: iterations, seconds of each, lost nodes.
+ITERATIONS, PACE_S, NUM_LOST = 80, 0.4, 10
 
 
 @pytest.fixture
@@ -37,7 +37,11 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> str:
-    agents = Agents(tmp_path_factory.mktemp("hsdp"), etcd, job_id="hsdp", orders={"model": "hsdp"}, script=SCRIPT)
+    return hash_of_undisturbed(tmp_path_factory.mktemp("hsdp"), etcd)
+
+
+def hash_of_undisturbed(directory: Path, etcd: str, **orders: Any) -> str:
+    agents = Agents(directory, etcd, job_id=directory.name, orders={"model": "hsdp", **orders}, script=SCRIPT)
     outcome = agents.run()
     assert set(outcome.exit_codes.values()) == {0} and len(outcome.hashes) == 1, outcome.text()
     return outcome.hashes.pop()
@@ -71,6 +75,38 @@ def test_nodes(places: tuple[str, str], run: Start, undisturbed: str) -> None:
     outcome = run(faults, nodes="abcd", options=("--spares", "2"))
     assert_same(outcome, undisturbed, {0, 1, 2, 3})
     assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0], outcome.text()
+
+
+def test_either_node_at_random_moments(make_agents: Callable[..., Agents], etcd: str, tmp_path: Path) -> None:
+    """Ten nodes are lost, each at any moment after the recovery from the one before."""
+    seed = random.SystemRandom().randrange(1_000_000)
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    agents = make_agents(
+        orders={"model": "hsdp", "iterations": ITERATIONS, "stretch_s": PACE_S}, script=SCRIPT, max_restarts=3,
+        options=("--spares", "2"),
+    )  # fmt: skip
+    names = iter(f"n{number}" for number in range(4 + NUM_LOST))
+    for _ in range(4):
+        agents.start(next(names))
+    wait_for(lambda: len(list(agents.directory.glob("pids.*"))) == 4, 60, "training")
+    for number in range(NUM_LOST):
+        time.sleep(choose.uniform(0.0, 2 * PACE_S))
+        pid = int((agents.directory / f"pids.{choose.choice((0, 2))}").read_text().split()[-1])
+        agent = psutil.Process(pid).ppid()
+        agents.kill_node(next(name for name, process in agents.running.items() if process.pid == agent))
+        agents.start(next(names))
+        # Of a coordinator that is lost the lines stay.
+        recovered = lambda: agents.outcome(0).text().count("] recovered: generation ")  # noqa: E731
+        wait_for(lambda: recovered() > number, 60, f"recovery {number}\n{agents.outcome(0).text()}")  # noqa: B023
+    assert not list(agents.directory.glob("result.*")), "the job has ended too early to lose all of them"
+    (agents.directory / "hurry").touch()
+    outcome = agents.wait()
+    text = outcome.text()
+    assert sorted(code or 0 for code in outcome.exit_codes.values()) == [-9] * NUM_LOST + [0] * 4, text
+    assert "all workers restart" not in text and "replicas have equal checksums" in text, text
+    (reference := tmp_path / "undisturbed").mkdir()
+    assert outcome.hashes == {hash_of_undisturbed(reference, etcd, iterations=ITERATIONS)}, text
 
 
 def test_shards_without_replicas_are_told_at_the_start(run: Start) -> None:
