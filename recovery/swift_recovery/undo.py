@@ -29,7 +29,7 @@ from swift_recovery.undo_rules import RULES, Rule
 class Kept:
     """What `undo` needs of one parameter from before its step.
 
-    *hyper*: hyper-parameters of its group in that step, tensors as numbers. *fresh*: the step made its state, so an
+    *hyper*: hyper-parameters of its group in that step, copies of tensors. *fresh*: the step made its state, so an
     undo removes it. *values*: numbers and copies of tensors by name, as its `Rule` asks for.
     """
 
@@ -67,6 +67,15 @@ def _check_parameter(optimizer: Optimizer, hyper: Mapping[str, Any], parameter: 
     name = type(optimizer).__name__
     if parameter.is_complex():
         raise StateError(f"a step of {name} with a complex parameter cannot be undone")
+    if hyper.get("differentiable"):
+        raise StateError(f"a step of {name} with differentiable=True cannot be undone: it is part of a graph")
+    tensors = [key for key, value in hyper.items() if key not in {"params", "lr"} and _has_tensor(value)]
+    if tensors:
+        # torch rounds them, and what it makes of them, in one way for each way of a step.
+        raise StateError(
+            f"a step of {name} with {' and '.join(tensors)} as tensors cannot be undone: pass numbers; only lr may be "
+            "a tensor"
+        )
     if name == "SGD" and all(hyper.get(key) for key in ("nesterov", "foreach")) and not (
         hyper["weight_decay"] or hyper["maximize"]
     ):
@@ -95,9 +104,15 @@ def table() -> str:
 
 
 def keep(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Kept:
-    """Before the step of *parameter*, which is in *group*. Costs no copy of a tensor unless the rule says so."""
+    """Before the step of *parameter*, which is in *group*. Costs no copy of a tensor unless the rule says so, but for
+    scalars; never waits for a device."""
     rule = rule_of(optimizer)
-    hyper = {name: _number(value) for name, value in group.items() if name != "params"}
+    # A scheduler writes into a learning rate that is a tensor.
+    hyper = {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
     state = optimizer.state.get(parameter) or {}
     # SGD makes its buffer only when it needs one, with an entry that may be there already.
     fresh = not any(isinstance(value, Tensor) for value in state.values())
@@ -115,17 +130,14 @@ def undo(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, kept: Kept) 
     if gradient.is_sparse:
         raise StateError(f"a step of {type(optimizer).__name__} with a sparse gradient cannot be undone")
     _check_parameter(optimizer, kept.hyper, parameter)
-    hyper, values, state = kept.hyper, kept.values, optimizer.state[parameter]
+    hyper, values, state = dict(kept.hyper), kept.values, optimizer.state[parameter]
+    if isinstance(hyper.get("lr"), Tensor):
+        hyper["lr"] = hyper["lr"].item() if hyper.get("fused") else hyper["lr"].reshape(())
     direction = -gradient if hyper.get("maximize") else gradient
     rule.undo(hyper, parameter.detach(), direction, state, values)
     if kept.fresh:
         optimizer.state.pop(parameter, None)
 
 
-def _number(value: Any) -> Any:
-    """A tensor of one element, such as a learning rate, as the number that it holds now; waits for its device."""
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, tuple):
-        return tuple(map(_number, value))
-    return value
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(each, Tensor) for each in (value if isinstance(value, (list, tuple)) else [value]))

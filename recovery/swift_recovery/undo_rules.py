@@ -20,8 +20,14 @@ rounded is larger than their sum: *a* is the gradient's term, lr (g + wd p) or N
 root. It is 0 for nesterov without weight decay, where the sum comes out the same.
 
 Adadelta works its update out with the undone average, whose error is one of 23 u at most in the root: 32 u |p' - p|
-more. torch's foreach, fused and capturable code orders the operations of an update in other ways: 12 u
-(|p' - p| + |a|) more, for six roundings here and six there.
+more. torch's foreach and fused code orders the operations of an update in other ways: 12 u (|p' - p| + |a|) more, for
+six roundings here and six there. What `undo_capturable` takes back, the steps of Adam, AdamW, NAdam, RAdam and Adamax
+with capturable=True, needs nothing more, foreach or not; other optimizers hardly use scalars, and have the same bound
+with it as without.
+
+A learning rate that is a tensor counts with the roundings of its own dtype: torch works out lr / (1 - beta**t) or
+1 - lr wd in that dtype, and in places rounds it to that of the parameter. So *lr* stays a tensor here, and the same is
+done with it; where torch made a number of it (alpha=, the fused kernels) it is made one.
 
 An average m' = b m + w e of e = g + wd p, and one of its squares, v' = b v + w e e, with |e| = |g| + wd |p|, since a
 sum that cancels keeps the rounding of its parts:
@@ -46,7 +52,9 @@ import torch
 from torch import Tensor, optim
 from torch.optim import _muon
 
+from swift_recovery import undo_capturable as capturable
 from swift_recovery.lamb import Lamb, adaptive
+from swift_recovery.undo_capturable import is_capturable, is_foreach
 
 Hyper = Mapping[str, Any]
 State = MutableMapping[str, Any]
@@ -58,8 +66,8 @@ MIN_FACTOR = 1e-2
 
 @dataclass(frozen=True)
 class Rule:
-    """*needs*: what has to be kept besides gradient and hyper-parameters; `keep` gives it. *note*: for people, what is
-    special."""
+    """*needs*: what has to be kept besides gradient and hyper-parameters; `keep` gives it, without ever waiting for a
+    device: a scalar of the state is kept as a tensor. *note*: for people, what is special."""
 
     needs: Literal["nothing", "a number", "the parameter if weight decay is coupled", "two tensors"]
     undo: Callable[[Hyper, Tensor, Tensor, State, Values], None]
@@ -90,12 +98,16 @@ def _with_decay(g: Tensor, p: Tensor, hyper: Hyper) -> Tensor:
 
 def _undecay(p: Tensor, hyper: Hyper) -> None:
     if hyper["weight_decay"] != 0:
-        p.div_(1 - hyper["lr"] * hyper["weight_decay"])
+        p.div_(1 - hyper["lr"] * hyper["weight_decay"])  # a tensor where lr is one, as in the step
 
 
 def _keep_parameter(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
     """For a step p' = p - r (g + wd p), in which r is large where gradients are small: with r wd = 1 no p is left."""
     return {} if hyper["weight_decay"] == 0 or hyper.get("decoupled_weight_decay") else {"parameter": p.clone()}
+
+
+def _copies(state: State, *names: str) -> dict[str, Any]:
+    return {name: state[name].clone() for name in names if name in state}
 
 
 def _step_back(state: State) -> float:
@@ -109,7 +121,8 @@ def _step_back(state: State) -> float:
 
 
 def _sgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    lr, momentum, decay, buffer = hyper["lr"], hyper["momentum"], hyper["weight_decay"], state.get("momentum_buffer")
+    lr, momentum, decay = float(hyper["lr"]), hyper["momentum"], hyper["weight_decay"]
+    buffer = state.get("momentum_buffer")
     if momentum == 0:
         p.add_(g, alpha=lr).div_(1 - lr * decay)  # p' = p - lr (g + wd p)
         return
@@ -130,10 +143,14 @@ def _keep_sgd(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
 
 def _adam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
     beta1, beta2 = hyper["betas"]
-    number = _step_back(state)
-    largest = state["max_exp_avg_sq"] if hyper["amsgrad"] else state["exp_avg_sq"]
-    root = (largest.sqrt() / math.sqrt(1 - beta2**number)).add_(hyper["eps"])
-    p.addcdiv_(state["exp_avg"], root, value=hyper["lr"] / (1 - beta1**number))
+    if is_capturable(hyper):
+        capturable.adam(hyper, p, state)
+        _step_back(state)
+    else:
+        number = _step_back(state)
+        largest = state["max_exp_avg_sq"] if hyper["amsgrad"] else state["exp_avg_sq"]
+        root = (largest.sqrt() / math.sqrt(1 - beta2**number)).add_(hyper["eps"])
+        p.addcdiv_(state["exp_avg"], root, value=hyper["lr"] / (1 - beta1**number))
     if hyper["decoupled_weight_decay"]:
         _undecay(p, hyper)
     g = _with_decay(g, p, hyper)
@@ -143,43 +160,42 @@ def _adam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> N
 
 def _nadam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
     beta1, beta2 = hyper["betas"]
-    lr, decay, number = hyper["lr"], hyper["weight_decay"], _step_back(state)
-    mu, following = (
-        beta1 * (1 - 0.5 * 0.96 ** (at * hyper["momentum_decay"])) for at in (number, number + 1)
-    )
-    product = float(state["mu_product"])
-    root = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(hyper["eps"])
-    # The sum of the two first: they may cancel.
-    update = (g * (lr * (1 - mu) / (1 - product))).div_(root)
-    p.add_(update.addcdiv_(state["exp_avg"], root, value=lr * following / (1 - product * following)))
+    if "parameter" in values:
+        p.copy_(values["parameter"])
+        _step_back(state)
+    elif is_capturable(hyper):
+        capturable.nadam(hyper, p, g, state)
+        _step_back(state)
+    else:
+        lr, number = float(hyper["lr"]) if is_foreach(hyper, p) else hyper["lr"], _step_back(state)
+        mu, following = (
+            beta1 * (1 - 0.5 * 0.96 ** (at * hyper["momentum_decay"])) for at in (number, number + 1)
+        )
+        product = float(state["mu_product"])
+        root = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(hyper["eps"])
+        # The sum of the two first: they may cancel.
+        update = (g * float(lr * (1 - mu) / (1 - product))).div_(root)
+        p.add_(update.addcdiv_(state["exp_avg"], root, value=lr * following / (1 - product * following)))
     if hyper["decoupled_weight_decay"]:
         _undecay(p, hyper)
-    elif decay != 0:
-        p.copy_(values["parameter"])
     g = _with_decay(g, p, hyper)
     _unlerp(state["exp_avg"], g, 1 - beta1)
     _unsquare(state["exp_avg_sq"], g, beta2)
-    state["mu_product"].fill_(values["mu_product"])
+    if "mu_product" in values:
+        state["mu_product"].copy_(values["mu_product"])
 
 
 def _keep_nadam(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    product = float(state["mu_product"]) if "mu_product" in state else 1.0
-    return {"mu_product": product, **_keep_parameter(hyper, p, state)}
+    return {**_copies(state, "mu_product"), **_keep_parameter(hyper, p, state)}
 
 
 def _radam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
     beta1, beta2 = hyper["betas"]
-    number = _step_back(state)
-    bias1, bias2 = 1 - beta1**number, 1 - beta2**number
-    longest = 2 / (1 - beta2) - 1
-    length = longest - 2 * number * beta2**number / bias2
-    update = state["exp_avg"] / bias1 * hyper["lr"]
-    if length > 5:
-        update *= math.sqrt(bias2) / state["exp_avg_sq"].sqrt().add_(hyper["eps"])
-        update *= math.sqrt(
-            (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        )
-    p.add_(update)
+    if is_capturable(hyper):
+        capturable.radam(hyper, p, state)
+        _step_back(state)
+    else:
+        _radam_update(hyper, p, state, _step_back(state))
     if hyper["decoupled_weight_decay"]:
         _undecay(p, hyper)
     g = _with_decay(g, p, hyper)
@@ -187,10 +203,32 @@ def _radam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> 
     _unsquare(state["exp_avg_sq"], g, beta2)
 
 
+def _radam_update(hyper: Hyper, p: Tensor, state: State, number: float) -> None:
+    beta1, beta2 = hyper["betas"]
+    bias1, bias2, lr = 1 - beta1**number, 1 - beta2**number, hyper["lr"]
+    longest = 2 / (1 - beta2) - 1
+    length, rect = longest - 2 * number * beta2**number / bias2, 0.0
+    if length > 5:
+        rect = math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
+    if is_foreach(hyper, p):
+        rectified, plain = (lr * scale / bias1 * -1 for scale in (rect, float(rect == 0)))
+        capturable.radam_foreach(p, state, hyper["eps"], [math.sqrt(bias2) * rectified], [plain])
+        return
+    update = state["exp_avg"] / bias1 * lr
+    if length > 5:
+        update *= math.sqrt(bias2) / state["exp_avg_sq"].sqrt().add_(hyper["eps"])
+        update *= rect
+    p.add_(update)
+
+
 def _adamax(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
     beta1, beta2 = hyper["betas"]
-    number = _step_back(state)
-    p.addcdiv_(state["exp_avg"], state["exp_inf"], value=hyper["lr"] / (1 - beta1**number))
+    if is_capturable(hyper):
+        capturable.adamax(hyper, p, state)
+        _step_back(state)
+    else:
+        lr, number = float(hyper["lr"]) if is_foreach(hyper, p) else hyper["lr"], _step_back(state)
+        p.addcdiv_(state["exp_avg"], state["exp_inf"], value=lr / (1 - beta1**number))
     g = _with_decay(g, p, hyper)
     _unlerp(state["exp_avg"], g, 1 - beta1)
     if beta2 >= MIN_FACTOR:
@@ -199,7 +237,7 @@ def _adamax(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) ->
 
 
 def _rmsprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    lr, alpha, momentum, decay = hyper["lr"], hyper["alpha"], hyper["momentum"], hyper["weight_decay"]
+    lr, alpha, momentum, decay = float(hyper["lr"]), hyper["alpha"], hyper["momentum"], hyper["weight_decay"]
     state["step"] -= 1
     if hyper["centered"]:
         root = state["square_avg"].addcmul(state["grad_avg"], state["grad_avg"], value=-1).sqrt_()
@@ -236,7 +274,7 @@ def _adagrad(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -
 
 
 def _adadelta(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    lr, rho, eps, decay = hyper["lr"], hyper["rho"], hyper["eps"], hyper["weight_decay"]
+    lr, rho, eps, decay = float(hyper["lr"]), hyper["rho"], hyper["eps"], hyper["weight_decay"]
     state["step"] -= 1
     square, past = state["square_avg"].add(eps), state["acc_delta"]
     if decay != 0:
@@ -251,24 +289,28 @@ def _adadelta(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) 
 
 
 def _asgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    eta, mu, after = values["eta"], values["mu"], p.clone()
+    # Before the first step the rate is what is left of lr in the dtype of that scalar.
+    eta_before = values.get("eta", torch.as_tensor(hyper["lr"], dtype=state["eta"].dtype))
+    mu, after = float(values.get("mu", 1.0)), p.clone()
     state["step"] -= 1
-    p.add_(g, alpha=eta).div_(1 - hyper["lambd"] * eta - eta * hyper["weight_decay"])
-    if mu == 1:
-        state["ax"].copy_(values["ax"] if values["ax"] is not None else p)
+    if is_capturable(hyper):
+        eta, left = capturable.asgd_scalars(hyper, p, eta_before)
     else:
+        eta = float(eta_before)
+        left = 1 - hyper["lambd"] * eta
+    p.add_(g, alpha=eta).div_(left - eta * hyper["weight_decay"])
+    if mu != 1:
         state["ax"].sub_(after, alpha=mu).div_(1 - mu)
-    state["eta"].fill_(eta)
+    elif float(state["step"]) == 0:
+        state["ax"].zero_()  # as torch makes it
+    else:
+        state["ax"].copy_(p)  # while it does not average yet
+    state["eta"].copy_(eta_before)
     state["mu"].fill_(mu)
 
 
 def _keep_asgd(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    if "eta" not in state:
-        # Torch keeps it in its default dtype, and the step uses what is left of the rate there.
-        return {"eta": torch.tensor(hyper["lr"], dtype=torch.get_default_dtype()).item(), "mu": 1.0, "ax": None}
-    # While it does not average yet, ax is overwritten by p: it was p before, but for the very first step.
-    first = float(state["step"]) == 0
-    return {"eta": float(state["eta"]), "mu": float(state["mu"]), "ax": state["ax"].clone() if first else None}
+    return _copies(state, "eta", "mu")
 
 
 def _adafactor(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -282,7 +324,9 @@ def _adafactor(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values)
         estimate = state["variance"].clone()
     update = estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
     bound = max(1.0, update.norm(2).item() / (math.sqrt(update.numel()) * hyper["d"]))
-    p.add_(update, alpha=values["alpha"] / bound)
+    # A tensor where lr is one, and with its roundings.
+    rate = max(hyper["eps"][1], values["norm"].item() / math.sqrt(p.numel())) * min(hyper["lr"], 1 / math.sqrt(number))
+    p.add_(update, alpha=rate / bound)
     _undecay(p, hyper)
     if g.dim() > 1:
         _unlerp(row, torch.norm(g, dim=-1, keepdim=True).square_().div_(g.size(-1)), weight)
@@ -295,10 +339,8 @@ def _adafactor(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values)
 
 
 def _keep_adafactor(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    number = float(state["step"]) + 1 if "step" in state else 1.0
     # As the step will have it: of the parameter before it.
-    size = max(hyper["eps"][1], p.norm(2).item() / math.sqrt(p.numel()))
-    return {"alpha": size * min(hyper["lr"], 1 / math.sqrt(number))}
+    return {"norm": p.norm(2)}
 
 
 def _muon_step(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -326,16 +368,17 @@ def _keep_muon(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
 
 def _lamb(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
     # p' = p - lr trust (a + wd p), with the trust of the step that is undone
-    rate = hyper["lr"] * float(state["trust"])
+    rate = float(hyper["lr"]) * float(state["trust"])
     update = adaptive(state, _step_back(state), hyper)
     p.add_(update, alpha=rate).div_(1 - rate * hyper["weight_decay"])
     _unlerp(state["exp_avg"], g, 1 - hyper["betas"][0])
     _unsquare(state["exp_avg_sq"], g, hyper["betas"][1])
-    state["trust"].fill_(values["trust"])
+    if "trust" in values:
+        state["trust"].copy_(values["trust"])
 
 
 def _keep_lamb(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return {"trust": float(state["trust"]) if "trust" in state else 1.0}
+    return _copies(state, "trust")
 
 
 def _rprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -347,7 +390,7 @@ def _rprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> 
 
 
 def _keep_rprop(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return {name: state[name].clone() for name in ("prev", "step_size") if name in state}
+    return _copies(state, "prev", "step_size")
 
 
 _LARGEST = "the largest average stays: a step with the same gradient gives the same one again"
