@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from swift_recovery.errors import StateError
+from swift_recovery.undo_capturable import is_foreach
 from swift_recovery.undo_rules import RULES, Rule
 
 
@@ -76,12 +77,11 @@ def _check_parameter(optimizer: Optimizer, hyper: Mapping[str, Any], parameter: 
             f"a step of {name} with {' and '.join(tensors)} as tensors cannot be undone: pass numbers; only lr may be "
             "a tensor"
         )
-    if name == "SGD" and all(hyper.get(key) for key in ("nesterov", "foreach")) and not (
-        hyper["weight_decay"] or hyper["maximize"]
-    ):
+    copies = name == "SGD" and (hyper["weight_decay"] or hyper["maximize"])
+    if name == "SGD" and hyper["nesterov"] and not copies and is_foreach(hyper, parameter):
         raise StateError(
-            "a step of SGD with nesterov and foreach=True, and without weight decay, cannot be undone: torch adds the "
-            "momentum to the gradients themselves; pass foreach=False"
+            "a step of SGD with nesterov and foreach=True (on CUDA the default), and without weight decay, cannot be "
+            "undone: torch adds the momentum to the gradients themselves; pass foreach=False"
         )
     half = parameter.dtype in {torch.float16, torch.bfloat16} and parameter.device.type == "cpu"
     if half and name == "SGD" and hyper.get("fused"):

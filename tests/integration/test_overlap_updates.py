@@ -53,12 +53,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def join() -> None:
+def join(backend: str = "gloo") -> None:
     from swift_agent.generation_store import StoreClient
 
     limit = timedelta(seconds=25)
     store = StoreClient(*store_of(1), TOKEN, limit)
-    dist.init_process_group("gloo", store=store, rank=rank(), world_size=world_size(), timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=limit)
 
 
 def network() -> nn.Module:
@@ -72,7 +72,8 @@ def batch(t: int, micro: int = 0) -> torch.Tensor:
 
 def trained(make: Callable[[Any], torch.optim.Optimizer], overlap: bool, variant: str) -> list[torch.Tensor]:
     """Parameters and optimizer state after some iterations."""
-    net = network()
+    device = torch.device("cuda" if variant == "cuda" else "cpu")
+    net = network().to(device)
     if variant == "frozen":
         net[0].bias.requires_grad = False
     model = DDP(net, bucket_cap_mb=0.0015, gradient_as_bucket_view=variant == "view")
@@ -88,7 +89,7 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], overlap: bool, variant
         tracked.begin(t)
         for micro in range(2 if variant == "accumulate" else 1):
             with model.no_sync() if variant == "accumulate" and micro == 0 else contextlib.nullcontext():
-                model(batch(t, micro)).square().mean().backward()
+                model(batch(t, micro).to(device)).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -99,7 +100,7 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], overlap: bool, variant
 
 
 def compare(names: list[str], variant: str) -> dict[str, bool]:
-    join()
+    join("cpu:gloo,cuda:nccl" if variant == "cuda" else "gloo")
     found = {}
     for name in names:
         plain, overlapped = (trained(OPTIMIZERS[name], overlap, variant) for overlap in (False, True))
@@ -122,6 +123,14 @@ def test_ways_to_train(make_job: MakeJob, variant: str) -> None:  # noqa: F811
     job.open_generation(1)
     for found in job.results(job.start_all("compare", names=names, variant=variant)):
         assert found == dict.fromkeys(names, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: updates in the backward on one were not run")
+def test_on_a_gpu(make_job: MakeJob) -> None:  # noqa: F811
+    job = make_job("native", 1)
+    job.open_generation(1)
+    for found in job.results(job.start_all("compare", names=list(OPTIMIZERS), variant="cuda")):
+        assert found == dict.fromkeys(OPTIMIZERS, True)
 
 
 def misuse() -> dict[str, str]:
