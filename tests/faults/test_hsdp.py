@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import wait_for
 from tests.support.job import ROOT, Agents, Outcome
 
@@ -24,7 +25,7 @@ Start = Callable[..., Outcome]
 # Places in an iteration; a node is lost at each pair of them in one job, first ranks 2 and 3, then 0 and 1.
 PLACES = [("backward", "after_step"), ("agree", "agreed")]
 # Of the job in which nodes are lost at any moment: iterations, seconds of each, lost nodes.
-ITERATIONS, PACE_S, NUM_LOST = 80, 0.4, 10
+ITERATIONS, PACE_S, NUM_LOST = 100, 0.25, 10
 
 
 @pytest.fixture
@@ -36,12 +37,13 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> str:
-    return hash_of_undisturbed(tmp_path_factory.mktemp("hsdp"), etcd)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> str:
+    return hash_of_undisturbed(tmp_path_factory.mktemp("hsdp"), etcd, forks)
 
 
-def hash_of_undisturbed(directory: Path, etcd: str, **orders: Any) -> str:
-    agents = Agents(directory, etcd, job_id=directory.name, orders={"model": "hsdp", **orders}, script=SCRIPT)
+def hash_of_undisturbed(directory: Path, etcd: str, forks: ForkServer, **orders: Any) -> str:
+    orders = {"model": "hsdp", **orders}
+    agents = Agents(directory, etcd, job_id=directory.name, orders=orders, script=SCRIPT, forks=forks)
     outcome = agents.run()
     assert set(outcome.exit_codes.values()) == {0} and len(outcome.hashes) == 1, outcome.text()
     return outcome.hashes.pop()
@@ -77,7 +79,9 @@ def test_nodes(places: tuple[str, str], run: Start, undisturbed: str) -> None:
     assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0], outcome.text()
 
 
-def test_either_node_at_random_moments(make_agents: Callable[..., Agents], etcd: str, tmp_path: Path) -> None:
+def test_either_node_at_random_moments(
+    make_agents: Callable[..., Agents], etcd: str, forks: ForkServer, tmp_path: Path
+) -> None:
     """Ten nodes are lost, each at any moment after the recovery from the one before."""
     seed = random.SystemRandom().randrange(1_000_000)
     print(f"seed {seed}")
@@ -106,7 +110,7 @@ def test_either_node_at_random_moments(make_agents: Callable[..., Agents], etcd:
     assert sorted(code or 0 for code in outcome.exit_codes.values()) == [-9] * NUM_LOST + [0] * 4, text
     assert "all workers restart" not in text and "replicas have equal checksums" in text, text
     (reference := tmp_path / "undisturbed").mkdir()
-    assert outcome.hashes == {hash_of_undisturbed(reference, etcd, iterations=ITERATIONS)}, text
+    assert outcome.hashes == {hash_of_undisturbed(reference, etcd, forks, iterations=ITERATIONS)}, text
 
 
 def test_shards_without_replicas_are_told_at_the_start(run: Start) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent_forks import ForkServer
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "mesh_train.py"
@@ -33,14 +34,16 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[..., dict[int, str]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer
+) -> Callable[..., dict[int, str]]:
     """By rank, the hash of its part of the state after a run without failure."""
 
     @functools.cache
     def run(layout: str, overlap: bool = False) -> dict[int, str]:
         agents = Agents(
             tmp_path_factory.mktemp(layout), etcd, job_id=f"mesh-{layout}-{overlap}",
-            orders={"model": layout, "overlap": overlap}, script=SCRIPT, start_method="spawn",
+            orders={"model": layout, "overlap": overlap}, script=SCRIPT, forks=forks,
         )  # fmt: skip
         outcome = agents.run()
         assert set(outcome.exit_codes.values()) == {0} and len(outcome.results) == 4, outcome.text()

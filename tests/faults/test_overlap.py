@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent_forks import ForkServer
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "overlap_train.py"
@@ -53,14 +54,15 @@ def run(make_agents: Callable[..., Agents]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def of_plain_ddp(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[..., str]:
+def of_plain_ddp(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., str]:
     """The hash of the state after an undisturbed run without overlap; with *sets* those of all ranks."""
 
     @functools.cache
     def train(optimizer: str, sets: bool = False) -> str:
         orders = {"iterations": ITERATIONS, "optimizer": optimizer, "overlap": False, "sets": sets}
         agents = Agents(
-            tmp_path_factory.mktemp(optimizer), etcd, job_id=f"plain-{optimizer}-{sets}", orders=orders, script=SCRIPT
+            tmp_path_factory.mktemp(optimizer), etcd, job_id=f"plain-{optimizer}-{sets}", orders=orders, script=SCRIPT,
+            forks=forks,
         )  # fmt: skip
         for node in ("a", "b"):
             agents.start(node)
