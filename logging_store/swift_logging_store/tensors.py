@@ -32,17 +32,22 @@ def copy_of(tensor: Tensor) -> bytes:
 def payload_of(tensor: Tensor) -> memoryview:
     """The elements in the order of the indices; a view of *tensor* if it is contiguous and on the CPU. Raises
     `NotLoggable` for one without plain memory (sparse, quantized, meta, a tensor subclass)."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        raise NotLoggable(f"a {type(tensor).__name__} of layout {tensor.layout} has no plain memory")
-    if tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
-        raise NotLoggable(f"a quantized, conjugated or meta tensor ({tensor.dtype}) has no plain memory")
+    check_plain(tensor)
     try:
         here = tensor.detach().contiguous().cpu()
         if not here.data_ptr():
             here = here.clone()  # zeros that autograd has without memory
     except (NotImplementedError, RuntimeError) as error:
         raise NotLoggable(f"a tensor of {tensor.dtype} cannot be made contiguous: {error}") from None
-    return _bytes_of(here).numpy().data
+    return bytes_of(here).numpy().data
+
+
+def check_plain(tensor: Tensor) -> None:
+    """Raise `NotLoggable` for one without plain memory."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise NotLoggable(f"a {type(tensor).__name__} of layout {tensor.layout} has no plain memory")
+    if tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        raise NotLoggable(f"a quantized, conjugated or meta tensor ({tensor.dtype}) has no plain memory")
 
 
 def tensor_of(header: Header, payload: memoryview) -> Tensor:
@@ -54,11 +59,12 @@ def tensor_of(header: Header, payload: memoryview) -> Tensor:
         raise Damaged(f"{header.channel}: {len(payload)} bytes are no {header.dtype} {list(header.shape)}")
     tensor = torch.empty(header.shape, dtype=dtype)
     if len(payload):
-        _bytes_of(tensor).numpy().data[:] = payload
+        bytes_of(tensor).numpy().data[:] = payload
     return tensor
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, shape (bytes,) uint8: for dtypes too on which torch has no operations."""
     offset, length = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), offset, (length,), (1,))
+    nothing = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return nothing.set_(tensor.untyped_storage(), offset, (length,), (1,))

@@ -2,10 +2,10 @@
 
     append --copy--> queue (at most so many bytes) --thread--> segment file 0, 1, 2, ...
 
-The caller only copies. The thread shares its core and the interpreter with the caller, so it writes many messages at a
-time: when they are `BATCH_BYTES`, or when the caller says that it is a good moment. If the disk is slower than the
-sends the queue fills up, and then `append` waits: no message is ever dropped, and how long was waited is counted. What
-fails in the thread is raised by the next call.
+The caller only copies; what is on a GPU goes by way of `staging`. The thread shares its core and the interpreter with
+the caller, so it writes many messages at a time: when they are `BATCH_BYTES`, or when the caller says that it is a good
+moment. If the disk is slower than the sends the queue fills up, and then `append` waits: no message is ever dropped,
+and how long was waited is counted. What fails in the thread is raised by the next call.
 
 Must never read a log; that is the `reader`'s.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 from swift_logging_store.errors import LogError
 from swift_logging_store.record import Buffer, Channel, Header
 from swift_logging_store.segment import SegmentWriter
+from swift_logging_store.staging import Staged, Staging
 from swift_logging_store.tensors import copy_of, dtype_name
 
 SUFFIX = ".seg"
@@ -49,7 +50,7 @@ class _Message(NamedTuple):
     generation: int
     dtype: torch.dtype
     shape: torch.Size
-    payload: bytes
+    payload: bytes | Staged
     micro_batch: int
 
     def header(self) -> Header:
@@ -92,6 +93,7 @@ class LogWriter:
         self._closed: dict[int, _Closed] = {}  # by number
         self._closing = False
         self._error: LogError | None = None
+        self._staging: Staging | None = None
         self.wait_s = 0.0
         """Seconds that `append` has waited for the disk, in all."""
         # Of the thread, once it runs.
@@ -118,7 +120,7 @@ class LogWriter:
 
         Raises `NotLoggable` for a tensor without plain memory, `LogError` if the log cannot be written any more.
         """
-        payload = copy_of(tensor)
+        payload = self._stage(tensor) if self._is_staged(tensor) else copy_of(tensor)
         # What can be done by the thread is.
         message = _Message(channel, sequence, iteration, generation, tensor.dtype, tensor.shape, payload, micro_batch)
         with self._changed:
@@ -133,6 +135,29 @@ class LogWriter:
             self._num_accepted += 1
             if self._queued_bytes >= BATCH_BYTES:
                 self._wake()
+
+    @staticmethod
+    def _is_staged(tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def _stage(self, tensor: Tensor) -> bytes | Staged:
+        """Waits while there is no room for it in pinned memory."""
+        if self._staging is None:
+            self._staging = Staging(tensor.device)
+        staging = self._staging
+        if staging.is_too_large(tensor.numel() * tensor.element_size()):
+            return copy_of(tensor)
+        while True:
+            written = self._num_written
+            if (staged := staging.copy(tensor)) is not None:
+                return staged
+            began_s = time.monotonic()
+            with self._changed:
+                self._wake()
+                # What was in the ring just now is not counted yet.
+                self._changed.wait_for(lambda: self._error is not None or self._num_written > written)  # noqa: B023
+                self._check()
+                self.wait_s += time.monotonic() - began_s
 
     def wake(self) -> None:
         """A good moment to write what was appended."""
@@ -273,7 +298,8 @@ class LogWriter:
                     self._begin_segment()
                 continue
             assert self._segment is not None
-            self._segment.append(entry.header(), entry.payload)
+            payload = entry.payload if isinstance(entry.payload, bytes) else entry.payload.take()
+            self._segment.append(entry.header(), payload)
             self._last_iteration = max(self._last_iteration, entry.iteration)
             self._payload_bytes += len(entry.payload)
             if self._segment.num_bytes >= self._segment_bytes:
