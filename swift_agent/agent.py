@@ -38,7 +38,7 @@ from swift_agent.rate import TELL_S
 from swift_agent.signals import CaughtSignals
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_channels import WorkerChannels
-from swift_agent.worker_env import Placement
+from swift_agent.worker_env import Placement, run_name
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
 from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord
@@ -83,6 +83,7 @@ class Agent:
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
         self._end: ResultRecord | None = None
+        self._started_s = time.time()
         self._signals = signals
         self._last_reap_s = 0.0
         self._rejoin_delay_s = 0.0
@@ -425,6 +426,7 @@ class Agent:
             message_log=self._message_log,
             message_log_bytes=config.message_log_bytes,
             log_store=config.log_store or "",
+            run=run_name(self._presence.job, self._started_s if config.etcd is None else None),
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
         )
         ranks = [place.rank(local_rank) for local_rank in local_ranks]

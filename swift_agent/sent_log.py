@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swift_agent.sent_before import SENT
-from swift_agent.worker_env import ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES
+from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
@@ -48,8 +48,8 @@ class SentLog:
         self._bytes, self._limit = num_bytes, limit
         self._bytes_left = num_bytes
         self._for_good = False  # given up
-        url, job_id = os.environ.get(ENV_LOG_STORE), os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        self._archive = Archive(url, directory_name(job_id, rank, uuid.uuid4().hex[:8]), note) if url else None
+        url = os.environ.get(ENV_LOG_STORE)
+        self._archive = Archive(url, _name_in_store(rank), note) if url else None
         self._num_logs = 0
         self._writer = self._new_writer()
 
@@ -134,7 +134,7 @@ class SentLog:
     def forget_predecessors(self) -> None:
         """Those who had this rank before: nobody needs what they had in the store."""
         if self._archive is not None:
-            self._archive.remove_others()
+            self._archive.remove_predecessors()
 
     def close(self) -> None:
         """Nobody needs any of it. What is on the node goes with the agent."""
@@ -171,6 +171,13 @@ class SentLog:
             yield
         except (LogError, OSError) as error:
             self.give_up(str(error))
+
+
+def _name_in_store(rank: int) -> str:
+    env = os.environ
+    return directory_name(
+        env["TORCHELASTIC_RUN_ID"], rank, env[ENV_RUN], int(env[ENV_GENERATION]), uuid.uuid4().hex[:8]
+    )
 
 
 def bytes_for_logs(directory: Path) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The environment of a worker: the variables that torchrun sets, with the same meaning, and two of ours. Pure.
+"""The environment of a worker: the variables that torchrun sets, with the same meaning, and ours. Pure.
 
 Follows `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch; a test compares the result with what a
 real torchrun gives its workers.
@@ -21,6 +21,9 @@ ENV_STARTED = "SWIFT_STARTED"
 """When a replacement was ordered, seconds since the epoch: the begin of its part of the recovery's timeline."""
 
 
+ENV_RUN = "SWIFT_RUN"
+"""Which run of this job it is: a letter and a number, larger for a later run with the same letter; see `run_name`."""
+
 ENV_SIZES = "SWIFT_SIZES"
 """`--nnodes`, if it is a range: workers are started again when the size of the job changes, all of them."""
 
@@ -38,7 +41,7 @@ ENV_LOG_STORE = "SWIFT_LOG_STORE_URL"
 class Placement:
     """Where a set of workers stands in the job. *sizes*: see `ENV_SIZES`, empty for a job of one size. *message_log*:
     see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers together, None if there is no limit. *log_store*: see
-    `ENV_LOG_STORE`, empty for none."""
+    `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`."""
 
     slot: int
     num_slots: int
@@ -56,9 +59,16 @@ class Placement:
     message_log: str = ""
     message_log_bytes: int | None = None
     log_store: str = ""
+    run: str = ""
 
     def rank(self, local_rank: int) -> int:
         return self.slot * self.num_workers + local_rank
+
+
+def run_name(job: int, started_s: float | None) -> str:
+    """For `ENV_RUN`. *job*: the revision in etcd with which the job began, the same on all nodes. *started_s*: of a job
+    of one node with an etcd of its own, in which all jobs begin alike: when its agent began, on that node's clock."""
+    return f"e{job}" if started_s is None else f"t{int(started_s * 1000)}"
 
 
 def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -84,6 +94,7 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_SOCKET: place.socket_path,
         ENV_GENERATION: str(place.generation),
+        ENV_RUN: place.run,
         ENV_MESSAGE_LOG: place.message_log,
     }
     for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE):

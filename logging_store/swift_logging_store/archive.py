@@ -7,6 +7,9 @@ Only names are queued: the segments stay on the disk until somebody deletes them
 for the store, which may be away for as long as it likes: what could not be copied is tried again, and people are told
 once, and once when it is over. A request that gets no answer in time costs the helper process.
 
+A process may have been stopped for as long as it likes, and asks for what it was about to when it goes on: it has a
+successor by then, perhaps. So it removes directories only of those whose name says that they came before it.
+
 Must never delete a file of the node that it has not made, nor decide which segments are needed.
 """
 
@@ -16,7 +19,7 @@ import contextlib
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -34,19 +37,39 @@ PAUSES_S = (0.5, 30.0)
 _NUM_TRIES = 3
 # At the end, for the thread.
 _END_S = 5.0
-_NAME = re.compile(r"(.*)\.swiftlog-[0-9a-f]{8}")
+_NAME = re.compile(r"(.*)\.swiftlog-([a-z])(\d+)-(\d+)-[0-9a-f]{8}")
 
 
-def directory_name(job_id: str, rank: int, suffix: str) -> str:
-    """Of a process of *rank*, in the store. *suffix*: 8 hexadecimal digits, of this process alone."""
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', job_id)}.rank{rank}.swiftlog-{suffix}"
+def directory_name(job_id: str, rank: int, run: str, generation: int, suffix: str) -> str:
+    """Of a process of *rank*, in the store, that was started in *generation*. *run*: which one of this job: a letter,
+    for a kind, and a number that is larger for a later run of that kind. *suffix*: 8 hexadecimal digits, of this
+    process alone."""
+    name = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', job_id)}.rank{rank}.swiftlog-{run}-{generation}-{suffix}"
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"{name} is no name for the log of a process")
+    return name
+
+
+def predecessors(directory: str, names: Iterable[str]) -> list[str]:
+    """Those among *names* whose process had the same rank of the same job before that of *directory*: in an earlier
+    generation of the same run, or in an earlier run. Runs of two kinds have no order: nobody removes the other's."""
+    mine = _NAME.fullmatch(directory)
+    assert mine is not None
+    earlier = []
+    for name in names:
+        found = _NAME.fullmatch(name)
+        if found is None or (found[1], found[2]) != (mine[1], mine[2]):
+            continue
+        if (int(found[3]), int(found[4])) < (int(mine[3]), int(mine[4])):
+            earlier.append(name)
+    return earlier
 
 
 @dataclass(frozen=True)
 class _Task:
     """*path*: a segment, or the name of one in the store."""
 
-    kind: Literal["put", "remove", "remove others"]
+    kind: Literal["put", "remove", "remove predecessors"]
     path: str = ""
     num_tries: int = 0
 
@@ -103,9 +126,9 @@ class Archive:
             names = {task.name for task in tasks if task.kind == "put"} | self._stored.keys()
         self.remove(names)
 
-    def remove_others(self) -> None:
+    def remove_predecessors(self) -> None:
         """The directories of those who had this rank in this job before."""
-        self._do_later(_Task("remove others"))
+        self._do_later(_Task("remove predecessors"))
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is left to do, after so long at most."""
@@ -161,7 +184,7 @@ class Archive:
             return
         try:
             with self._new_helper() as helper:
-                self._remove_others(helper)
+                self._remove_predecessors(helper)
                 helper.ask("remove_directory", path=self._directory)
                 left = helper.ask("names", path=self._directory)
             if left:
@@ -216,8 +239,8 @@ class Archive:
                 self._put(helper, task)
             case "remove":
                 helper.ask("remove", path=f"{self._directory}/{task.path}")
-            case "remove others":
-                self._remove_others(helper)
+            case "remove predecessors":
+                self._remove_predecessors(helper)
 
     def _put(self, helper: Helper, task: _Task) -> None:
         path = Path(task.path)
@@ -238,13 +261,9 @@ class Archive:
         if was_away:
             self._note(f"logs of messages are copied to {self._url} again")
 
-    def _remove_others(self, helper: Helper) -> None:
-        mine = _NAME.fullmatch(self._directory)
-        assert mine is not None
-        for name in helper.ask("names", path=""):
-            found = _NAME.fullmatch(name)
-            if found is not None and found[1] == mine[1] and name != self._directory:
-                helper.ask("remove_directory", path=name)
+    def _remove_predecessors(self, helper: Helper) -> None:
+        for name in predecessors(self._directory, helper.ask("names", path="")):
+            helper.ask("remove_directory", path=name)
 
     def _failed(self, task: _Task, error: Exception) -> None:
         with self._changed:

@@ -44,7 +44,7 @@ def check_copies_outlive_a_frozen_server(
         (directory / name).write_bytes(content)
     first, *others = contents
     notes: list[str] = []
-    archive = Archive(url, directory_name("job", 0, "00000001"), notes.append)
+    archive = Archive(url, directory_name("job", 0, "e1", 1, "00000001"), notes.append)
     archive.add(directory / first)
     assert archive.wait(60.0) and archive.stored == {first} and notes == []
     freeze()

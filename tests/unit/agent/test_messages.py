@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift_agent import messages
 from swift_agent.errors import UsageError
 from swift_agent.messages import CannotReplay, Messages
-from swift_agent.worker_env import ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES
+from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
@@ -428,7 +428,10 @@ def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where logs are copied to; the node has room for 10 messages."""
     monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (10 * SENT.nbytes, "that much"))
-    monkeypatch.setenv(ENV_LOG_STORE, str(tmp_path / "store"))
+    for name, value in {
+        ENV_LOG_STORE: str(tmp_path / "store"), "TORCHELASTIC_RUN_ID": "job", ENV_RUN: "e5", ENV_GENERATION: "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
     return tmp_path / "store"
 
 
@@ -579,11 +582,14 @@ def test_without_the_store_there_is_room_on_the_node_only(
     sender.close()
 
 
-def test_what_predecessors_have_left_in_the_store_goes(make: Callable[[int], Messages], store: Path) -> None:
+def test_what_predecessors_have_left_in_the_store_goes(
+    make: Callable[[int], Messages], store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the first iteration is over that is no repetition; a section is none."""
     former = make(1)
     one_iteration(former, 0, 0)
     assert copied(former) and len(list(store.iterdir())) == 1
+    monkeypatch.setenv(ENV_GENERATION, "2")
     here = make(1)
     here.begin_replay([1])
     with repeated(here, 0):

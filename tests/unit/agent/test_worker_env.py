@@ -12,9 +12,11 @@ from swift_agent.worker_env import (
     ENV_LOG_STORE,
     ENV_MESSAGE_LOG,
     ENV_MESSAGE_LOG_BYTES,
+    ENV_RUN,
     ENV_SIZES,
     Placement,
     log_prefix,
+    run_name,
     worker_env,
 )
 
@@ -46,6 +48,12 @@ def test_workers_of_a_node_share_what_logs_may_take() -> None:
 def test_where_logs_are_copied_to() -> None:
     assert worker_env(replace(PLACE, log_store="s3://b/logs"), 3, {})[ENV_LOG_STORE] == "s3://b/logs"
     assert ENV_LOG_STORE not in worker_env(PLACE, 0, {ENV_LOG_STORE: "s3://of/another"})
+
+
+def test_runs_of_a_job_have_an_order() -> None:
+    """By etcd's revision, or by the clock of the only node where etcd is new each time."""
+    assert (run_name(17, None), run_name(17, 1.5)) == ("e17", "t1500")
+    assert worker_env(replace(PLACE, run="e17"), 0, {ENV_RUN: "e3"})[ENV_RUN] == "e17"
 
 
 def test_the_rest_of_what_torchrun_sets() -> None:

@@ -6,20 +6,24 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from swift_logging_store import archive as archives
 from swift_logging_store import helper as helpers
-from swift_logging_store.archive import Archive, directory_name
+from swift_logging_store.archive import Archive, directory_name, predecessors
 from swift_logging_store.errors import LogError
 from swift_logging_store.helper import Helper
 
 SOON_S = 60.0
-DIRECTORY = directory_name("job", 1, "00000001")
+DIRECTORY = directory_name("job", 1, "e5", 1, "00000001")
 
 
 @pytest.fixture
@@ -32,8 +36,9 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(archives, "PAUSES_S", (0.05, 0.1))
     made: list[Archive] = []
 
-    def one(number: int = 1, job_id: str = "job", rank: int = 1) -> Archive:
-        made.append(Archive(str(tmp_path / "store"), directory_name(job_id, rank, f"{number:08x}"), notes.append))
+    def one(generation: int = 1, job_id: str = "job", rank: int = 1, run: str = "e5") -> Archive:
+        directory = directory_name(job_id, rank, run, generation, f"{generation:08x}")
+        made.append(Archive(str(tmp_path / "store"), directory, notes.append))
         return made[-1]
 
     yield one
@@ -53,8 +58,12 @@ def in_store(tmp_path: Path) -> set[str]:
 
 
 def until(archive: Archive, condition: Callable[[], object]) -> bool:
+    deadline_s = time.monotonic() + SOON_S
     with archive._changed:
-        return bool(archive._changed.wait_for(condition, SOON_S))
+        # Nobody is told of the begin of a task.
+        while not condition() and time.monotonic() < deadline_s:
+            archive._changed.wait(0.05)
+        return bool(condition())
 
 
 def test_segments_go_and_come_back(make: Callable[..., Archive], tmp_path: Path, notes: list[str]) -> None:
@@ -146,29 +155,110 @@ def test_no_process_can_be_made(
     assert archive.wait(SOON_S) and len(archive.stored) == 2 and len(notes) == 2
 
 
-def test_what_others_have_left_goes(make: Callable[..., Archive], tmp_path: Path) -> None:
+def test_what_predecessors_have_left_goes(make: Callable[..., Archive], tmp_path: Path) -> None:
     """At the end too; nothing else, whatever its name."""
     kept = [tmp_path / "store" / name / "file" for name in ("job.rank1", "job.rank1.models", "job.rank1.swiftlog-x")]
     for path in kept:
         path.parent.mkdir(parents=True)
         path.touch()
-    others = [make(2, rank=11), make(3, job_id="other"), make(4, job_id="job.rank1.x")]
-    for archive in (make(5), make(6), *others):
+    others = [
+        make(2, rank=11), make(3, job_id="other"), make(4, job_id="job.rank1.x"), make(9), make(1, run="e6"),
+        make(1, run="t4"),
+    ]  # fmt: skip
+    for archive in (make(5), make(6), make(8, run="e4"), *others):
         archive.add(segment(tmp_path, 1))
         assert archive.wait(SOON_S)
     here = make(7)
     here.add(segment(tmp_path, 2))
-    here.remove_others()
+    here.remove_predecessors()
     assert here.wait(SOON_S)
     names = {path.parent.name for path in kept} | {archive._directory for archive in others}
     assert {path.name for path in (tmp_path / "store").iterdir()} == names | {here._directory}
-    make(8).add(segment(tmp_path, 1))
+    again = make(6)
+    again.add(segment(tmp_path, 1))
+    assert again.wait(SOON_S)
     here.close()
-    assert {path.name for path in (tmp_path / "store").iterdir()} - {make(8)._directory} == names
+    assert {path.name for path in (tmp_path / "store").iterdir()} == names
 
 
 def test_names_of_directories() -> None:
-    assert directory_name("a/b:c", 3, "0123abcd") == "a-b-c.rank3.swiftlog-0123abcd"
+    assert directory_name("a/b:c", 3, "e17", 2, "0123abcd") == "a-b-c.rank3.swiftlog-e17-2-0123abcd"
+    for run, suffix in (("", "0123abcd"), ("17", "0123abcd"), ("e", "0123abcd"), ("e17", "xyz")):
+        with pytest.raises(ValueError, match="is no name for the log of a process"):
+            directory_name("job", 3, run, 2, suffix)
+
+
+def test_who_came_before() -> None:
+    def name(run: str, generation: int, suffix: str = "00000000") -> str:
+        return directory_name("job", 1, run, generation, suffix)
+
+    mine = name("e10", 3)
+    before = [name("e10", 2), name("e9", 7), name("e2", 30)]
+    others = [mine, name("e10", 3, "00000001"), name("e10", 4), name("e11", 1), name("t9", 1), "job.rank1.swiftlog-e9"]
+    assert predecessors(mine, [*others, *before]) == before
+    assert not any(mine in predecessors(other, [mine]) for other in before)
+
+
+PREDECESSOR = """
+import sys
+from pathlib import Path
+from swift_logging_store.archive import Archive
+
+archive = Archive(sys.argv[1], sys.argv[2], print)
+archive.add(Path(sys.argv[3]))
+assert archive.wait(60.0)
+print("copied", flush=True)
+sys.stdin.readline()
+archive.remove_predecessors()
+print("asked", flush=True)
+assert archive.wait(60.0)
+print("removed", flush=True)
+sys.stdin.readline()
+archive.close()
+"""
+
+
+@pytest.mark.parametrize("who", ["process", "helper"])
+def test_a_frozen_process_leaves_its_successor_alone(make: Callable[..., Archive], tmp_path: Path, who: str) -> None:
+    """It is stopped when it is about to have its predecessors removed, or with the request at its helper, and goes on
+    when its successor is there."""
+    before = make(0)
+    before.add(segment(tmp_path, 0))
+    assert before.wait(SOON_S)
+    frozen = subprocess.Popen(
+        [sys.executable, "-c", PREDECESSOR, str(tmp_path / "store"), DIRECTORY, str(segment(tmp_path, 1))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    )  # fmt: skip
+    assert frozen.stdin is not None and frozen.stdout is not None
+    try:
+        assert frozen.stdout.readline() == "copied\n"
+        (helper,) = psutil.Process(frozen.pid).children()
+        stopped = frozen.pid if who == "process" else helper.pid
+        os.kill(stopped, signal.SIGSTOP)
+        frozen.stdin.write("go\n")
+        if who == "helper":
+            assert frozen.stdout.readline() == "asked\n"
+        successor, later = make(2), make(1, run="e6")
+        for archive in (successor, later):
+            archive.add(segment(tmp_path, 2))
+            assert archive.wait(SOON_S)
+        os.kill(stopped, signal.SIGCONT)
+        assert frozen.stdout.readline() == ("removed\n" if who == "helper" else "asked\n")
+        if who == "process":
+            assert frozen.stdout.readline() == "removed\n"
+        there = {DIRECTORY, successor._directory, later._directory}
+        assert {path.name for path in (tmp_path / "store").iterdir()} == there
+        successor.remove_predecessors()
+        assert successor.wait(SOON_S)
+        assert {path.name for path in (tmp_path / "store").iterdir()} == there - {DIRECTORY}
+        frozen.stdin.write("end\n")
+        assert frozen.wait(SOON_S) == 0
+        assert {path.name for path in (tmp_path / "store").iterdir()} == there - {DIRECTORY}
+    finally:
+        frozen.kill()
+        frozen.wait()
+        frozen.stdin.close()
+        frozen.stdout.close()
 
 
 def test_a_store_that_is_away(make: Callable[..., Archive], tmp_path: Path, notes: list[str]) -> None:
