@@ -23,9 +23,18 @@ PIECE_BYTES = 4 << 20
 # The name node hands out a data node that has died until it has missed it, for ten minutes by default, and hdfs-native
 # neither asks for another one nor goes on without it. Where there are many nodes, the next try gets others.
 MAX_ATTEMPTS = 3
+# In a small cluster hardly any pipeline of several nodes is without the dead one. A single node mostly is another one,
+# or refuses at once.
+MAX_ATTEMPTS_ALONE = 12
+# It may also be dead without refusing anything. Each costs the time of an answer.
+MAX_LATE = 4
 _PAUSE_S = 0.2
 
 T = TypeVar("T")
+
+
+class NoAnswer(TimeoutError):
+    """From data nodes; the name node has answered before."""
 
 
 class HdfsStore:
@@ -39,6 +48,7 @@ class HdfsStore:
         self._url = f"hdfs://{authority}"
         self._base = f"/{path.strip('/')}".rstrip("/")
         self._idle: list[Helper] = []
+        self._late_parts: list[str] = []  # to be removed
         # When nobody has the store any more, and at the end of this process.
         weakref.finalize(self, _end, self._idle, os.getpid())
 
@@ -57,16 +67,24 @@ class HdfsStore:
 
     @contextlib.contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
+        with self._writing(path, False) as stream:
+            yield stream
+
+    @contextlib.contextmanager
+    def _writing(self, path: str, alone: bool) -> Iterator[BinaryIO]:
         target = self._at(path)
         part = f"{target}.{uuid.uuid4().hex[:8]}.part"
         try:
             with self._lent() as helper:
-                helper.ask("create", path=part)
+                helper.ask("create", path=part, alone=alone)
                 stream = io.BufferedWriter(_Writing(helper), PIECE_BYTES)
                 yield stream
                 stream.flush()
-                helper.ask("finish", path=part, target=target)
-        except TimeoutError:
+                with _late():
+                    helper.ask("finish", path=part, target=target)
+        except TimeoutError as error:
+            if isinstance(error, NoAnswer):
+                self._late_parts.append(part)
             raise  # another question would only take as long
         except BaseException:
             with contextlib.suppress(OSError):
@@ -81,12 +99,27 @@ class HdfsStore:
             helper.ask("close")
 
     def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
-        for _ in range(MAX_ATTEMPTS - 1):
-            with contextlib.suppress(ConnectionError), self.writing(path) as stream:
-                return content(stream)
+        """What a dead data node spoils is written again, as another file: to as many nodes as the filesystem wants,
+        then to one at a time, from which the name node has the others get it."""
+        num_refused = num_late = 0
+        while True:
+            try:
+                with self._writing(path, num_late > 0 or num_refused >= MAX_ATTEMPTS) as stream:
+                    result = content(stream)
+                break
+            except NoAnswer:
+                num_late += 1
+                if num_late == MAX_LATE:
+                    raise
+            except ConnectionError:
+                num_refused += 1
+                if num_refused == MAX_ATTEMPTS + MAX_ATTEMPTS_ALONE:
+                    raise
             time.sleep(_PAUSE_S)
-        with self.writing(path) as stream:
-            return content(stream)
+        with contextlib.suppress(OSError, IndexError):  # another thread may take the last one
+            while True:
+                self._ask("remove", path=self._late_parts.pop(), recursive=False)
+        return result
 
     def put(self, path: str, data: bytes) -> None:
         self.write(path, lambda stream: stream.write(data))
@@ -136,7 +169,8 @@ class _Writing(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         piece = memoryview(data).cast("B")[:PIECE_BYTES]
-        self._helper.ask("write", piece)
+        with _late():
+            self._helper.ask("write", piece)
         return len(piece)
 
 
@@ -152,6 +186,14 @@ class _Reading(io.RawIOBase):
         _, piece = self._helper.exchange({"op": "read", "size": min(len(into), PIECE_BYTES)})
         into[: len(piece)] = piece
         return len(piece)
+
+
+@contextlib.contextmanager
+def _late() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise NoAnswer(str(error)) from None
 
 
 def _end(helpers: list[Helper], pid: int) -> None:

@@ -16,6 +16,8 @@ import hdfs_native
 from swift_logging_store.helper import serve
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+# Each block may come to a dead node, and then all is written again: so there are few.
+_ALONE_BLOCK_BYTES = 1 << 30
 _CUT = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}
 
 
@@ -28,6 +30,7 @@ class Server:
         goes_on = "dfs.client.block.write.replace-datanode-on-failure.best-effort"
         self._client = hdfs_native.Client(url, {goes_on: "true"})
         self._file: Any = None
+        self._num_replicas = 0  # that the file which is being written is to have once it is complete; 0: has
 
     def names(self, path: str) -> list[str]:
         try:
@@ -43,8 +46,17 @@ class Server:
             return -1
         return -1 if status.isdir else int(status.length)
 
-    def create(self, path: str) -> None:
-        self._file = self._client.create(path, hdfs_native.WriteOptions(overwrite=False, create_parent=True))
+    def create(self, path: str, alone: bool) -> None:
+        """*alone*: each block goes to one data node, and to the others when the file is complete."""
+        block_size = _ALONE_BLOCK_BYTES if alone else None
+        options = hdfs_native.WriteOptions(block_size=block_size, overwrite=False, create_parent=True)
+        self._file = self._client.create(path, options)
+        self._num_replicas = 0
+        num_replicas = self._client.get_file_info(path).replication if alone else None
+        if num_replicas is not None and num_replicas > 1:  # it is 0 where files are erasure-coded
+            # It has no block yet: where they go is asked for when there are bytes for them.
+            self._client.set_replication(path, 1)
+            self._num_replicas = num_replicas
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -58,6 +70,8 @@ class Server:
                 raise
         self._file.close()
         self._file = None
+        if self._num_replicas:
+            self._client.set_replication(path, self._num_replicas)
         self._client.rename(path, target, overwrite=True)
 
     def open(self, path: str) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
 from swift_logging_store import hdfs
 from swift_logging_store import helper as helper_process
+from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.store import Store, open_store
 from swift_recovery import state_file
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
@@ -146,8 +147,7 @@ def test_nobody_there_is_said_before_anything_starts(cluster: HdfsCluster, monke
 
 
 def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data node: what it had is read from the others. Then the name node, which is started again. That files are
-    written while a data node is dead is not promised: see logging_store/README.md."""
+    """A data node: what it had is read from the others. Then the name node, which is started again."""
     data = bytes(range(256)) * (1 << 14)
     with HdfsCluster(tmp_path / "hdfs") as cluster:
         store = open_store(f"{cluster.url}/lost")
@@ -163,6 +163,63 @@ def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         cluster.wait_for(2)
         # The same store's connections are made again.
         assert store.names() == ["a"] and store.size("a") == len(data)
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_files_are_written_while_a_data_node_is_dead(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is written when it dies; then, before the name node has missed it, and after that, checkpoints and
+    copies of logs. What was written to one node is copied to the other one."""
+    monkeypatch.setattr(helper_process, "ANSWER_TIMEOUT_S", 5.0)  # of a frozen node, each time
+    with HdfsCluster(tmp_path / "hdfs") as cluster:
+        store, notes, paths = open_store(f"{cluster.url}/lost"), list[str](), []
+        archive = Archive(f"{cluster.url}/logs", directory_name("job", 0, "e1", 1, "00000001"), notes.append)
+        for number in range(6):
+            paths.append(tmp_path / f"rank0.1.{number:08d}.seg")
+            paths[-1].write_bytes(os.urandom(5_000_000))
+        struck: list[object] = []
+
+        def content(stream: BinaryIO) -> None:
+            for number in range(3):
+                if number == 1 and not struck:
+                    struck.append(getattr(cluster, how)("dn0"))
+                stream.write(bytes([number]) * hdfs.PIECE_BYTES)
+
+        store.write("midway/file", content)
+        assert store.names("midway") == ["file"]
+        with store.reading("midway/file") as stream:
+            assert stream.read() == b"".join(bytes([number]) * hdfs.PIECE_BYTES for number in range(3))
+        states = {number: make(number) for number in (10, 20, 30)}
+        for number, state in states.items():
+            archive.add(paths[number // 10 - 1])
+            commit(store, number, state)
+        cluster.wait_for(2)
+        for number in (40, 50):
+            archive.add(paths[number // 10 - 1])
+            states[number] = make(number)
+            commit(store, number, states[number])
+        assert archive.wait(240.0) and len(archive.stored) == 5
+        directory = CheckpointDirectory(store)
+        assert directory.committed() == list(states)
+        parts = {number: directory.path_of(number, directory.load(number).part_of(0)) for number in states}
+        for where in parts.values():
+            assert sorted(store.names(where.rpartition("/")[0])) == sorted([where.rpartition("/")[2], "committed.json"])
+        if how == "kill":  # a node that copies to a frozen one waits for that for minutes
+            segments = [f"/logs/{archive._directory}/{name}" for name in archive.stored]
+            for path in [*(f"/lost/{where}" for where in parts.values()), *segments]:
+                cluster.wait_for_copies(path, 2)
+            cluster.kill("dn1")
+        with archive.fetching(lambda: None) as fetch:
+            for segment in paths[:5]:
+                fetch(segment.name, tmp_path / "back")
+                assert (tmp_path / "back").read_bytes() == segment.read_bytes()
+        for number, where in parts.items():
+            found = make(0)
+            with store.reading(where) as stream:
+                assert state_file.read(stream, "part", found) == {"at": number}
+            assert checksum(found.replicated_tensors()) == checksum(states[number].replicated_tensors())
+        archive.close()
 
 
 def test_a_write_that_meets_a_dead_data_node_is_tried_again(cluster: HdfsCluster) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -91,6 +93,18 @@ class HdfsCluster:
             assert time.monotonic() < deadline_s, self._log("nn")
             time.sleep(0.05)
 
+    def wait_for_copies(self, path: str, num: int) -> None:
+        """Until each block of a file has that many."""
+        deadline_s = time.monotonic() + 60.0
+        while set(found := self._num_copies(path)) != {num}:
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.05)
+
+    def _num_copies(self, path: str) -> list[int]:
+        query = f"ugi={getpass.getuser()}&files=1&blocks=1&path={path}"
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._ports[1]}/fsck?{query}", timeout=10.0) as answer:
+            return [int(number) for number in re.findall(r"Live_repl=(\d+)", answer.read().decode())]
+
     def _num_live(self) -> int:
         query = "qry=Hadoop:service=NameNode,name=FSNamesystemState"
         try:
@@ -128,6 +142,8 @@ class HdfsCluster:
             "dfs.namenode.safemode.extension": "0",
             "dfs.heartbeat.interval": "1",
             "dfs.namenode.heartbeat.recheck-interval": "2000",
+            "dfs.namenode.redundancy.interval.seconds": "1",
+            "dfs.namenode.reconstruction.pending.timeout-sec": "5",
         }
         if name != "nn":
             ports = self._ports[2 + 3 * int(name[2:]) :]
