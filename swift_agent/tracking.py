@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, torch_pipelining, torch_private, transfer
+from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_private, transfer
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
@@ -74,7 +74,7 @@ def check(pending: Pending, *, overlap_update: bool = False) -> None:
         ddps = _ddps(pending)
         if not ddps:
             mistakes.append("overlap_update without DistributedDataParallel: there is no reduction to overlap with")
-        mistakes += overlap.mistakes(ddps, pending["optimizers"], pending["others"])
+        mistakes += overlap_checks.mistakes(ddps, pending["optimizers"], pending["others"])
     if mistakes:
         raise UsageError("job.track(): " + "; ".join(mistakes))
 

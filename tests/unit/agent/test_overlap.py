@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.channel import Channel
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.overlap import OverlappedUpdates, mistakes
+from swift_agent.overlap import OverlappedUpdates
+from swift_agent.overlap_checks import mistakes
 from swift_agent.supervisor import Supervisor
 
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
