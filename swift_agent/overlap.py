@@ -122,21 +122,8 @@ class OverlappedUpdates(UpdateTracker):
 
     def join_agreement(self) -> None:
         """The iteration ends: return when the updates of all ranks are complete."""
-        if self._agree is None or self._ghost:
-            return
-        assert self._supervisor is not None
-        try:
-            self._agree()
-            self._wait_for_gradients(next(iter(self._optimizers)))
-        except Exception as error:
-            if not (self._is_complete and self.goes_on(error)):
-                raise
-            self.updated = True
-            self._supervisor.leave()
-            return
-        with self._supervisor.fence:
-            self._supervisor.check()
-            self.updated = self._is_complete
+        if self._agree is not None and not self._ghost:
+            self._pass_at_end()
 
     def cut(self) -> None:
         self._expected = Resumption()
@@ -193,6 +180,10 @@ class OverlappedUpdates(UpdateTracker):
         return () if self.updated else tuple(sorted(self._done))
 
     @property
+    def has_changed_nothing(self) -> bool:
+        return not self._stepped and not self._done
+
+    @property
     def num_parameters(self) -> int:
         return len(self.members)
 
@@ -207,8 +198,8 @@ class OverlappedUpdates(UpdateTracker):
             member = self.members[number]
             optimizer = self._optimizers[member.optimizer]
             with self._supervisor.fence:
-                if number not in self._done:
-                    continue
+                if number not in self._done or number in self._resumption.numbers:
+                    continue  # of what was resumed nothing is kept: it stays
                 kept = self._before_update[number]
                 if isinstance(kept, Kept):
                     undo(optimizer, member.parameter, self._reduced[number], kept)
@@ -335,17 +326,17 @@ class OverlappedUpdates(UpdateTracker):
     def _update(self, attempt: int, pairs: Sequence[tuple[int, Tensor]], future: Any) -> Tensor:
         reduced = _tensor_of(future)  # raises if the reduction has failed
         supervisor = self._supervisor
-        if supervisor is None:
-            self._step(pairs)
-            return reduced
-        if not supervisor.begin_update():
-            raise PeerFailure("stopped before an update")
-        try:
-            if attempt == self._attempt:
-                with contextlib.nullcontext() if self._reductions is None else self._reductions.launching():
+        with contextlib.nullcontext() if self._reductions is None else self._reductions.launching():
+            if supervisor is None:
+                self._step(pairs)
+                return reduced
+            if not supervisor.begin_update():
+                raise PeerFailure("stopped before an update")
+            try:
+                if attempt == self._attempt:
                     self._step(pairs)
-        finally:
-            supervisor.end_update()
+            finally:
+                supervisor.end_update()
         return reduced
 
     @torch.no_grad()
@@ -411,6 +402,8 @@ def _is_view(gradient: Tensor | None, reduced: Tensor) -> bool:
 
 def _tensor_of(future: Any) -> Tensor:
     value = future.value()
+    if isinstance(value, Exception):
+        raise value
     tensor: Tensor | None = value[0] if isinstance(value, (list, tuple)) else value
     if tensor is None:
         raise PeerFailure("stopped while gradients were being reduced")

@@ -34,7 +34,8 @@ class Reductions:
         self._stream: Any = None
 
     def future_of(self, work: Any, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """Has *tensor* as its value once *work*, which fills it, is complete, and None if it was cut."""
+        """Has *tensor* as its value once *work*, which fills it, is complete; None if it was cut, and the error if it
+        has failed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="swift-reductions", daemon=True)
             self._thread.start()
@@ -66,23 +67,24 @@ class Reductions:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         while True:
             work, tensor, future = self._waiting.get()
+            value: Any = tensor
+            try:
+                self._wait(work)
+            except Exception as error:  # whatever it is: the backward waits for the future
+                value = RuntimeError(f"a gradient could not be reduced: {error}")
             # If the groups are not stopped after it they were not before: what is there is whole.
-            future.set_result(tensor if self._is_complete(work) and not self._is_stopped() else None)
-            del work, tensor, future  # not held until the next one comes
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                future.set_result(None if self._is_stopped() else value)
+            del work, tensor, future, value  # not held until the next one comes
 
-    def _is_complete(self, work: Any) -> bool:
-        try:
-            if self._stream is None:
-                work.wait()
-                return True
-            with torch.cuda.stream(self._stream):
-                work.wait()  # with NCCL it is the stream that waits
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-        except RuntimeError:
-            return False
-        while not event.query():  # type: ignore[no-untyped-call]
-            if self._is_stopped():
-                return False
+    def _wait(self, work: Any) -> None:
+        """Until it is complete, or the groups are stopped."""
+        if self._stream is None:
+            work.wait()
+            return
+        with torch.cuda.stream(self._stream):
+            work.wait()  # with NCCL it is the stream that waits
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        while not event.query() and not self._is_stopped():  # type: ignore[no-untyped-call]
             time.sleep(_POLL_S)
-        return True

@@ -31,6 +31,7 @@ from swift_agent.checkpoints import CheckpointError
 from swift_agent.errors import PeerFailure, SwiftError, UsageError
 from swift_agent.ghosts import Ghosts
 from swift_agent.messages import CannotReplay, CutReplay
+from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
@@ -95,7 +96,11 @@ class Protected:
         try:
             # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
             # then never cuts a collective of somebody's set-up, which could not be repeated.
-            everyone = self._groups.all_gather_ints([*self._origin(), newest, every])
+            overlaps = isinstance(tracked.updates, OverlappedUpdates)
+            everyone = self._groups.all_gather_ints([*self._origin(), newest, every, overlaps])
+            if len({told[4] for told in everyone}) > 1:
+                # They agree on an update before it, or after it.
+                raise UsageError("job.track(): overlap_update=True on some ranks only; say the same on all.")
             if tracked.messages is not None:
                 tracked.messages.origins = [told[:2] for told in everyone]
             if self._checkpointing is not None:
@@ -209,11 +214,10 @@ class Protected:
         updates = tracked.updates
         supervisor.enter()
         try:
-            if not updates.updated:
-                if supervisor.interrupted:
-                    raise PeerFailure("stopped before the update")
-                if not updates.num_steps:
-                    tracked.check_gradients_used()
+            if not updates.updated and supervisor.interrupted:
+                raise PeerFailure("stopped before the update")
+            if not updates.num_steps and updates.has_changed_nothing:
+                tracked.check_gradients_used()
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
                 updates.finish()
@@ -492,7 +496,7 @@ def is_communication_error(error: BaseException) -> bool:
         return True
     if isinstance(error, SwiftError):
         return False  # its text may name our package, as that of our stores' errors does
-    if error.__cause__ is not None and is_communication_error(error.__cause__):
+    if error.__cause__ not in (None, error) and is_communication_error(error.__cause__):
         return True
     text = str(error).lower()
     marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out")

@@ -42,7 +42,7 @@ class UpdateTracker:
         self._optimizers = dict(optimizers)
         self._supervisor = supervisor
         self._agree = agree
-        self._agreed = self._finishing = self._goes_on = False
+        self._agreed = self._finishing = self._goes_on = self._is_at_end = False
         self._in_iteration = False
         self._ghost = False
         self._stepped: list[str] = []
@@ -83,6 +83,11 @@ class UpdateTracker:
         return ()
 
     @property
+    def has_changed_nothing(self) -> bool:
+        """In this iteration, so far."""
+        return not self._stepped
+
+    @property
     def num_parameters(self) -> int:
         """How many numbers there are for `done`."""
         return 0
@@ -90,7 +95,7 @@ class UpdateTracker:
     def begin(self, *, ghost: bool = False) -> None:
         """An iteration begins. *ghost*: its steps must have no effect."""
         self._in_iteration, self._ghost = True, ghost
-        self._agreed = self._goes_on = self.reduced = False
+        self._agreed = self._goes_on = self._is_at_end = self.reduced = False
         if self._in_step:  # a step failed, and the script has caught that
             self._leave_step()
         self._stepped, self._running = [], ""
@@ -124,16 +129,37 @@ class UpdateTracker:
             return
         if not self._agreed and not self._ghost and not self._finishing:
             self._agreed = True
+            self._pass_at_end()
+
+    def _pass_at_end(self) -> None:
+        """Agree when this iteration changes nothing more: with that it is complete."""
+        assert self._agree is not None and self._supervisor is not None
+        # From now on this rank gets to the state after it by itself.
+        self.reduced = self._is_at_end = True
+        # One way or the other no report is made until this is through.
+        try:
             self._agree()
+            self._wait_for_devices()
+            self._supervisor.enter_step()
+        except Exception as error:
+            if not self.goes_on(error):
+                raise
+        self.updated, self.reduced = True, False
+        self._supervisor.leave()
+
+    def _wait_for_devices(self) -> None:
+        for name in self._optimizers:
+            self._wait_for_gradients(name)
 
     def finish_update(self) -> None:
         """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""
-        self._finishing = True
-        try:
-            for optimizer in self._optimizers.values():
-                optimizer.step()
-        finally:
-            self._finishing = False
+        if not self._is_at_end:
+            self._finishing = True
+            try:
+                for optimizer in self._optimizers.values():
+                    optimizer.step()
+            finally:
+                self._finishing = False
         self.updated, self.reduced = True, False
 
     def settle(self) -> None:

@@ -156,6 +156,8 @@ def make_plan(
         )
     # Inside a set ranks differ by one at most, so this is the smallest of the newest states of all sets.
     iteration = max(common)
+    if len(sets) > 1 and iteration - 1 in common and not _is_safe(holding.values(), iteration):
+        iteration -= 1
     sources: dict[int, int] = {}
     layouts: dict[int, int] = {}
     undone: dict[int, tuple[int, ...]] = {}
@@ -204,6 +206,19 @@ def _holds(report: RankReport, iteration: int) -> bool:
     return report.iteration == iteration and not report.updated
 
 
+def _is_safe(reports: Iterable[RankReport], iteration: int) -> bool:
+    """Whether to go on from there if the state before it is there as well: all have it, whoever is lost next; or one
+    counts it already. Else a replica set could let go of what was before, when another one loses those who have it."""
+    return all(
+        _holds(report, iteration) or (report.iteration == iteration - 1 and _is_whole(report)) for report in reports
+    ) or any(report.iteration == iteration for report in reports)
+
+
+def _is_whole(report: RankReport) -> bool:
+    """It has made all of the update after its iteration, and can take it back."""
+    return bool(report.updated) and len(report.updated) == report.num_parameters
+
+
 def _reachable(reports: Iterable[RankReport]) -> set[int]:
     """The iterations that survivors of one replica set can go on from."""
     reachable, mixed = set(), []
@@ -228,7 +243,7 @@ def _mend(
     first = next(iter(mixed.values()))
     if iteration > first.iteration:
         # Who has made all of it and waits for the others has the state after it.
-        sound = sorted([*sound, *(rank for rank, have in updated.items() if len(have) == first.num_parameters)])
+        sound = sorted({*sound, *(rank for rank, report in mixed.items() if _is_whole(report))})
         if sound:
             return sound
         lead, found = forward(updated, first.num_parameters)

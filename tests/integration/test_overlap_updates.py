@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from swift_agent.channel import Channel
 from swift_agent.errors import UsageError
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.reductions import Reductions
+from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.lamb import Lamb
 from tests.support.gloo_job import (  # noqa: F401 - fixtures
@@ -80,7 +83,9 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], overlap: bool, variant
     parts = [net[:3], net[3:]] if variant == "two" else [net]
     optimizers = [make(part.parameters()) for part in parts]
     named = {str(n): optimizer for n, optimizer in enumerate(optimizers)}
-    tracked = Tracked({"models": {"m": model}, "optimizers": named, "others": {}}, None, world_size(), None,
+    # With one an update passes its fence, and what an undo needs is kept.
+    supervisor = Supervisor(Channel(socket.socketpair()[0]), 0) if variant in ("thread", "cuda") else None
+    tracked = Tracked({"models": {"m": model}, "optimizers": named, "others": {}}, None, world_size(), supervisor,
                       overlap_update=overlap)  # fmt: skip
     if overlap and variant == "thread":  # as for an accelerator
         assert isinstance(tracked.updates, OverlappedUpdates)

@@ -16,6 +16,7 @@ from swift_agent.channel import Channel
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.overlap_checks import mistakes
+from swift_agent.reductions import Reductions
 from swift_agent.supervisor import Supervisor
 
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
@@ -137,6 +138,47 @@ def test_a_complete_update_can_be_taken_back_until_all_have_agreed(view: bool) -
     job.optimizers[0].step()
     job.updates.join_agreement()
     assert job.updates.updated and job.updates.done == ()
+
+
+def test_an_iteration_that_updates_a_part_can_be_agreed_on_as_well() -> None:
+    """One of two optimizers rests: who is cut in the agreement gets to the state after it all the same."""
+
+    def agree() -> None:
+        if cuts:
+            raise RuntimeError("Connection closed by peer")
+
+    cuts: list[int] = []
+    job = training(2, agree=agree)
+    job.updates.begin()
+    job.backward(0)
+    job.optimizers[0].step()
+    job.updates.join_agreement()
+    assert job.updates.updated and not job.updates.reduced
+    job.updates.finish()
+    cuts.append(1)
+    job.updates.begin()
+    job.backward(0)
+    job.optimizers[0].step()
+    moved = job.values()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        job.updates.join_agreement()
+    job.updates.cut()
+    assert job.updates.reduced and job.updates.done == tuple(range(6)) and not job.updates.updated
+    job.updates.finish_update()
+    assert job.updates.updated and all(map(torch.equal, moved, job.values()))
+
+
+def test_a_reduction_that_fails_is_an_error_of_the_backward() -> None:
+    job = training()
+    job.updates._reductions = Reductions(torch.device("cpu"), lambda: False)
+    job.updates._reductions._wait = fail  # type: ignore[method-assign]
+    job.updates.begin()
+    with pytest.raises(Exception, match="a gradient could not be reduced: device-side assert"):
+        job.backward()
+
+
+def fail(work: object) -> None:
+    raise ValueError("device-side assert")
 
 
 def test_an_agreement_that_was_stopped_does_not_count() -> None:
