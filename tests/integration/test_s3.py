@@ -119,7 +119,7 @@ def test_copies_of_logs_with_a_wrong_secret(tmp_path: Path, monkeypatch: pytest.
     """Training goes on without them, and is told why."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret-of-tests")
     notes: list[str] = []
-    archive = Archive(f"s3://{BUCKET}/logs", directory_name("job", 0, "00000002"), notes.append)
+    archive = Archive(f"s3://{BUCKET}/logs", directory_name("job", 0, "e1", 1, "00000002"), notes.append)
     (tmp_path / "a.seg").write_bytes(b"x")
     archive.add(tmp_path / "a.seg")
     with archive._changed:
