@@ -1,4 +1,7 @@
-"""What can have its updates overlap the backward (`overlap`), and what stands against it."""
+"""What can have its updates overlap the backward (`overlap`), and what stands against it.
+
+Must never change what it looks at, nor stop at the first mistake.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 torch's future of an NCCL collective is complete as soon as that is launched: what follows is ordered by streams. But an
 aborted one just ends, with garbage in its output, and an update launched behind it would take that in. So here a thread
-waits until the device is through, and what the future is used for runs then: on this thread, on a stream of torch's
-that waits for nothing any more, beside the backward.
+waits until the device is through, and what the future is used for runs then: on this thread, and, inside `launching`,
+on a stream of its own, beside the backward.
 
 This module must never start CUDA before there is a reduction on it.
 """

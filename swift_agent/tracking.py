@@ -246,8 +246,8 @@ def _ddps(pending: Pending) -> list[DistributedDataParallel]:
 
 @contextlib.contextmanager
 def _without_reduction(ddps: Iterable[DistributedDataParallel]) -> Iterator[None]:
-    """When a pipeline's stages tell each other shapes they run their modules, too: DDP takes that for the forward
-    before the next backward, and would reduce the gradients of the first micro-batch."""
+    """Inside, a forward does not make DDP reduce in the backward after it. (A pipeline's stages also run their modules
+    to tell each other shapes: the gradients of the first micro-batch would be reduced then.)"""
     with contextlib.ExitStack() as stack:
         for module in ddps:
             stack.enter_context(module.no_sync())

@@ -35,6 +35,7 @@ from tests.support.fault_train import (
     update,
 )
 from tests.support.hsdp_train import arm_agreement
+from tests.support.split_layers import Sum
 
 WIDTH, HIDDEN, BATCH, NUM_CHUNKS = 16, 32, 8, 4
 
@@ -51,20 +52,6 @@ class Copy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Sum(torch.autograd.Function):
-    """Out of it: the outputs of its parts are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad, None
 
 

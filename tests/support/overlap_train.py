@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,6 +36,7 @@ import swift_agent as swift
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.rejoin import Rejoin
 from swift_recovery.lamb import Lamb
+from tests.support.split_layers import Sum
 
 ORDERS = json.loads(os.environ["FAULT_ORDERS"])
 DIR = Path(ORDERS["dir"])
@@ -133,20 +133,6 @@ def arm() -> None:
     OverlappedUpdates.take_back, OverlappedUpdates.install = armed_take_back, armed_install
     OverlappedUpdates.join_agreement = armed_join
     Rejoin._compare = armed_compare
-
-
-class Sum(torch.autograd.Function):
-    """The outputs of the parts of a layer are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
 
 
 class Part(nn.Module):
