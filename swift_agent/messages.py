@@ -8,47 +8,42 @@ there, which a rank that repeats an iteration counts again from where that began
 While a replacement repeats the iterations of its predecessor, what survivors had sent it comes from their logs, and
 what it sends to them is dropped: they have it. It logs again what it sends, so that the next failure finds complete
 logs. It begins with what set-up gives, or with a checkpoint: what was sent before the newest one that counts is gone.
-This module must never decide who repeats what; the plan does.
+
+Where survivors stay in the middle of the iteration that was cut, the logs reach into that, too: the replacement goes
+on with what comes live when they end, and drops what its receivers have. Between survivors, too, all is lost that was
+under way: it is sent again from the logs, and receives begin again (`counts`, `works`).
+This module must never decide who repeats what, or stays; the plan does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
+import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from swift_agent import torch_private
+from swift_agent import log_transfer, torch_private
+from swift_agent.collectives import Collectives
+from swift_agent.counts import Counts
+from swift_agent.digests import Digests
 from swift_agent.errors import SwiftError, UsageError
+from swift_agent.log_transfer import BytesLink
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
+from swift_agent.works import Receive, Send
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
-from swift_logging_store.record import Channel, Header
-from swift_logging_store.segment import SegmentWriter
+from swift_logging_store.record import Channel
 from swift_logging_store.tensors import tensor_of
-from swift_logging_store.writer import SUFFIX
-
-# Of the log that goes to a replacement in one piece.
-PIECE_BYTES = 16 << 20
-# A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
-MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
-
-
-class BytesLink(Protocol):
-    """A connection to one other rank: what is sent is received, in order."""
-
-    def send_bytes(self, data: bytes) -> None: ...
-
-    def recv_bytes(self) -> bytes: ...
 
 
 class CannotReplay(SwiftError):
@@ -85,14 +80,28 @@ class Messages:
         self._iteration = -1  # not in one
         self._refuses = False
         self._generation = 0
-        self._sent: dict[Channel, int] = {}
-        self._received: dict[Channel, int] = {}
-        self._begun: tuple[dict[Channel, int], dict[Channel, int]] = ({}, {})
+        self._counts = Counts()
+        self._digests = Digests()
+        self._theirs = Digests()  # of what this rank, in an earlier life, has sent
+        self._asked_at: dict[int, dict[Channel, int]] = {}  # by the iteration of a checkpoint that may come to count
         # By the name of the group, the peer's rank in it, and the tag.
         self._to: dict[tuple[str, int, int], Channel] = {}
         self._from: dict[tuple[str, int, int], Channel] = {}
-        self._source: LogReader | None = None  # what was taken, while iterations are repeated
+        self._source: LogReader | None = None  # what was taken, until all that was cut is repeated
+        self._repeats = False  # all of an iteration must be in that
         self._repeating: frozenset[int] = frozenset()
+        self.stays: Callable[[Exception], bool] = lambda error: False
+        """Asked when *error* has cut a message of an iteration: whether this process has joined the others in the
+        middle of that (`rejoin` was called), so that it goes on."""
+        self.reconnected = 0
+        self._thread = threading.get_ident()
+        self._waiting: dict[Channel, deque[Receive]] = {}
+        # How to send on a channel again: torch's operation, the group, and the rank in it.
+        self._routes: dict[Channel, tuple[Any, Any, int]] = {}
+        # Sent again in this iteration, and in the last one: they have their memory to themselves.
+        self._again: list[Any] = []
+        self._again_before: list[Any] = []
+        self._collectives = Collectives()
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
 
     @property
@@ -111,13 +120,22 @@ class Messages:
     def begin(self, iteration: int, generation: int) -> None:
         """An iteration begins; its messages count."""
         self._iteration, self._generation = iteration, generation
-        self._begun = (self._sent.copy(), self._received.copy())
+        self._counts.begin()
+        self._collectives.begin()
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""
         was_iteration, self._iteration = self._iteration >= 0, -1
         self.log.end_iteration()
-        if was_iteration and self._source is None and self._has_predecessors:
+        if not was_iteration:
+            return
+        self._let_go()
+        self._counts.end()
+        # All that an iteration sends is received in it; it may not be known here yet.
+        self._again_before, self._again = self._again, []
+        if self._source is not None and not self._repeats:
+            self._close_source()
+        if self._source is None and self._has_predecessors:
             self._has_predecessors = False
             self._sent_before.forget()
             self.log.forget_predecessors()
@@ -125,19 +143,27 @@ class Messages:
     def rewind(self) -> None:
         """The iteration was cut, and will be run again."""
         self._iteration = -1
-        self._sent, self._received = self._begun
+        self._let_go()
+        self._counts.rewind()
+        self._digests.keep_before(self._counts.here)
+
+    def _let_go(self) -> None:
+        for queue in self._waiting.values():
+            while queue:
+                queue.popleft().let_go()
 
     # ---- checkpoints ----
 
     def begin_checkpoint(self, iteration: int) -> None:
         """A checkpoint of the state before *iteration* is taken; `counts` belong to it. A log that was given up begins
         again."""
+        self._asked_at[iteration] = self._counts.asked.copy()
         if self.log.begin_checkpoint(iteration):
             self._complete_from = iteration
 
     def counts(self) -> dict[str, Any]:
         """Of all messages of this rank so far: who takes it over goes on counting."""
-        return {"sent": _to_tree(self._sent), "received": _to_tree(self._received)}
+        return {"sent": _to_tree(self._counts.sent), "received": _to_tree(self._counts.asked)}
 
     def take_over(self, counts: Mapping[str, Any] | None) -> None:
         """This process has the state of its predecessor, but not the log of what that had sent."""
@@ -147,8 +173,7 @@ class Messages:
             self.log.give_up("this process has taken over a state, without the log of what was sent")
 
     def _count_on(self, counts: Mapping[str, Any]) -> None:
-        self._sent, self._received = _from_tree(counts["sent"]), _from_tree(counts["received"])
-        self._begun = (self._sent.copy(), self._received.copy())
+        self._counts.set(_from_tree(counts["sent"]), _from_tree(counts["received"]))
 
     def restore(self, counts: Mapping[str, Any] | None, iteration: int) -> None:
         """This process begins with that checkpoint; None: it was taken where nothing was logged."""
@@ -160,6 +185,8 @@ class Messages:
         """That checkpoint counts: nobody needs what was sent before it."""
         self.checkpoint = iteration
         self.log.drop(iteration)
+        self._digests.keep_from(self._asked_at.get(iteration, {}))
+        self._asked_at = {number: asked for number, asked in self._asked_at.items() if number > iteration}
 
     def close(self) -> None:
         """The end: nobody needs what was sent."""
@@ -168,30 +195,15 @@ class Messages:
     # ---- recovery ----
 
     def give(self, destination: int, before: int, link: BytesLink) -> None:
-        """To a replacement of rank *destination*: what it was sent in the iterations before that one. Raises `LogError`
-        if the log cannot be read."""
+        """To a replacement of rank *destination*: what it was sent in the iterations before that one, as far as this
+        rank will not send it once more. Raises `LogError` if the log cannot be read."""
         link.send_bytes(json.dumps([self.origins, self.all_began_at]).encode())
-        piece, writer = _new_piece()
-        begins: dict[Channel, int] = {}
-        with contextlib.closing(self.log.newest_first()) as logs:
-            for log in logs:
-                for record in _sent_to(destination, before, log, begins):
-                    writer.append(*record)
-                    if len(piece) >= PIECE_BYTES:
-                        _send_piece(piece, writer, link)
-                        piece, writer = _new_piece()
-        _send_piece(piece, writer, link)
-        link.send_bytes(b"")
+        log_transfer.send(self.log, destination, before, self._counts.sent, link)
 
     def take(self, source: int, link: BytesLink) -> None:
         """What *source* gives."""
         self.origins, self.all_began_at = json.loads(link.recv_bytes())
-        number = 0
-        while piece := link.recv_bytes():
-            path = self._directory / "taken" / f"from{source}.{number:08d}{SUFFIX}"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(piece)
-            number += 1
+        log_transfer.receive(self._directory / "taken", f"from{source}", link)
 
     def check_origin(self, rank: int) -> None:
         """Raise CannotReplay if set-up gave something else here than for the first process of this rank."""
@@ -205,21 +217,96 @@ class Messages:
     def begin_replay(self, repeating: Collection[int]) -> None:
         """From the next iteration on messages come from what was taken, but for those of the ranks *repeating*, which
         repeat theirs, too; and are sent to those only."""
-        self._repeating = frozenset(repeating)
+        self._repeating, self._repeats = frozenset(repeating), True
         self._source = LogReader(self._directory / "taken")
         self._sent_before.open(self._note)
 
-    def end_replay(self) -> None:
-        """All that was taken has been used, or was not needed."""
+    def end_replay(self, *, stays: bool = False) -> None:
+        """All iterations that are complete have been repeated. *stays*: the one that was cut follows, and what was
+        taken is used as far as it goes; else it was not needed, and all begin that one anew."""
+        self._repeats = False
+        if not stays:
+            self._close_source()
+
+    def _close_source(self) -> None:
         if self._source is not None:
             self._source.close()
             self._source = None
         self._sent_before.close()
+        self._theirs = Digests()
         shutil.rmtree(self._directory / "taken", ignore_errors=True)
 
     def _is_repeated(self, peer: int) -> bool:
         """Whether the message was exchanged before, by *peer* and the predecessor."""
-        return self._source is not None and peer not in self._repeating
+        return self._repeats and peer not in self._repeating
+
+    # ---- staying in the middle of an iteration ----
+
+    @property
+    def unwinds(self) -> str:
+        """Why this rank cannot stay in the middle of its iteration, '' if it can. May be read from any thread."""
+        if "nccl" in torch_private.backends_by_device(dist.get_backend_config()).values():
+            return "have messages on NCCL, which does not say whether one that was cut has come"
+        return self._collectives.why
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, messages and collectives are none of an iteration, although one may be under way."""
+        with self._collectives.aside(), torch_private.plain_messages(), torch.no_grad():
+            yield
+
+    def agreeing(self, agree: Callable[[], None]) -> Callable[[], None]:
+        """*agree*, a collective that is none of the script's."""
+
+        def agree_aside() -> None:
+            with self._collectives.aside():
+                agree()
+
+        return agree_aside
+
+    def told(self) -> list[list[Any]]:
+        """What this rank has of what the others send it, for their `rejoin`."""
+        taken = {}
+        if self._source is not None:
+            for channel in self._source.channels:
+                begin = self._counts.here.get(channel, 0)
+                taken[channel] = self._source.first_missing(channel, begin)
+        return _to_tree(self._counts.told(taken))
+
+    def digests(self, source: int) -> bytes:
+        """What that rank, which repeats iterations, has sent here, for its `compare_with`."""
+        return self._digests.to_bytes(source)
+
+    def compare_with(self, digests: bytes) -> None:
+        """What this rank sends again with what another one has received. Raises `ValueError`."""
+        self._theirs.take(digests)
+
+    def rejoin(self, told: Mapping[int, Iterable[Sequence[Any]]], replays: Collection[int], generation: int) -> None:
+        """All are connected anew, and those who can stay where they are. *told*: by the other ranks, but for
+        *replays*, which repeat iterations. Inside `aside`. Raises `LogError`."""
+        self._generation = generation
+        counts = {rank: _from_tree(tree) for rank, tree in told.items()}
+        missing = self._counts.rejoin(counts, replays)
+        self._again = [self._send_again(*message) for message in log_transfer.logged(self.log, missing)]
+        for queue in self._waiting.values():
+            for receive in queue:
+                receive.post()
+        self.reconnected += 1
+
+    def _send_again(self, channel: Channel, tensor: torch.Tensor) -> Any:
+        original, group, dst = self._routes[channel]
+        return original(group, [tensor], dst, channel.tag)
+
+    def begin_anew(self) -> None:
+        """All are connected anew, and begin the iteration that was cut from its start."""
+        self._counts.forget()
+        self._close_source()
+
+    def stay(self, error: Exception) -> None:
+        """See `works.Owner`."""
+        # Only the script's own thread can join the others.
+        if self._iteration < 0 or threading.get_ident() != self._thread or not self.stays(error):
+            raise error
 
     # ---- operations ----
 
@@ -231,18 +318,26 @@ class Messages:
         channel = self._to.get(key)
         if channel is None:
             channel = self._to[key] = Channel(key[0], self.rank, _global_rank(group, dst), tag)
-        for tensor in tensors:
-            number = self._sent.get(channel, 0)
-            self._sent[channel] = number + 1
-            if self._source is not None and self._sent_before.differs(channel, number, self._iteration, tensor):
-                raise CannotReplay(
-                    f"message {number} of {channel} is not what was sent before: the repetition differs from what was "
-                    "done (job.track(deterministic=True) names the operations of torch that do)"
-                )
-            self._log(channel, number, tensor)
-        if self._is_repeated(channel.destination):
+            self._routes[channel] = (original, group, dst)
+        (tensor,) = tensors
+        number = self._counts.send(channel)
+        if self._source is not None and (
+            self._theirs.differs(channel, number, tensor)
+            or self._sent_before.differs(channel, number, self._iteration, tensor)
+        ):
+            raise CannotReplay(
+                f"message {number} of {channel} is not what was sent before: the repetition differs from what was "
+                "done (job.track(deterministic=True) names the operations of torch that do)"
+            )
+        self._log(channel, number, tensor)
+        if self._is_repeated(channel.destination) or self._counts.is_had(channel, number):
             return torch_private.finished_work()
-        return original(group, tensors, dst, tag)
+        try:
+            return Send(self, original(group, tensors, dst, tag))
+        except Exception as error:
+            cut = error
+        self.stay(cut)  # by now it is under way: it is in the log
+        return torch_private.finished_work()
 
     @contextlib.contextmanager
     def none_between(self) -> Iterator[None]:
@@ -259,8 +354,9 @@ class Messages:
 
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes > MAX_MESSAGE_BYTES and not self.log.incomplete:
-            why = f"a message of {num_bytes} bytes is more than the {MAX_MESSAGE_BYTES} that can be handed on"
+        limit = log_transfer.MAX_MESSAGE_BYTES
+        if num_bytes > limit and not self.log.incomplete:
+            why = f"a message of {num_bytes} bytes is more than the {limit} that can be handed on"
             self.log.give_up(why, for_good=True)
         self.log.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
 
@@ -272,13 +368,33 @@ class Messages:
         channel = self._from.get(key)
         if channel is None:
             channel = self._from[key] = Channel(key[0], _global_rank(group, src), self.rank, tag)
-        number = self._received.get(channel, 0)
-        self._received[channel] = number + len(tensors)
-        if not self._is_repeated(channel.source):
-            return original(group, tensors, src, tag)
-        for index, tensor in enumerate(tensors):
-            self._fill(tensor, channel, number + index)
-        return torch_private.finished_work()
+        (tensor,) = tensors
+        number = self._counts.ask(channel)
+        if self._is_repeated(channel.source) or self._is_taken(channel, number):
+            self._fill(tensor, channel, number)
+            self._received(channel, number, tensor)
+            return torch_private.finished_work()
+        queue = self._waiting.get(channel)
+        if queue is None:
+            queue = self._waiting[channel] = deque()
+        work = Receive(
+            self, queue, lambda: original(group, tensors, src, tag), lambda: self._received(channel, number, tensor)
+        )  # fmt: skip
+        try:
+            work.post()
+        except Exception as error:
+            cut = error
+        else:
+            return work
+        self.stay(cut)
+        return work
+
+    def _received(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        self._counts.receive(channel)
+        self._digests.add(channel, number, tensor)
+
+    def _is_taken(self, channel: Channel, number: int) -> bool:
+        return self._source is not None and not self._repeats and self._source.has(channel, number)
 
     def _fill(self, tensor: torch.Tensor, channel: Channel, number: int) -> None:
         assert self._source is not None
@@ -314,36 +430,9 @@ def _global_rank(group: Any, rank: int) -> int:
     return dist.get_global_rank(group, rank)
 
 
-def _sent_to(
-    destination: int, before: int, log: LogReader, begins: dict[Channel, int]
-) -> Iterator[tuple[Header, memoryview]]:
-    """Of one segment, in which messages may be that were sent again later: from number *begins* on those of a channel
-    are in newer segments."""
-    for channel in log.channels:
-        if channel.destination != destination:
-            continue
-        numbers = log.sequences(channel)
-        begin = begins.get(channel, numbers[-1] + 1)
-        for number in numbers:
-            # Of an iteration that was run again the last time counts.
-            if number < begin and log.iteration_of(channel, number) < before:
-                yield log.read_last(channel, number)
-        begins[channel] = min(begin, numbers[0])
-
-
 def _to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
     return [[*astuple(channel), count] for channel, count in counts.items()]
 
 
 def _from_tree(tree: Iterable[Sequence[Any]]) -> dict[Channel, int]:
     return {Channel(*fields): count for *fields, count in tree}
-
-
-def _new_piece() -> tuple[bytearray, SegmentWriter]:
-    piece = bytearray()
-    return piece, SegmentWriter(piece.extend, int.from_bytes(os.urandom(8), "little"))
-
-
-def _send_piece(piece: bytearray, writer: SegmentWriter, link: BytesLink) -> None:
-    writer.finish()
-    link.send_bytes(bytes(piece))

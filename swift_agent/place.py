@@ -323,5 +323,6 @@ class Place:
                 reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
                 logs=tracked.messages is not None and tracked.messages.is_complete,
                 checkpoint=tracked.checkpoints.newest if tracked.checkpoints is not None else 0,
+                unwinds=tracked.unwinds if holds and self.inside == "iteration" and not self.replays else "",
             )
         return report.to_json()

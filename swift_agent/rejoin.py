@@ -1,8 +1,10 @@
 """Carries out a plan in one worker: connect, get the state or hand it on, compare, go on.
 
-    wait for a generation --> rebuild groups --> layouts --> state --> checksums --> live
-              ^                    |  a peer fails meanwhile  |          |
-              '--------------------'---------------------------'---------'
+    wait for a generation --> rebuild groups --> layouts --> state, logs --> checksums --> messages --> live
+              ^                    |  a peer fails meanwhile  |                  |             |
+              '--------------------'--------------------------'------------------'-------------'
+
+Where messages are logged, whoever is in the middle of an iteration stays there, if the plan says so.
 
 Every step may be cut by the next failure; then it begins again with the next generation. Until a receiver has all of a
 state it keeps what it had (a survivor) or holds nothing (a newcomer), so a cut transfer never spoils a source.
@@ -61,12 +63,19 @@ class Rejoin:
         self._device, self._wait_quiet = device, wait_quiet
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
+        self._stays = False  # those whose messages this newcomer has taken
         self._restored = 0  # the checkpoint that this newcomer began with
 
-    def run(self) -> None:
-        """Return when this worker is live in the newest generation, with the state that its plan says."""
+    def run(self, *, staying: bool = False) -> bool:
+        """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
+        in the middle of an iteration; False, with nothing entered, if that has to be begun anew. A newcomer that
+        repeats iterations by itself may return when it is cut, and joins the others after them."""
         while True:
-            go = self._supervisor.wait_go()
+            go = self._supervisor.peek_go()
+            if staying and not self.accepts(go):
+                return False
+            if not self._supervisor.enter_go(go):
+                continue
             try:
                 if go.leaves:
                     self._hand_over(go)
@@ -76,7 +85,7 @@ class Rejoin:
                     continue  # it is ended, or asked again
                 self._enter(go)
                 if not self._supervisor.interrupted:
-                    return
+                    return True
             except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, RuntimeError) as error:
                 if isinstance(error, SwiftError) and not isinstance(error, PeerFailure):
                     raise
@@ -84,6 +93,15 @@ class Rejoin:
                     raise
                 del error  # its traceback holds tensors of the cut transfer
                 self._wait_quiet()
+                if self._place.replays and self._place.replays_alone:
+                    self.iteration = self._place.replays_before
+                    return True
+
+    def accepts(self, go: Go) -> bool:
+        """Whether this worker stays where it is in its iteration."""
+        place, plan = self._place, go.plan
+        is_here = plan.kind == "copy" and plan.stays and plan.iteration == place.here.iteration
+        return is_here and not place.replays and place.rank not in plan.sources and not go.leaves and not go.keeps
 
     def _enter(self, go: Go) -> None:
         place, plan = self._place, go.plan
@@ -100,12 +118,39 @@ class Rejoin:
         self._compare()
         self._supervisor.send({"op": "holds"})
         clock.mark("verify")
+        self._go_on_with_messages(go)
         self._wait_for_replays(plan)
         if plan.replays:
             clock.mark("others repeat")
         self._pay_debt(plan.iteration)
         place.ghost_sections = max(place.ghost_sections, plan.sections)
         self.phases_s, self.iteration = clock.phases_s, plan.iteration
+
+    def _go_on_with_messages(self, go: Go) -> None:
+        """All logs have gone to who repeats iterations, and nothing else is under way: now what was cut goes on."""
+        messages, plan, rank = self._tracked.messages, go.plan, self._place.rank
+        if messages is None:
+            return
+        compared = PrefixStore("digests", self._groups.store)
+        if rank not in plan.replays:
+            for other in plan.replays:
+                compared.set(f"{rank}/{other}", messages.digests(other))  # type: ignore[arg-type]
+        else:
+            for other in set(range(dist.get_world_size())).difference(plan.replays):
+                messages.compare_with(compared.get(f"{other}/{rank}"))
+        if not plan.stays:
+            if not self._place.replays:
+                messages.begin_anew()
+            return
+        store = PrefixStore("told", self._groups.store)
+        if rank not in plan.replays:
+            store.set(str(rank), json.dumps(messages.told()))
+        others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
+        told = {other: json.loads(store.get(str(other))) for other in others}
+        try:
+            messages.rejoin(told, plan.replays, go.generation)
+        except LogError as error:
+            raise CannotReplay(f"rank {rank} cannot read what it has sent: {error}") from None
 
     def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
@@ -178,7 +223,8 @@ class Rejoin:
             self._wait_for("loaded", plan.replays)
             try:
                 for rank in plan.replays:
-                    messages.give(rank, plan.iteration, self._turns(place.rank, rank))
+                    # Who stays in an iteration gives what it has sent in that, too.
+                    messages.give(rank, plan.iteration + plan.stays, self._turns(place.rank, rank))
             except LogError as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
             return
@@ -200,9 +246,9 @@ class Rejoin:
             self._tracked.pipelines.give({})
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
+        self._stays = plan.stays
         if begin == plan.iteration:
-            messages.end_replay()
-            self.tell_replayed()
+            self.end_replay()
 
     def _restore(self, plan: Plan) -> int:
         """Begin with the newest checkpoint that is not after the plan's iteration; its iteration, 0 if there is none.
@@ -247,8 +293,11 @@ class Rejoin:
                 self._supervisor.check()
                 time.sleep(_POLL_S)
 
-    def tell_replayed(self) -> None:
-        """This newcomer is where the others are; a generation that was stopped meanwhile is none of its business."""
+    def end_replay(self) -> None:
+        """This newcomer has repeated all iterations before that of the others, and tells them; a generation that was
+        stopped meanwhile is none of its business."""
+        assert self._tracked.messages is not None
+        self._tracked.messages.end_replay(stays=self._stays)
         with contextlib.suppress(RuntimeError):
             PrefixStore("replayed", self._groups.store).set(str(self._place.rank), "")
 

@@ -5,6 +5,7 @@ more as a *ghost*, without communication and without effect, so that the script 
 received at the next point.
 
     iterate --> begin --> function --> counted
+                  |          '-- cut in a message, all can stay ---------> recover there, go on
                   |          '-- cut before the update, nobody has it ---> restore, recover, again
                   |          '-- cut after the update ------------------> ghost, then go on; recover at the next point
                   |          '-- cut before it, a replica has it --------> ghost, then go on owing the update
@@ -37,10 +38,13 @@ from swift_agent.process_group import ProcessGroups
 from swift_agent.rejoin import Rejoin
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
+from swift_agent.updates import Way
 from swift_recovery.progress import ranges_of
 
 R = TypeVar("R")
 
+# On an error that no peer's failure explains.
+_OWN = "_swift_is_own"
 _UNLOCKED = contextlib.nullcontext()
 
 # Operations of stopped groups end within milliseconds, if at all.
@@ -70,6 +74,8 @@ class Protected:
         place = self._place
         self._tracked = self.ghosts.tracked = tracked
         tracked.updates.goes_on = self._goes_on
+        if tracked.messages is not None:
+            tracked.messages.stays = self._stays
         if tracked.pipelines is not None:
             tracked.pipelines.alone = self.ghosts.without_effect
             tracked.pipelines.is_ghost = lambda: self.ghosts.is_on
@@ -192,6 +198,9 @@ class Protected:
                 result = call()
                 tracked.updates.join_agreement()
                 self._complete_iteration()
+            except CannotReplay as error:
+                # The rest of the iteration that its predecessor was in.
+                self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
             except Exception as error:
                 if not self._was_cut(error):
                     raise
@@ -251,16 +260,29 @@ class Protected:
         self._recover()
         return False
 
-    def _goes_on(self, error: Exception) -> bool:
-        """The agreement to make an update was cut: whether all go on from after it. Then it is made where the script
-        stands; its gradients are complete."""
+    def _goes_on(self, error: Exception) -> Way:
+        """The agreement to make an update was cut. If all go on from after it, it is made where the script stands: its
+        gradients are complete. If all stay before it, they agree once more."""
         if not self._was_cut(error):
-            return False
+            return ""
         self._wait_quiet()
-        while (go := self._next_if_ahead()) is not None and self._place.rank not in go.plan.sources:
-            if self.supervisor.enter_update(go):
-                return True
-        return False
+        while True:
+            if (go := self._next_if_ahead()) is not None:
+                if not self._require_tracked().updates.reduced or self._place.rank in go.plan.sources:
+                    return ""
+                if self.supervisor.enter_update(go):
+                    return "update"
+            elif not self._rejoin.accepts(self.supervisor.peek_go()):
+                return ""
+            elif self._recover(staying=True):
+                return "agree"
+
+    def _stays(self, error: Exception) -> bool:
+        """A message was cut: join the others here, in the middle of the iteration. False: it is to be begun anew."""
+        place = self._place
+        if place.inside != "iteration" or place.replays or not self._was_cut(error):
+            return False
+        return self._recover(staying=True)
 
     def _next_if_ahead(self) -> Go | None:
         """The generation to come, if it goes on from after this iteration."""
@@ -315,8 +337,7 @@ class Protected:
         with place.lock:
             place.here.iteration += 1
         if not place.replays:
-            messages.end_replay()
-            self._rejoin.tell_replayed()
+            self._rejoin.end_replay()
             now_s = time.monotonic()
             self._phases_s["replay"] = now_s - self._recovered_s
             self._recovered_s = now_s
@@ -426,16 +447,25 @@ class Protected:
             return True
         if self._tracked is not None and self._tracked.updates.failed is not None:
             return False
-        return is_communication_error(error) and self.supervisor.confirm(error)
+        if not is_communication_error(error) or getattr(error, _OWN, False):
+            return False
+        if self.supervisor.confirm(error):
+            return True
+        setattr(error, _OWN, True)  # nobody shall wait for that once more
+        return False
 
-    def _recover(self) -> None:
-        """Join the others in the newest generation; returns with live groups and the plan's state. May take several
-        tries.
+    def _recover(self, *, staying: bool = False) -> bool:
+        """Join the others in the newest generation; returns True with live groups and the plan's state. May take
+        several tries. *staying*: in the middle of an iteration; False if that has to be begun anew.
         """
         self._wait_quiet()
         self.ghosts.leave()
+        messages = self._require_tracked().messages
+        aside = messages.aside() if messages is not None else contextlib.nullcontext()
         try:
-            self._rejoin.run()
+            with aside:
+                if not self._rejoin.run(staying=staying):
+                    return False
         except CutReplay as error:
             self._have_this_replaced(str(error))
         except CannotReplay as error:
@@ -445,6 +475,7 @@ class Protected:
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = time.monotonic()
+        return True
 
     def _wait_quiet(self) -> None:
         """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""

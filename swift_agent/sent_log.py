@@ -112,6 +112,8 @@ class SentLog:
         """The segments of all that was sent, each to be used until the next one is asked for. A message whose iteration
         was run again is there more than once, and what was sent last counts: in the newer segment, and in one segment
         what comes later. To be closed, or used up. Raises `LogError`."""
+        if self.incomplete:  # since it was counted on
+            raise LogError(f"messages are logged no more: {self.incomplete}")
         self._writer.flush()
         newest, *older = reversed(self._writer.segments())
         with LogReader(newest) as log:

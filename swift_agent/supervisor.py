@@ -143,15 +143,20 @@ class Supervisor:
 
     def wait_go(self) -> Go:
         """Block until there is a generation to enter that has not been stopped already, and enter it."""
+        while True:
+            go = self.peek_go()
+            if self.enter_go(go):
+                return go
+
+    def enter_go(self, go: Go) -> bool:
+        """Enter that generation; False if it was stopped, or followed by another one, meanwhile."""
         with self.changed:
-            self.changed.wait_for(
-                lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered)
-            )
-            assert self._go is not None
-            self._entered = self._go.generation
+            if go is not self._go or go.generation <= max(self._stopped, self._entered):
+                return False
+            self._entered = go.generation
             self.interrupted = False
             self.pausing = self._pause_in == self._entered
-            return self._go
+            return True
 
     def peek_go(self) -> Go:
         """Like `wait_go`, without entering: the decision is needed before the main thread is ready to join."""

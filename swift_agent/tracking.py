@@ -126,6 +126,8 @@ class Tracked:
                 "reduction to overlap with; leave it out."
             )
         agree = transfer.agree if supervisor and several_sets else None
+        if agree is not None and self.messages is not None:
+            agree = self.messages.agreeing(agree)
         self.updates = (
             overlap.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, agree, exact=exact)
             if overlap_update
@@ -144,6 +146,13 @@ class Tracked:
             except ddp.UnsupportedModule as error:
                 raise UsageError(f"job.track(): {error}") from None
             ddp.sync_buffers_after_forward(module)
+
+    @property
+    def unwinds(self) -> str:
+        """See `RankReport`; of an iteration that is under way."""
+        if self.messages is None:
+            return ""
+        return "have DDP in their stage" if self.keepers else self.messages.unwinds
 
     def begin(self, iteration: int, *, ghost: bool = False) -> None:
         """Iteration number *iteration* begins."""

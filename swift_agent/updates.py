@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from swift_agent.supervisor import Supervisor
 from swift_recovery.patch import copy_of, put_back
 
 _POLL_S = 20e-6
+# What to do about an agreement that was cut.
+Way = Literal["update", "agree", ""]
 
 
 class UpdateTracker:
@@ -63,9 +65,10 @@ class UpdateTracker:
         """The gradients of the iteration are complete, and none of its steps was made."""
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
-        self.goes_on: Callable[[Exception], bool] = lambda error: False
-        """Asked when the agreement was cut by *error*: whether all go on from after this update, so that it is made. If
-        so, `Supervisor.enter` has been called: no report is made before the update is whole."""
+        self.goes_on: Callable[[Exception], Way] = lambda error: ""
+        """Asked when the agreement was cut by *error*. "update": all go on from after this update, so it is made;
+        `Supervisor.enter` has been called: no report is made before the update is whole. "agree": this process has
+        joined the others where it is, and all agree again. "": the iteration is cut."""
         self.failed: BaseException | None = None
         """What an optimizer has raised in another thread than the script's."""
         for name, optimizer in self._optimizers.items():
@@ -137,19 +140,30 @@ class UpdateTracker:
         # From now on this rank gets to the state after it by itself.
         self.reduced = self._is_at_end = True
         # One way or the other no report is made until this is through.
-        try:
-            self._agree()
-            self._wait_for_devices()
-            self._supervisor.enter_step()
-        except Exception as error:
-            if not self.goes_on(error):
-                raise
+        self._pass(self._agree, self._wait_for_devices, self._supervisor.enter_step)
         self.updated, self.reduced = True, False
         self._supervisor.leave()
 
     def _wait_for_devices(self) -> None:
         for name in self._optimizers:
             self._wait_for_gradients(name)
+
+    def _pass(self, *barriers: Callable[[], object]) -> bool:
+        """Pass them in this order, from the first one again where this process stays in its iteration; False: without
+        them, the update is to be made. Raises what has cut them."""
+        while True:
+            try:
+                for barrier in barriers:
+                    barrier()
+                return True
+            except Exception as error:
+                cut = error
+            way = self.goes_on(cut)
+            if way == "update":
+                return False
+            if way != "agree":
+                raise cut
+            del cut
 
     def finish_update(self) -> None:
         """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""
@@ -250,14 +264,19 @@ class UpdateTracker:
         assert self._agree is not None
         self._agreed = True
         self.reduced = first
-        try:
+        assert self._supervisor is not None
+        if not first:
+            # Nobody else may count on this update, and with a step under way no plan would come.
             self._agree()
-        except Exception as error:
-            if not first or not self.goes_on(error):
-                raise
-            self._goes_on = self._in_step = True
-            return
-        self._wait_for_gradients(name)
+            self._wait_for_gradients(name)
+        elif self._devices[name] is not None:
+            self._goes_on = self._in_step = not self._pass(self._agree)
+            if not self._in_step:
+                self._wait_for_gradients(name)
+        else:
+            # Who is stopped right after it has agreed as well.
+            self._goes_on = not self._pass(self._agree, self._supervisor.enter_step)
+            self._in_step = True
 
     def _after(self, name: str) -> None:
         if self._finishing:

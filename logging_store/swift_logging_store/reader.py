@@ -73,6 +73,10 @@ class LogReader:
         """The numbers of the messages that are there, in ascending order."""
         return sorted(self._index.get(channel, ()))
 
+    def has(self, channel: Channel, sequence: int) -> bool:
+        """Whether that message is there."""
+        return sequence in self._index.get(channel, ())
+
     def first_missing(self, channel: Channel, start: int = 0) -> int:
         """The first number from *start* on that is not there: up to it the channel can be replayed."""
         known = self._index.get(channel, {})

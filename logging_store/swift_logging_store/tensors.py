@@ -6,6 +6,7 @@ import ctypes
 import math
 
 import torch
+import xxhash
 from torch import Tensor
 
 from swift_logging_store.errors import Damaged, NotLoggable
@@ -27,6 +28,16 @@ def copy_of(tensor: Tensor) -> bytes:
     if not address or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return bytes(payload_of(tensor))
     return ctypes.string_at(address, tensor.nbytes)
+
+
+def digest_of(tensor: Tensor) -> int:
+    """A checksum of the elements, 64 bits. Raises `NotLoggable` as `payload_of` does; for every message, like
+    `copy_of`."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
+    address = tensor.data_ptr() if plain else 0
+    if not address or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return xxhash.xxh3_64_intdigest(payload_of(tensor))
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(address))
 
 
 def payload_of(tensor: Tensor) -> memoryview:

@@ -5,7 +5,8 @@ or can finish with the gradients it has, or that survivors cut in the middle of 
 survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
 all have updated: these are undone (see `consistency`; `lossy` has other ways, for who asks for them). Ranks of which
 nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent, since
-the newest checkpoint if there is one. Where nothing of that is possible all workers start again, with that checkpoint.
+the newest checkpoint if there is one; then survivors stay in the middle of the iteration that was cut, unless one of
+them cannot. Where nothing of that is possible all workers start again, with that checkpoint.
 
 This module must never look at tensors, clocks or files.
 """
@@ -39,7 +40,8 @@ class Plan:
     undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
     *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
     the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
-    *checkpoint*: the newest that a rank knows to count.
+    *checkpoint*: the newest that a rank knows to count. *stays*: survivors that are in the middle of *iteration* stay
+    there, and whoever begins it is given what they had sent in it; else all begin it anew.
     `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or anew. *keepers*,
     *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
     workers keeps its state in a file (or that it is there already), and the ranks that load one.
@@ -59,6 +61,7 @@ class Plan:
     deviation: Deviation = field(default_factory=Deviation)
     replays: tuple[int, ...] = ()
     checkpoint: int = 0
+    stays: bool = False
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -86,7 +89,7 @@ class Plan:
                 "silent": list(self.deviation.silent),
             },
             "replays": ranges_of(self.replays),
-        } | ({"checkpoint": self.checkpoint} if self.checkpoint else {})
+        } | {name: value for name in ("checkpoint", "stays") if (value := getattr(self, name))}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
@@ -108,6 +111,7 @@ class Plan:
             deviation=_deviation_of(data.get("deviation", {})),
             replays=ranks_of(data.get("replays", "")),
             checkpoint=int(data.get("checkpoint", 0)),
+            stays=bool(data.get("stays", False)),
         )
 
 
@@ -156,6 +160,9 @@ def make_plan(
         )
     # Inside a set ranks differ by one at most, so this is the smallest of the newest states of all sets.
     iteration = max(common)
+    if orphans and iteration - 1 in common and any(report.unwinds for report in holding.values()):
+        # All can still make that update, but who is lost could not repeat what some have taken part in.
+        iteration -= 1
     if len(sets) > 1 and iteration - 1 in common and not _is_safe(holding.values(), iteration):
         iteration -= 1
     sources: dict[int, int] = {}
@@ -191,11 +198,12 @@ def make_plan(
     new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
     moved = sorted(set(sources) - set(new))
     handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
+    stays, why_here = _stays(holding, iteration) if not leaving else (False, [])
     why = _why(iteration, new, moved, sources, handovers, orphans, checkpoint)
-    why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why])
+    why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why, *why_here])
     return Plan(
         "copy", why, iteration, sections, sources, layouts, handovers, undone=undone, patches=tuple(patches),
-        deviation=deviation, replays=tuple(orphans), checkpoint=checkpoint,
+        deviation=deviation, replays=tuple(orphans), checkpoint=checkpoint, stays=stays,
     )  # fmt: skip
 
 
@@ -217,6 +225,21 @@ def _is_safe(reports: Iterable[RankReport], iteration: int) -> bool:
 def _is_whole(report: RankReport) -> bool:
     """It has made all of the update after its iteration, and can take it back."""
     return bool(report.updated) and len(report.updated) == report.num_parameters
+
+
+def _stays(holding: Mapping[int, RankReport], iteration: int) -> tuple[bool, list[str]]:
+    """Whether those who are in the middle of that iteration stay there, and why, where messages are logged."""
+    if not all(report.logs for report in holding.values()):
+        return False, []
+    reasons: dict[str, list[int]] = {}
+    for rank, report in sorted(holding.items()):
+        # Who is one behind makes its update, and is then before that iteration.
+        if report.iteration == iteration and report.unwinds:
+            reasons.setdefault(report.unwinds, []).append(rank)
+    if reasons:
+        said = "; ".join(f"ranks {ranks} {reason}" for reason, ranks in reasons.items())
+        return False, [f"all begin iteration {iteration} anew: {said}"]
+    return True, [f"survivors stay where they are in iteration {iteration}"]
 
 
 def _reachable(reports: Iterable[RankReport]) -> set[int]:

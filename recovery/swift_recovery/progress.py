@@ -26,7 +26,8 @@ class RankReport:
     already, where updates overlap the backward; the state is that of *iteration* but for these. *reduced*: the
     gradients of update number *iteration* are complete here, so this rank can still make it. *logs*: every message that
     this rank has sent in an iteration is in its log, but for those before *checkpoint*: the iteration of the newest one
-    that it knows to count, 0 if there is none.
+    that it knows to count, 0 if there is none. *unwinds*: why this rank cannot stay in the middle of iteration number
+    *iteration*, in words that follow its name; '' if it can, or is not in it.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankReport:
     reduced: bool = False
     logs: bool = False
     checkpoint: int = 0
+    unwinds: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
@@ -46,7 +48,7 @@ class RankReport:
         data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
         if not self.updated:
             del data["updated"], data["num_parameters"]
-        for name in ("reduced", "logs", "checkpoint"):
+        for name in ("reduced", "logs", "checkpoint", "unwinds"):
             if not data[name]:
                 del data[name]
         return data
@@ -67,6 +69,7 @@ class RankReport:
             reduced=bool(data.get("reduced", False)),
             logs=bool(data.get("logs", False)),
             checkpoint=int(data.get("checkpoint", 0)),
+            unwinds=str(data.get("unwinds", "")),
         )
 
 

@@ -15,6 +15,7 @@
 #include <torch/csrc/utils/pybind.h>  // intrusive_ptr as a holder
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <shared_mutex>
@@ -240,6 +241,9 @@ class ReduceScatterWork : public c10d::Work {
   const int rank_, size_;
 };
 
+// Operations of this process in which other ranks took part, but for sends and receives. Counted when they begin.
+std::atomic<uint64_t> num_collectives{0};
+
 class Forward : public Backend {
  public:
   Forward(int rank, int size, std::string name) : Backend(rank, size), name_(std::move(name)) {}
@@ -278,9 +282,9 @@ class Forward : public Backend {
     return inner_;
   }
 
-  // Run an operation of the inner backend that is there now, and guard its work.
+  // Run an operation of the inner backend that is there now, and guard its work. Sends and receives have no future.
   template <typename Operation>
-  WorkPtr run(Operation operation, bool has_future = true) const {
+  WorkPtr run(Operation operation, bool is_collective = true) const {
     BackendPtr inner;
     std::shared_ptr<Connection> connection;
     {
@@ -289,9 +293,10 @@ class Forward : public Backend {
       inner = inner_;
       connection = connection_;
     }
+    if (is_collective && getSize() > 1) num_collectives.fetch_add(1);
     WorkPtr work = operation(*inner);
     if (!connection || !work) return work;
-    return c10::make_intrusive<GuardedWork>(std::move(work), std::move(connection), has_future);
+    return c10::make_intrusive<GuardedWork>(std::move(work), std::move(connection), is_collective);
   }
 
   BackendPtr inner_or_null() const {
@@ -402,7 +407,9 @@ class Forward : public Backend {
     return run([&](Backend& b) { return b.barrier(o); });
   }
   void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) override {
-    inner()->monitoredBarrier(o, wait_all);
+    const auto in = inner();
+    if (getSize() > 1) num_collectives.fetch_add(1);
+    in->monitoredBarrier(o, wait_all);
   }
   void setSequenceNumberForGroup() override { inner()->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return inner()->getSequenceNumberForGroup(); }
@@ -474,6 +481,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("next"), py::arg("why") = "", py::arg("guarded") = false)
       .def("pass_messages_to", &Forward::pass_messages_to)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
+  m.def("num_collectives", [] { return num_collectives.load(); });
   swift_agent::bind_seeds(m);
   swift_agent::bind_watch(m);
 }

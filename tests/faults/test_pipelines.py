@@ -25,7 +25,9 @@ from tests.support.s3_server import BUCKET, S3Server
 
 SCRIPT = ROOT / "tests" / "support" / "pipeline_train.py"
 PLACES = ["forward", "backward", "before_step", "agree", "agreed", "after_step", "between"]
-SCHEDULES = ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
+SCHEDULES = [
+    "ByHand", "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble",
+]  # fmt: skip
 ITERATIONS = 12
 Start = Callable[..., Outcome]
 
@@ -75,11 +77,26 @@ def losses(directory: Path, iterations: int = ITERATIONS) -> list[str]:
     return [found[number] for number in range(iterations)]
 
 
-def assert_same(outcome: Outcome, expected: Outcome, lost: set[int]) -> None:
+def repeated(directory: Path) -> dict[int, list[int]]:
+    """By rank, iterations that a process has begun more than once, or after later ones."""
+    found: dict[int, list[int]] = {}
+    for path in directory.glob("calls.*"):
+        last: dict[str, int] = {}
+        for line in path.read_text().splitlines():
+            number, pid = line.split()
+            if int(number) <= last.get(pid, -1):
+                found.setdefault(int(path.suffix[1:]), []).append(int(number))
+            last[pid] = int(number)
+    return found
+
+
+def assert_same(outcome: Outcome, expected: Outcome, lost: set[int], anew: bool = False) -> None:
+    """*anew*: survivors have begun an iteration anew; else they stayed in it."""
     text = outcome.text()
     assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
     assert_equal(outcome, expected)
     assert "all workers restart" not in text
+    assert bool(repeated(outcome.directory)) == anew, f"{repeated(outcome.directory)}\n{text}"
 
 
 def assert_equal(outcome: Outcome, expected: Outcome, iterations: int = ITERATIONS) -> None:
@@ -227,21 +244,23 @@ def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callab
     assert_same(run(faults, nodes="abc", spares=1, num_workers=2), undisturbed("Schedule1F1B"), {2, 3})
 
 
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize("seed", range(3) if os.environ.get("SWIFT_TEST_ALL") else [0])
 def test_random_moments(
-    seed: int, make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome]
+    seed: int, schedule: str, make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome]
 ) -> None:
     """Ten kills at any time, also in the recovery from the one before: no process ends that was not killed, unless it
-    had itself replaced. SWIFT_TEST_ALL=1 makes it thirty."""
+    had itself replaced, and none begins an iteration twice. SWIFT_TEST_ALL=1 makes it thirty."""
     iterations, num_kills, choose = 30, 10, random.Random(seed)
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
-        orders={"schedule": "Schedule1F1B", "iterations": iterations, "pace_s": 0.2},
+        orders={"schedule": schedule, "iterations": iterations, "pace_s": 0.2},
     )  # fmt: skip
     for node in "abcd":
         agents.start(node)
     deadline_s = time.monotonic() + 60.0
-    while not all(started(agents.directory, rank) for rank in range(4)):
+    # A loss while all of them set up restarts all, and costs nothing.
+    while not all(begun(agents.directory, rank) for rank in range(4)):
         assert time.monotonic() < deadline_s, agents.outcome(0).text()
         time.sleep(0.01)
     killed = [0] * 4
@@ -260,7 +279,14 @@ def test_random_moments(
     print(f"killed: {killed} times")
     assert sum(len(pids) - 1 for pids in outcome.pids.values()) == num_kills + text.count("has itself replaced"), text
     assert "all workers restart" not in text
-    assert_equal(outcome, undisturbed("Schedule1F1B", iterations=iterations), iterations)
+    assert_equal(outcome, undisturbed(schedule, iterations=iterations), iterations)
+    assert not repeated(outcome.directory) and "anew:" not in text, text
+
+
+def begun(directory: Path, rank: int) -> bool:
+    """Whether that rank is in an iteration."""
+    path = directory / f"calls.{rank}"
+    return path.exists() and path.stat().st_size > 0
 
 
 def started(directory: Path, rank: int) -> psutil.Process | None:
@@ -284,8 +310,12 @@ def test_schedules(schedule: str, run: Start, undisturbed: Callable[..., Outcome
     assert_same(run(faults, schedule=schedule), undisturbed(schedule), {fault["rank"] for fault in faults})
 
 
-def test_a_repetition_that_differs_is_noticed(run: Start) -> None:
-    outcome = run([{"at": "forward", "iteration": 5, "rank": 1, "scope": "worker"}], drifts=True)
+@pytest.mark.parametrize(("scope", "iteration"), [("worker", 5), ("node", 5), ("node", 2)])
+def test_a_repetition_that_differs_is_noticed(scope: str, iteration: int, run: Start) -> None:
+    """Also where what was sent before is lost with its node: those who have received it tell. And in the iteration in
+    which survivors have stayed."""
+    faults = [{"at": "backward", "iteration": iteration, "rank": 1, "scope": scope}]
+    outcome = run(faults, "abcde", spares=1, drifts=True)
     text = outcome.text()
     assert "iteration 2 cannot be repeated from logs: message " in text, text
     assert "is not what was sent before: the repetition differs from what was done" in text
@@ -316,6 +346,47 @@ def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: Calla
     assert "a section cannot be repeated: a message outside of iterations is in no log" in outcome.text()
     assert "all workers restart" in outcome.text()
     assert_equal(outcome, undisturbed("Schedule1F1B", section="messages"))
+
+
+def test_who_has_taken_part_in_a_collective_begins_its_iteration_anew(
+    run: Start, undisturbed: Callable[..., Outcome]
+) -> None:
+    """The checkpoint is of that iteration, so that no collective has to be repeated from logs."""
+    faults = [
+        {"at": "before_step", "iteration": 4, "rank": 2, "scope": "worker"},
+        {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
+    ]
+    orders = {"collective": True, "checkpoint": 4, "patient": True}
+    outcome = run(faults, **orders)
+    assert_same(outcome, undisturbed("Schedule1F1B", **orders), {1, 2}, anew=True)
+    text = outcome.text()
+    assert "all begin iteration 4 anew: ranks [0, 1, 3] have taken part in a collective of it" in text
+    # Where there was none yet, all make it when they come to it.
+    assert "survivors stay where they are in iteration 8" in text
+    assert repeated(outcome.directory) == {0: [4], 1: [4], 3: [4]}, text
+
+
+def test_who_is_lost_while_survivors_wait_in_their_iteration(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+    """Again and again: while the groups are connected, while logs are handed on, and when all were compared."""
+    faults = [
+        {"at": "backward", "iteration": 6, "rank": 1, "scope": "worker"},
+        {"at": "rebuild", "rank": 2, "scope": "worker", "after": 0},
+        {"at": "transfer", "rank": 1, "scope": "worker", "after": 1},
+        {"at": "verify", "rank": 0, "scope": "worker", "after": 2},
+    ]
+    assert_same(run(faults), undisturbed("Schedule1F1B"), {0, 1, 2})
+
+
+def test_a_replacement_is_lost_in_the_iteration_of_its_predecessor(
+    run: Start, undisturbed: Callable[..., Outcome]
+) -> None:
+    """When it is live again, in its middle; and then a neighbour, where the replacement stays."""
+    faults = [
+        {"at": "backward", "iteration": 6, "rank": 1, "scope": "worker"},
+        {"at": "backward", "iteration": 6, "rank": 1, "scope": "worker", "after": 0},
+        {"at": "before_step", "iteration": 6, "rank": 2, "scope": "worker", "after": 1},
+    ]
+    assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 2})
 
 
 @pytest.mark.parametrize("orders", [{"collective": True}, {"section": "communicates"}], ids=["iteration", "section"])

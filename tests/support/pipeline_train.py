@@ -1,10 +1,10 @@
 """The training script of test_pipelines: a transformer in stages, one per rank, with the faults of fault_train's
 orders.
 
-"schedule" of the orders names a schedule of torch.distributed.pipelining; with "seedless" each process begins with
-another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in some; with
-"section" there is one of these now and then, which "communicates", has "messages", or neither; "loses_logs" names
-iterations after which nothing of a log is left on its node that is in a store.
+"schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand"; with "seedless" each process
+begins with another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in
+some; with "section" there is one of these now and then, which "communicates", has "messages", or neither; "loses_logs"
+names iterations after which nothing of a log is left on its node that is in a store.
 """
 
 from __future__ import annotations
@@ -60,13 +60,46 @@ class Block(nn.Module):
         return x if self.head is None else self.head(x)
 
 
+class ByHand:
+    """GPipe with blocking sends and receives, and a tag for each direction."""
+
+    def __init__(self, block: Block, rank: int, world_size: int) -> None:
+        self._block, self._rank = block, rank
+        self._is_first, self._is_last = rank == 0, rank == world_size - 1
+
+    def step(self, x: Tensor | None = None, target: Tensor | None = None, losses: list[Tensor] | None = None) -> None:
+        inputs, outputs = [], []
+        for number in range(MICRO_BATCHES):
+            if x is not None:
+                inputs.append(x.chunk(MICRO_BATCHES)[number])
+            else:
+                received = torch.empty(BATCH // MICRO_BATCHES, LENGTH, WIDTH)
+                dist.recv(received, self._rank - 1, tag=1)
+                inputs.append(received.requires_grad_())
+            outputs.append(self._block(inputs[-1]))
+            if not self._is_last:
+                dist.send(outputs[-1].detach(), self._rank + 1, tag=1)
+        for number, output in enumerate(outputs):
+            if target is not None and losses is not None:
+                losses.append(loss_of(output, target.chunk(MICRO_BATCHES)[number]))
+                (losses[-1] / MICRO_BATCHES).backward()
+            else:
+                gradient = torch.empty_like(output)
+                work = dist.irecv(gradient, self._rank + 1, tag=2)
+                assert work is not None
+                work.wait()
+                output.backward(gradient)
+            if not self._is_first:
+                dist.send(inputs[number].grad, self._rank - 1, tag=2)  # type: ignore[arg-type]
+
+
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def stages_of(rank: int, world_size: int, name: str) -> list[int]:
     """The indices of a rank's stages: one; two, every *world_size*; or two of a V."""
-    if not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
+    if name == "ByHand" or not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
         return [rank]
     return [rank, 2 * world_size - 1 - rank] if "ZBV" in name else [rank, rank + world_size]
 
@@ -98,13 +131,19 @@ def main() -> None:
         else:
             torch.manual_seed(7 + index)
         stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
-    kind = getattr(schedules, name)
-    schedule = kind(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
     blocks = nn.ModuleList(stage.submod for stage in stages)
+    if name == "ByHand":
+        schedule: Any = ByHand(stages[0].submod, RANK, job.world_size)  # type: ignore[arg-type]
+    else:
+        kind = getattr(schedules, name)
+        schedule = kind(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
     take_checkpoints(job)
-    job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
+    if name == "ByHand":
+        job.track(model=blocks, optimizer=optimizer, scheduler=scheduler, replicas=[RANK], log_messages=True)
+    else:
+        job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
     with open(DIR / f"calls.{RANK}", "a") as calls, open(DIR / f"losses.{RANK}", "a") as losses:
 
         @job.resilient
@@ -125,7 +164,7 @@ def main() -> None:
         @job.iteration
         def train(x: Tensor, y: Tensor) -> list[Tensor]:
             now["iteration"] = job.iteration_number
-            print(job.iteration_number, file=calls, flush=True)
+            print(job.iteration_number, os.getpid(), file=calls, flush=True)
             until_it_counts(job)
             if ORDERS.get("drifts") and job.iteration_number == 2:
                 # Not the same in another process, as with kernels whose sums have no order.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift_agent import messages
+from swift_agent import log_transfer, messages
 from swift_agent.errors import UsageError
 from swift_agent.messages import CannotReplay, Messages
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
@@ -124,7 +124,7 @@ def test_a_replacement_gets_what_its_predecessor_was_sent(make: Callable[[int], 
 
 
 def test_large_logs_go_in_pieces(make: Callable[[int], Messages], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "PIECE_BYTES", 300)
+    monkeypatch.setattr(log_transfer, "PIECE_BYTES", 300)
     link = Pipe()
     sender = make(1)
     sender.begin(0, 1)
@@ -201,7 +201,7 @@ def test_what_is_sent_again_is_compared(make: Callable[[int], Messages], tmp_pat
     with repeated(another, 0):
         with pytest.raises(CannotReplay, match="message 0 of"):
             dist.isend((SENT + 1).double(), 2).wait()
-        another._sent.clear()
+        another._counts.sent.clear()
         send(1)
         send(2)
     with repeated(another, 1):
@@ -321,13 +321,15 @@ def test_a_log_takes_no_more_than_it_may(
     assert not notes
     send(3)
     assert sender.log.incomplete == "that much is used up"
+    with pytest.raises(LogError, match="logged no more: that much is used up"):
+        sender.give(2, 1, Pipe())
 
 
 def test_a_message_that_could_not_be_handed_on_is_told_of_now(
     make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not when it is wanted."""
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", SENT.nbytes)
+    monkeypatch.setattr(log_transfer, "MAX_MESSAGE_BYTES", SENT.nbytes)
     sender = make(1)
     sender.begin(0, 1)
     send(1)

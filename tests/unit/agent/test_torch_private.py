@@ -446,6 +446,12 @@ def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.Monk
         ("send", name, 1, 0, 3), ("recv", name, 1, 0, 4), ("recv", name, 1, 0, 5), ("recv_anysource", name, 1, 6),
         ("send", name, 1, 0, 8), ("recv", name, 1, 0, 9),
     ]  # fmt: skip
+    with torch_private.plain_messages(), contextlib.suppress(RuntimeError):  # gloo has no connection to itself
+        dist.isend(one, 0, tag=10)
+    with torch_private.plain_messages(), contextlib.suppress(RuntimeError):
+        dist.group.WORLD.recv([one], tag=11, srcRank=0)  # type: ignore[union-attr]
+    assert len(seen) == 6
+    assert dist.isend(one, 0, tag=12).wait() and seen[6:] == [("send", name, 1, 0, 12)]  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------------------------------------ pipelining

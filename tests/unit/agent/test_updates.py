@@ -16,7 +16,7 @@ from swift_agent import supervisor
 from swift_agent.channel import Channel
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.supervisor import Supervisor
-from swift_agent.updates import UpdateTracker
+from swift_agent.updates import UpdateTracker, Way
 from swift_recovery.plan import Plan
 
 
@@ -181,10 +181,10 @@ def test_an_agreement_that_was_cut_goes_on_if_all_do(make: Callable[..., Worker]
     cut = True
     reports: list[dict[str, Any]] = []
 
-    def goes_on(error: Exception) -> bool:
+    def goes_on(error: Exception) -> Way:
         reports.append(worker.reported())  # what all do is decided from the reports
         worker.supervisor.enter()
-        return isinstance(error, ConnectionError)
+        return "update" if isinstance(error, ConnectionError) else ""
 
     worker.tracker.goes_on = goes_on
     worker.tracker.begin()
@@ -197,6 +197,39 @@ def test_an_agreement_that_was_cut_goes_on_if_all_do(make: Callable[..., Worker]
     assert worker.tracker.updated and worker.values() != before
     assert reports == [{"updated": False, "mixed": False, "state": before}]
     assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
+    worker.tracker.finish()
+
+
+def test_who_stays_in_its_iteration_agrees_again(make: Callable[..., Worker]) -> None:
+    """Whether it was cut in the agreement or right after it."""
+    errors: list[Exception] = []
+    cuts = ["in it", "after it", "in it"]
+
+    def agree() -> None:
+        kind = cuts.pop(0) if cuts else ""
+        if kind:
+            worker.stop(worker.supervisor.generation)
+        if kind == "in it":
+            raise ConnectionError("the agreement was cut")
+
+    worker = make(agree=agree)
+
+    def goes_on(error: Exception) -> Way:
+        errors.append(error)
+        worker.reported()
+        worker.enter(worker.supervisor.generation + 1)
+        return "agree"
+
+    worker.tracker.goes_on = goes_on
+    worker.iteration()
+    assert [type(error) for error in errors] == [ConnectionError, PeerFailure, ConnectionError]
+    worker.stop(worker.supervisor.generation)
+    worker.reported()  # no step is under way any more
+    cuts.append("in it")
+    worker.enter(worker.supervisor.generation + 1)
+    worker.tracker.begin()
+    worker.tracker.join_agreement()
+    assert len(errors) == 4
     worker.tracker.finish()
 
 

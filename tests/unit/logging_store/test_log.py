@@ -58,6 +58,7 @@ def test_messages_come_back_in_order(tmp_path: Path) -> None:
     with LogReader(tmp_path) as reader:
         assert reader.channels == [FORTH, BACK] and reader.torn == []
         assert reader.sequences(FORTH) == list(range(40)) and reader.first_missing(FORTH, 5) == 40
+        assert reader.has(FORTH, 39) and not reader.has(FORTH, 40)
         for number, (header, payload) in enumerate(reader.messages(FORTH)):
             assert (header.iteration, header.micro_batch) == (number // 4, number % 4)
             assert tensor_of(header, payload).shape == (3, number + 1) and header.dtype == "bfloat16"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from swift_logging_store import record, segment
 from swift_logging_store.errors import Damaged, NotLoggable
 from swift_logging_store.record import Channel, Header
 from swift_logging_store.segment import Segment, SegmentWriter
-from swift_logging_store.tensors import copy_of, dtype_name, payload_of, tensor_of
+from swift_logging_store.tensors import copy_of, digest_of, dtype_name, payload_of, tensor_of
 
 SALT = 0x0123456789ABCDEF
 U64 = st.integers(0, 2**64 - 1)
@@ -179,7 +180,7 @@ def all_dtypes() -> list[torch.dtype]:
 def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     """Bit for bit; quantized ones are refused, which are more than their bytes."""
     if dtype_name(dtype).startswith(("qint", "quint")):
-        for of in (payload_of, copy_of):
+        for of in (payload_of, copy_of, digest_of):
             with pytest.raises(NotLoggable):
                 of(torch._empty_affine_quantized([3], scale=1.0, zero_point=0, dtype=dtype))
         return
@@ -189,6 +190,7 @@ def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     raw.copy_(bits % 2 if dtype == torch.bool else bits)
     header = Header(Channel("pp", 0, 1), 0, 0, 0, dtype_name(dtype), tuple(tensor.shape), 0)
     assert copy_of(tensor) == bytes(payload_of(tensor))
+    assert digest_of(tensor) == xxhash.xxh3_64_intdigest(copy_of(tensor))
     found = Segment(write([(header, bytes(payload_of(tensor)))]))
     again = tensor_of(*found.read(found.entries[0]))
     assert again.dtype == dtype and again.shape == tensor.shape
@@ -201,17 +203,19 @@ def test_views_and_small_shapes() -> None:
         header = Header(Channel("pp", 0, 1), 0, 0, 0, "float32", tuple(tensor.shape), 0)
         for payload in (bytes(payload_of(tensor)), copy_of(tensor)):
             assert torch.equal(tensor_of(header, memoryview(payload)), tensor)
+            assert digest_of(tensor) == xxhash.xxh3_64_intdigest(payload)
 
 
 def test_zeros_without_memory_are_zeros() -> None:
     """What autograd makes where a gradient is known to be nothing."""
     zeros = torch._efficientzerotensor(4)
     assert copy_of(zeros) == bytes(payload_of(zeros)) == bytes(16)
+    assert digest_of(zeros) == xxhash.xxh3_64_intdigest(bytes(16))
 
 
 def test_what_has_no_plain_memory_is_refused() -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.empty(2, device="meta"), torch.ones(2, dtype=torch.cfloat).conj()):
-        for of in (payload_of, copy_of):
+        for of in (payload_of, copy_of, digest_of):
             with pytest.raises(NotLoggable, match="no plain memory"):
                 of(tensor)
 

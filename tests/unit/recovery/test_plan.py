@@ -229,7 +229,10 @@ def test_a_rank_without_a_replica_repeats_its_iterations_from_logs() -> None:
     plan = make_plan([logging(0, 5), RankReport(1, "empty"), logging(2, 5)], 4)
     assert (plan.kind, plan.iteration, plan.replays) == ("copy", 5, (1, 3))
     assert plan.sources == plan.layouts == {}
-    assert plan.why == "ranks [1, 3] have no replica and repeat iterations 0 to 4 from the logs of the others"
+    assert plan.why == (
+        "ranks [1, 3] have no replica and repeat iterations 0 to 4 from the logs of the others; survivors stay where "
+        "they are in iteration 5"
+    )
 
 
 def test_it_repeats_the_update_too_that_survivors_can_still_make() -> None:
@@ -246,6 +249,50 @@ def test_who_repeats_alone_counts_as_being_there() -> None:
     """Its report says where it will be: it needs nobody for that."""
     plan = make_plan([logging(0, 5), logging(1, 5)], 3)
     assert plan.replays == (2,) and plan.iteration == 5
+
+
+COLLECTIVE = "have taken part in a collective of it"
+
+
+def test_survivors_stay_in_their_iteration() -> None:
+    plan = make_plan([logging(0, 5), logging(2, 5)], 3)
+    assert plan.stays and Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    # Also where nobody is lost, or is lost any more.
+    assert make_plan([logging(0, 5), logging(1, 5)], 2).stays
+
+
+def test_all_begin_it_anew_if_one_of_them_cannot_stay() -> None:
+    plan = make_plan([logging(0, 5, unwinds=COLLECTIVE), logging(2, 5), logging(3, 5, unwinds=COLLECTIVE)], 4)
+    assert not plan.stays and "stays" not in plan.to_json()
+    assert plan.why.endswith("; all begin iteration 5 anew: ranks [0, 3] have taken part in a collective of it")
+    report = logging(0, 5, unwinds=COLLECTIVE)
+    assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_what_an_iteration_that_is_complete_has_had_does_not_count() -> None:
+    """Rank 0 makes the update before that iteration, and is then at its start."""
+    plan = make_plan([logging(0, 5, reduced=True, unwinds=COLLECTIVE), logging(2, 6)], 3)
+    assert plan.iteration == 6 and plan.stays
+
+
+def test_an_update_that_the_lost_rank_could_not_repeat_is_not_made() -> None:
+    """All survivors could make it, but its iteration had a collective, which is in no log."""
+    reports = [logging(rank, 5, reduced=True, unwinds=COLLECTIVE) for rank in (0, 2)]
+    plan = make_plan(reports, 3)
+    assert (plan.iteration, plan.stays) == (5, False)
+    assert make_plan(reports, 2, [])  # nobody is lost, and it is made
+    assert make_plan([logging(0, 5, reduced=True, unwinds=COLLECTIVE), logging(1, 5, reduced=True)], 2).iteration == 6
+
+
+def test_where_nothing_is_logged_nothing_is_said_of_it() -> None:
+    plan = make_plan([holding(0, 5), holding(2, 5)], 3)
+    assert not plan.stays and "stay" not in plan.why and "anew" not in plan.why
+
+
+def test_nobody_stays_where_a_node_leaves() -> None:
+    """Its successor has the state, but no log of what was sent."""
+    plan = make_plan([logging(0, 5)], 2, [logging(1, 5)])
+    assert plan.handovers == (1,) and not plan.stays
 
 
 @pytest.mark.parametrize(

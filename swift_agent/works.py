@@ -1,0 +1,125 @@
+"""Sends and receives of an iteration, as the script holds them: they outlive the connections that they began on.
+
+A wait that a failure cuts asks whether this process stays where it is. If it does the receive has begun again, on new
+connections, when the answer comes, and the wait goes on; what was sent is sent again from the log where it is needed,
+so that a send is over.
+
+This module must never decide who stays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+_NO_TIMEOUT = timedelta(0)  # torch's
+
+
+class Owner(Protocol):
+    """Of all operations of an iteration. *reconnected* counts how often this process has stayed in one."""
+
+    reconnected: int
+
+    def stay(self, error: Exception) -> None:
+        """Return on new connections, where all that was waited for has begun again; or raise *error*."""
+
+
+class _Work(dist.Work):
+    """An operation; *inner* is torch's, on the newest connections."""
+
+    def __init__(self, owner: Owner, inner: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self._owner = owner
+
+    def is_success(self) -> bool:
+        return bool(self.inner.is_success())
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def source_rank(self) -> int:
+        return int(self.inner._source_rank())
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self.inner.result()
+        return found
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.inner.block_current_stream()
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+
+class Send(_Work):
+    """Of a message that is in the log."""
+
+    def __init__(self, owner: Owner, inner: Any) -> None:
+        super().__init__(owner, inner)
+        self._connection = owner.reconnected
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        if self._connection != self._owner.reconnected:
+            return True
+        try:
+            return bool(self.inner.wait(timeout))
+        except Exception as error:
+            cut = error
+        self._owner.stay(cut)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._connection != self._owner.reconnected or bool(self.inner.is_completed())
+
+
+class Receive(_Work):
+    """The next receive of a channel; *queue*: those that are not done yet, this one at its end. *post* begins it, on
+    the connections that there are; *done* is called when it is done."""
+
+    def __init__(self, owner: Owner, queue: deque[Receive], post: Callable[[], Any], done: Callable[[], None]) -> None:
+        super().__init__(owner)
+        self._post, self._done = post, done
+        self._queue: deque[Receive] | None = queue
+        self.is_done = False
+        queue.append(self)
+
+    def post(self) -> None:
+        self.inner = self._post()
+
+    def let_go(self) -> None:
+        """The iteration is over, or will be run again: from now on this is a receive as any other."""
+        self._queue = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        # Those before it first: messages come in order, and who has so many has the first so many.
+        while not self.is_done:
+            if self._queue is None:
+                return bool(self.inner.wait(timeout))
+            first = self._queue[0]
+            try:
+                first.inner.wait(timeout)
+            except Exception as error:
+                cut = error
+            else:
+                self._queue.popleft()
+                first.is_done = True
+                first._done()
+                continue
+            self._owner.stay(cut)
+            del cut
+        return True
+
+    def is_completed(self) -> bool:
+        # Who hears of it may use the tensor, so from now on nothing must be received into it again.
+        return self.is_done or (bool(self.inner.is_completed()) and self.wait())

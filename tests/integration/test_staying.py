@@ -1,0 +1,122 @@
+"""Real gloo processes whose connections are cut again and again in the middle of one iteration, and who stay in it."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.support.gloo_job import (  # noqa: F401 - fixtures
+    TOKEN,
+    Job,
+    control,
+    make_job,
+    native_library,
+    nursery,
+    rank,
+    store_of,
+)
+
+LONG = timedelta(seconds=25)
+NUM_OPERATIONS = 60
+
+
+def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> dict[str, Any]:
+    """Each of three ranks sends to the next one, in two groups and with two tags; waits come in any order."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    from swift_agent import process_group
+    from swift_agent.messages import Messages
+
+    me, groups, meeting = rank(), process_group.install(), control()
+    groups.init_default_group("gloo", store_of(1), 1, me, 3, timeout=LONG, store_token=TOKEN)
+    pairs = [None, dist.new_group([2, 1, 0])]
+    (Path(directory) / str(me)).mkdir()
+    messages = Messages(me, Path(directory) / str(me), print)
+    generation, until = 1, 1
+    cutters: list[threading.Thread] = []
+
+    def meet() -> None:
+        if meeting.add(f"round/{generation}", 1) == 3:
+            meeting.set(f"go/{generation}", "")
+        meeting.get(f"go/{generation}")
+
+    def cut_soon() -> None:
+        """All at about the same time, which differs from generation to generation."""
+        meet()
+        after_s, at = random.Random(generation).random() * 0.02, generation
+        cutters.append(threading.Thread(target=lambda: (time.sleep(after_s), groups.abort("cut", at))))
+        cutters[-1].start()
+
+    def stays(error: Exception | None) -> bool:
+        nonlocal generation
+        cutters[-1].join()
+        assert groups.wait_quiet(timedelta(seconds=10))
+        generation += 1
+        with messages.aside():
+            groups.rebuild(store_of(1), generation, LONG, TOKEN)
+            store = PrefixStore(f"told/{generation}", groups.store)
+            store.set(str(me), json.dumps(messages.told()))
+            told = {other: json.loads(store.get(str(other))) for other in range(3) if other != me}
+            messages.rejoin(told, (), generation)
+        if generation < until:
+            cut_soon()
+        return True
+
+    messages.stays = stays
+    wrong, num_received, done = [], 0, []
+    for iteration in range(num_iterations):
+        messages.begin(iteration, generation)
+        until = generation + num_cuts
+        cut_soon()
+        same, own = random.Random(iteration), random.Random(3 * iteration + me)
+        sends: list[tuple[Any, torch.Tensor]] = []
+        waiting: list[tuple[Any, torch.Tensor, float]] = []
+        for number in range(NUM_OPERATIONS):
+            group, tag, size = pairs[same.randrange(2)], same.randrange(2), 1 << same.randrange(2, 17)
+            sent = torch.full((size,), 1000.0 * iteration + number + 0.1 * me)
+            sends.append((dist.isend(sent, (me + 1) % 3, group=group, tag=tag), sent))
+            received = torch.zeros(size)
+            expected = 1000.0 * iteration + number + 0.1 * ((me - 1) % 3)
+            waiting.append((dist.irecv(received, (me - 1) % 3, group=group, tag=tag), received, expected))
+            time.sleep(0.0005)
+            while waiting and own.random() < 0.5:
+                work, received, expected = waiting.pop(own.randrange(len(waiting)))
+                work.wait()
+                num_received += 1
+                if not torch.equal(received, torch.full_like(received, expected)):
+                    wrong.append([iteration, expected, received[0].item()])
+                done.append(received.fill_(-1.0))
+                waiting = [one for one in waiting if one[0] is not work]
+        for work, received, expected in waiting:
+            work.wait()
+            num_received += 1
+            if not torch.equal(received, torch.full_like(received, expected)):
+                wrong.append([iteration, expected, received[0].item()])
+        for work, _ in sends:
+            work.wait()
+        while generation < until:
+            stays(None)
+        # What has come must not be received into once more.
+        wrong += [[iteration, -1.0, tensor[0].item()] for tensor in done if bool((tensor != -1.0).any())]
+        assert not messages.unwinds
+        dist.all_reduce(torch.zeros(1))
+        assert "collective" in messages.unwinds
+        messages.end()
+    return {"wrong": wrong, "received": num_received, "cuts": generation - 1}
+
+
+def test_messages_come_once_and_in_order_whatever_is_cut(make_job: Callable[[str, int], Job], tmp_path: Path) -> None:  # noqa: F811
+    job = make_job("native", 3)
+    job.open_generation(1)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for found in job.results(job.start_all("exchange_and_be_cut", num_iterations=6, num_cuts=4, directory=str(logs))):
+        assert found == {"wrong": [], "received": 6 * NUM_OPERATIONS, "cuts": 24}
