@@ -1,6 +1,7 @@
 """What this rank has received, as a checksum of each message: what is sent to it again must be the same.
 
-Since the newest checkpoint that counts, eight bytes for each message. A replacement is told them, and compares what it
+Since the newest checkpoint that counts, eight bytes for each message, and of the newest ones only where there is none
+for long. A replacement is told them, and compares what it
 would send to who has it; the log of its predecessor may be gone with that one's node. They find accidents, such as
 kernels whose sums have no order; nobody is kept out by them.
 
@@ -22,6 +23,8 @@ from swift_logging_store.tensors import digest_of
 
 _UNKNOWN = 0
 _ITEM_BYTES = 8
+MAX_VALUES = 1 << 18
+"""Of a channel: 2 MiB. When there are so many the older half is let go."""
 
 
 class Digests:
@@ -42,6 +45,9 @@ class Digests:
             values.append(digest_of(tensor) if tensor.is_cpu else _UNKNOWN)
         except NotLoggable:
             values.append(_UNKNOWN)
+        if len(values) >= MAX_VALUES:
+            del values[: MAX_VALUES // 2]
+            self._first[channel] += MAX_VALUES // 2
 
     def keep_before(self, counts: Mapping[Channel, int]) -> None:
         """Messages from these numbers on will come again."""

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from swift_agent import log_transfer, torch_private
 from swift_agent.collectives import Collectives
-from swift_agent.counts import Counts
+from swift_agent.counts import Counts, Stand, Told
 from swift_agent.digests import Digests
 from swift_agent.errors import SwiftError, UsageError
 from swift_agent.log_transfer import BytesLink
@@ -78,6 +78,7 @@ class Messages:
         self.checkpoint = 0
         """The iteration of the newest one that counts: what was sent before it is gone."""
         self._iteration = -1  # not in one
+        self._has_agreed = False  # to the update of the iteration
         self._refuses = False
         self._generation = 0
         self._counts = Counts()
@@ -89,12 +90,14 @@ class Messages:
         self._from: dict[tuple[str, int, int], Channel] = {}
         self._source: LogReader | None = None  # what was taken, until all that was cut is repeated
         self._repeats = False  # all of an iteration must be in that
+        self._sent_before_it: dict[Channel, int] = {}  # to this rank, before the plan's iteration
         self._repeating: frozenset[int] = frozenset()
         self.stays: Callable[[Exception], bool] = lambda error: False
         """Asked when *error* has cut a message of an iteration: whether this process has joined the others in the
         middle of that (`rejoin` was called), so that it goes on."""
         self.reconnected = 0
         self._thread = threading.get_ident()
+        self._has_threads = False
         self._waiting: dict[Channel, deque[Receive]] = {}
         # How to send on a channel again: torch's operation, the group, and the rank in it.
         self._routes: dict[Channel, tuple[Any, Any, int]] = {}
@@ -119,7 +122,7 @@ class Messages:
 
     def begin(self, iteration: int, generation: int) -> None:
         """An iteration begins; its messages count."""
-        self._iteration, self._generation = iteration, generation
+        self._iteration, self._generation, self._has_agreed = iteration, generation, False
         self._counts.begin()
         self._collectives.begin()
 
@@ -221,9 +224,15 @@ class Messages:
         self._source = LogReader(self._directory / "taken")
         self._sent_before.open(self._note)
 
-    def end_replay(self, *, stays: bool = False) -> None:
+    def drop_replay(self) -> None:
+        """It was cut before it began."""
+        self._repeats = False
+        self._close_source()
+
+    def end_replay(self, *, stays: bool) -> None:
         """All iterations that are complete have been repeated. *stays*: the one that was cut follows, and what was
         taken is used as far as it goes; else it was not needed, and all begin that one anew."""
+        self._counts.follow("begin", self._sent_before_it)
         self._repeats = False
         if not stays:
             self._close_source()
@@ -242,12 +251,15 @@ class Messages:
 
     # ---- staying in the middle of an iteration ----
 
-    @property
-    def unwinds(self) -> str:
-        """Why this rank cannot stay in the middle of its iteration, '' if it can. May be read from any thread."""
+    def unwinds(self, *, updated: bool = False) -> str:
+        """Why this rank cannot stay in the middle of its iteration, or after its update, '' if it can. May be called
+        from any thread."""
         if "nccl" in torch_private.backends_by_device(dist.get_backend_config()).values():
             return "have messages on NCCL, which does not say whether one that was cut has come"
-        return self._collectives.why
+        if self._has_threads:
+            return "have messages in threads of the script's own"
+        # An iteration that is updated will not be begun anew.
+        return "" if updated else self._collectives.why
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -256,22 +268,29 @@ class Messages:
             yield
 
     def agreeing(self, agree: Callable[[], None]) -> Callable[[], None]:
-        """*agree*, a collective that is none of the script's."""
+        """*agree* to the update of an iteration, a collective that is none of the script's."""
 
         def agree_aside() -> None:
+            self._has_agreed = True
             with self._collectives.aside():
                 agree()
 
         return agree_aside
 
-    def told(self) -> list[list[Any]]:
-        """What this rank has of what the others send it, for their `rejoin`."""
+    def told(self, iteration: int) -> dict[str, Any]:
+        """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""
         taken = {}
         if self._source is not None:
             for channel in self._source.channels:
                 begin = self._counts.here.get(channel, 0)
                 taken[channel] = self._source.first_missing(channel, begin)
-        return _to_tree(self._counts.told(taken))
+        told = self._counts.told(self._stands(iteration), taken)
+        return {"stands": told.stands, "has": _to_tree(told.has), "sent": _to_tree(told.sent)}
+
+    def _stands(self, iteration: int) -> Stand:
+        if self._iteration < 0:
+            return "begin"
+        return "middle" if self._iteration == iteration else "end"
 
     def digests(self, source: int) -> bytes:
         """What that rank, which repeats iterations, has sent here, for its `compare_with`."""
@@ -281,17 +300,44 @@ class Messages:
         """What this rank sends again with what another one has received. Raises `ValueError`."""
         self._theirs.take(digests)
 
-    def rejoin(self, told: Mapping[int, Iterable[Sequence[Any]]], replays: Collection[int], generation: int) -> None:
-        """All are connected anew, and those who can stay where they are. *told*: by the other ranks, but for
-        *replays*, which repeat iterations. Inside `aside`. Raises `LogError`."""
+    def rejoin(
+        self, told: Mapping[int, Mapping[str, Any]], replays: Collection[int], iteration: int, generation: int
+    ) -> None:
+        """All are connected anew and go on with *iteration*, those who can from where they stand. *told*: by the other
+        ranks, but for *replays*, which repeat iterations. Inside `aside`. Raises `LogError`, and `CannotReplay` if
+        ranks have counted differently."""
         self._generation = generation
-        counts = {rank: _from_tree(tree) for rank, tree in told.items()}
-        missing = self._counts.rejoin(counts, replays)
+        stands = self._stands(iteration)
+        others = {rank: _told(tree) for rank, tree in told.items()}
+        missing = self._counts.rejoin(stands, others, replays)
+        self._sent_before_it = {}
+        for other in others.values():
+            self._follow(stands, other.sent)
+        if stands == "begin":
+            return
         self._again = [self._send_again(*message) for message in log_transfer.logged(self.log, missing)]
         for queue in self._waiting.values():
             for receive in queue:
                 receive.post()
         self.reconnected += 1
+
+    def sent_before(self) -> list[list[Any]]:
+        """By this rank, which has repeated all iterations before the plan's, for `follow`."""
+        return _to_tree(self._counts.sent)
+
+    def follow(self, sent: Iterable[Sequence[Any]], iteration: int) -> None:
+        """*sent*: before *iteration*, by a rank that has repeated those. Raises `CannotReplay`."""
+        self._follow(self._stands(iteration), _from_tree(sent))
+
+    def _follow(self, stands: Stand, sent: Mapping[Channel, int]) -> None:
+        mine = {channel: count for channel, count in sent.items() if channel.destination == self.rank}
+        if self._repeats:
+            self._sent_before_it |= mine  # this rank does not stand there yet
+        elif (channel := self._counts.follow(stands, mine)) is not None:
+            raise CannotReplay(
+                f"ranks {channel.source} and {channel.destination} do not agree how many messages of {channel} there "
+                "were before this iteration: what is sent in an iteration must be received in it"
+            )
 
     def _send_again(self, channel: Channel, tensor: torch.Tensor) -> Any:
         original, group, dst = self._routes[channel]
@@ -299,14 +345,21 @@ class Messages:
 
     def begin_anew(self) -> None:
         """All are connected anew, and begin the iteration that was cut from its start."""
-        self._counts.forget()
         self._close_source()
 
     def stay(self, error: Exception) -> None:
         """See `works.Owner`."""
         # Only the script's own thread can join the others.
         if self._iteration < 0 or threading.get_ident() != self._thread or not self.stays(error):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else its traceback has this frame, and this frame it: tensors of the script live on
+
+    def note_thread(self) -> None:
+        """See `works.Owner`."""
+        if threading.get_ident() != self._thread:
+            self._has_threads = True
 
     # ---- operations ----
 
@@ -314,6 +367,12 @@ class Messages:
         if self._iteration < 0:
             self._check_outside()
             return original(group, tensors, dst, tag)
+        if self._has_agreed:
+            raise UsageError(
+                "a message is sent in an iteration after its update: who was cut before that would never send it, and "
+                "a replacement could not repeat the iteration. Send it before optimizer.step()."
+            )
+        self.note_thread()
         key = (group.group_name, dst, tag)
         channel = self._to.get(key)
         if channel is None:
@@ -330,13 +389,22 @@ class Messages:
                 "done (job.track(deterministic=True) names the operations of torch that do)"
             )
         self._log(channel, number, tensor)
-        if self._is_repeated(channel.destination) or self._counts.is_had(channel, number):
+        if self._is_repeated(channel.destination):
+            if self._counts.is_waited_for(channel, number):
+                # If it is cut its receiver will ask for it in the next generation.
+                with contextlib.suppress(RuntimeError):
+                    self._again.append(self._send_again(channel, tensor.detach().clone()))
+            return torch_private.finished_work()
+        if self._counts.is_had(channel, number):
             return torch_private.finished_work()
         try:
             return Send(self, original(group, tensors, dst, tag))
         except Exception as error:
             cut = error
-        self.stay(cut)  # by now it is under way: it is in the log
+        try:
+            self.stay(cut)  # by now it is under way: it is in the log
+        finally:
+            del cut
         return torch_private.finished_work()
 
     @contextlib.contextmanager
@@ -364,6 +432,7 @@ class Messages:
         if self._iteration < 0:
             self._check_outside()
             return original(group, tensors, src, tag)
+        self.note_thread()
         key = (group.group_name, src, tag)
         channel = self._from.get(key)
         if channel is None:
@@ -386,7 +455,10 @@ class Messages:
             cut = error
         else:
             return work
-        self.stay(cut)
+        try:
+            self.stay(cut)
+        finally:
+            del cut
         return work
 
     def _received(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
@@ -432,6 +504,13 @@ def _global_rank(group: Any, rank: int) -> int:
 
 def _to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
     return [[*astuple(channel), count] for channel, count in counts.items()]
+
+
+def _told(tree: Mapping[str, Any]) -> Told:
+    stands = tree["stands"]
+    if stands not in ("begin", "middle", "end"):
+        raise ValueError(f"a rank stands at {stands!r}")
+    return Told(stands, _from_tree(tree["has"]), _from_tree(tree["sent"]))
 
 
 def _from_tree(tree: Iterable[Sequence[Any]]) -> dict[Channel, int]:

@@ -98,9 +98,11 @@ class Rejoin:
                     return True
 
     def accepts(self, go: Go) -> bool:
-        """Whether this worker stays where it is in its iteration."""
+        """Whether this worker stays where it is: in the middle of the plan's iteration, or after the update of the one
+        before."""
         place, plan = self._place, go.plan
-        is_here = plan.kind == "copy" and plan.stays and plan.iteration == place.here.iteration
+        here = place.here.iteration + self._tracked.updates.updated
+        is_here = plan.kind == "copy" and plan.stays and plan.iteration == here
         return is_here and not place.replays and place.rank not in plan.sources and not go.leaves and not go.keeps
 
     def _enter(self, go: Go) -> None:
@@ -138,19 +140,17 @@ class Rejoin:
         else:
             for other in set(range(dist.get_world_size())).difference(plan.replays):
                 messages.compare_with(compared.get(f"{other}/{rank}"))
-        if not plan.stays:
-            if not self._place.replays:
-                messages.begin_anew()
-            return
         store = PrefixStore("told", self._groups.store)
         if rank not in plan.replays:
-            store.set(str(rank), json.dumps(messages.told()))
+            store.set(str(rank), json.dumps(messages.told(plan.iteration)))
         others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
         told = {other: json.loads(store.get(str(other))) for other in others}
         try:
-            messages.rejoin(told, plan.replays, go.generation)
+            messages.rejoin(told, plan.replays, plan.iteration, go.generation)
         except LogError as error:
             raise CannotReplay(f"rank {rank} cannot read what it has sent: {error}") from None
+        if not plan.stays and not self._place.replays:
+            messages.begin_anew()
 
     def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
@@ -233,7 +233,7 @@ class Rejoin:
             raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
         if not self._groups.is_native:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
-        messages.end_replay()  # of an attempt that was cut
+        messages.drop_replay()  # of an attempt that was cut
         begin = self._restore(plan)
         PrefixStore("loaded", self._groups.store).set(str(place.rank), "")
         for rank in range(dist.get_world_size()):
@@ -282,9 +282,13 @@ class Rejoin:
 
     def _wait_for_replays(self, plan: Plan) -> None:
         """Not in an operation of the next iteration, which would come to its timeout."""
-        if self._place.rank in plan.replays or not plan.iteration:
+        messages = self._tracked.messages
+        if self._place.rank in plan.replays or messages is None:
             return
         self._wait_for("replayed", plan.replays)
+        for rank in plan.replays:
+            sent = PrefixStore("replayed", self._groups.store).get(str(rank))
+            messages.follow(json.loads(sent), plan.iteration)
 
     def _wait_for(self, what: str, ranks: Iterable[int]) -> None:
         store = PrefixStore(what, self._groups.store)
@@ -296,10 +300,11 @@ class Rejoin:
     def end_replay(self) -> None:
         """This newcomer has repeated all iterations before that of the others, and tells them; a generation that was
         stopped meanwhile is none of its business."""
-        assert self._tracked.messages is not None
-        self._tracked.messages.end_replay(stays=self._stays)
+        messages = self._tracked.messages
+        assert messages is not None
+        messages.end_replay(stays=self._stays)
         with contextlib.suppress(RuntimeError):
-            PrefixStore("replayed", self._groups.store).set(str(self._place.rank), "")
+            PrefixStore("replayed", self._groups.store).set(str(self._place.rank), json.dumps(messages.sent_before()))
 
     def _expect(self, plan: Plan) -> None:
         """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""

@@ -272,15 +272,18 @@ class Protected:
                     return ""
                 if self.supervisor.enter_update(go):
                     return "update"
-            elif not self._rejoin.accepts(self.supervisor.peek_go()):
+            elif self._require_tracked().unwinds or not self._rejoin.accepts(self.supervisor.peek_go()):
                 return ""
             elif self._recover(staying=True):
                 return "agree"
 
     def _stays(self, error: Exception) -> bool:
-        """A message was cut: join the others here, in the middle of the iteration. False: it is to be begun anew."""
+        """A message was cut: join the others here, in the middle of the iteration, or after its update. False: it is to
+        be begun anew, or passed over."""
         place = self._place
         if place.inside != "iteration" or place.replays or not self._was_cut(error):
+            return False
+        if self._require_tracked().unwinds:  # a collective, or a thread, may have come after the report
             return False
         return self._recover(staying=True)
 

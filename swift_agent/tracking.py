@@ -152,7 +152,7 @@ class Tracked:
         """See `RankReport`; of an iteration that is under way."""
         if self.messages is None:
             return ""
-        return "have DDP in their stage" if self.keepers else self.messages.unwinds
+        return "have DDP in their stage" if self.keepers else self.messages.unwinds(updated=self.updates.updated)
 
     def begin(self, iteration: int, *, ghost: bool = False) -> None:
         """Iteration number *iteration* begins."""

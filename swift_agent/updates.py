@@ -158,12 +158,14 @@ class UpdateTracker:
                 return True
             except Exception as error:
                 cut = error
-            way = self.goes_on(cut)
-            if way == "update":
-                return False
-            if way != "agree":
-                raise cut
-            del cut
+            try:
+                way = self.goes_on(cut)
+                if way == "update":
+                    return False
+                if way != "agree":
+                    raise cut
+            finally:
+                del cut  # its traceback has this frame: what the script holds would live on with it
 
     def finish_update(self) -> None:
         """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""

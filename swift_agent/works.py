@@ -28,6 +28,9 @@ class Owner(Protocol):
     def stay(self, error: Exception) -> None:
         """Return on new connections, where all that was waited for has begun again; or raise *error*."""
 
+    def note_thread(self) -> None:
+        """The calling thread uses messages."""
+
 
 class _Work(dist.Work):
     """An operation; *inner* is torch's, on the newest connections."""
@@ -70,13 +73,17 @@ class Send(_Work):
         self._connection = owner.reconnected
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        self._owner.note_thread()
         if self._connection != self._owner.reconnected:
             return True
         try:
             return bool(self.inner.wait(timeout))
         except Exception as error:
             cut = error
-        self._owner.stay(cut)
+        try:
+            self._owner.stay(cut)
+        finally:
+            del cut  # its traceback has this frame
         return True
 
     def is_completed(self) -> bool:
@@ -102,6 +109,7 @@ class Receive(_Work):
         self._queue = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        self._owner.note_thread()
         # Those before it first: messages come in order, and who has so many has the first so many.
         while not self.is_done:
             if self._queue is None:
@@ -116,8 +124,10 @@ class Receive(_Work):
                 first.is_done = True
                 first._done()
                 continue
-            self._owner.stay(cut)
-            del cut
+            try:
+                self._owner.stay(cut)
+            finally:
+                del cut
         return True
 
     def is_completed(self) -> bool:

@@ -276,9 +276,11 @@ class Forward : public Backend {
     }
   }
 
-  BackendPtr inner() const {
+  // Counted under the lock: who has cut this and reads the number then has it counted, or it is refused.
+  BackendPtr inner(bool for_collective = false) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     if (!inner_) throw_aborted(why_);
+    if (for_collective && getSize() > 1) num_collectives.fetch_add(1);
     return inner_;
   }
 
@@ -292,8 +294,8 @@ class Forward : public Backend {
       if (!inner_) throw_aborted(why_);
       inner = inner_;
       connection = connection_;
+      if (is_collective && getSize() > 1) num_collectives.fetch_add(1);
     }
-    if (is_collective && getSize() > 1) num_collectives.fetch_add(1);
     WorkPtr work = operation(*inner);
     if (!connection || !work) return work;
     return c10::make_intrusive<GuardedWork>(std::move(work), std::move(connection), is_collective);
@@ -407,9 +409,7 @@ class Forward : public Backend {
     return run([&](Backend& b) { return b.barrier(o); });
   }
   void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) override {
-    const auto in = inner();
-    if (getSize() > 1) num_collectives.fetch_add(1);
-    in->monitoredBarrier(o, wait_all);
+    inner(/*for_collective=*/true)->monitoredBarrier(o, wait_all);
   }
   void setSequenceNumberForGroup() override { inner()->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return inner()->getSequenceNumberForGroup(); }

@@ -389,6 +389,50 @@ def test_a_replacement_is_lost_in_the_iteration_of_its_predecessor(
     assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 2})
 
 
+# In iteration 5, once the first rank has one of two messages after its update: a rank is lost, and it goes on to the
+# other one only when the rest has stopped.
+def lost_after_the_update(lost: int) -> list[dict[str, Any]]:
+    other = {1: 2, 3: 1}[lost]
+    return [
+        {"at": "after_step", "iteration": 5, "rank": lost, "scope": "wait"},
+        {"at": "after_step", "iteration": 5, "rank": lost, "scope": "worker"},
+        {"at": "report 1", "iteration": 5, "rank": 0, "scope": "go", "on": 0},
+        {"at": "report 1", "iteration": 5, "rank": 0, "scope": "wait"},
+        {"at": "rebuild", "rank": other, "scope": "go", "on": 3},
+    ]
+
+
+@pytest.mark.parametrize("lost", [1, 3], ids=["another", "the sender"])
+def test_messages_that_are_received_after_the_update(
+    lost: int, run: Start, undisturbed: Callable[..., Outcome]
+) -> None:
+    """Who waits for them stays, and has them from the log of the sender, or from its replacement when that repeats the
+    iteration."""
+    outcome = run(lost_after_the_update(lost), reports=True)
+    assert_same(outcome, undisturbed("Schedule1F1B", reports=True), {lost})
+
+
+@pytest.mark.parametrize("lost", [1, 3], ids=["another", "the sender"])
+def test_messages_that_are_left_out_after_the_update(
+    lost: int, run: Start, undisturbed: Callable[..., Outcome]
+) -> None:
+    """In a thread nobody can stay: what it had not received is not sent again, and what follows is counted from
+    there."""
+    faults = [*lost_after_the_update(lost), {"at": "forward", "iteration": 8, "rank": 2, "scope": "worker"}]
+    outcome = run(faults, reports="thread")
+    text = outcome.text()
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {lost, 2}, text
+    assert_equal(outcome, undisturbed("Schedule1F1B", reports="thread"))
+    assert "all workers restart" not in text
+    assert "have messages in threads of the script's own" in text
+
+
+def test_a_message_that_is_sent_after_the_update_is_refused(run: Start) -> None:
+    outcome = run([], reports="late")
+    assert not outcome.results
+    assert "a message is sent in an iteration after its update" in outcome.text()
+
+
 @pytest.mark.parametrize("orders", [{"collective": True}, {"section": "communicates"}], ids=["iteration", "section"])
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["one is lost", "two are lost"])
 def test_collectives_cannot_be_repeated(

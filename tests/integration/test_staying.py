@@ -63,9 +63,9 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
         with messages.aside():
             groups.rebuild(store_of(1), generation, LONG, TOKEN)
             store = PrefixStore(f"told/{generation}", groups.store)
-            store.set(str(me), json.dumps(messages.told()))
+            store.set(str(me), json.dumps(messages.told(iteration)))
             told = {other: json.loads(store.get(str(other))) for other in range(3) if other != me}
-            messages.rejoin(told, (), generation)
+            messages.rejoin(told, (), iteration, generation)
         if generation < until:
             cut_soon()
         return True
@@ -106,9 +106,9 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
             stays(None)
         # What has come must not be received into once more.
         wrong += [[iteration, -1.0, tensor[0].item()] for tensor in done if bool((tensor != -1.0).any())]
-        assert not messages.unwinds
+        assert not messages.unwinds()
         dist.all_reduce(torch.zeros(1))
-        assert "collective" in messages.unwinds
+        assert "collective" in messages.unwinds()
         messages.end()
     return {"wrong": wrong, "received": num_received, "cuts": generation - 1}
 

@@ -3,14 +3,17 @@ orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand"; with "seedless" each process
 begins with another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in
-some; with "section" there is one of these now and then, which "communicates", has "messages", or neither; "loses_logs"
-names iterations after which nothing of a log is left on its node that is in a store.
+some; with "reports" the last stage sends its losses to the first one, which receives them after its update, on "thread"
+in a thread that begins before; "late" sends one after the update; with "section" there is one of these now and then,
+which "communicates", has "messages", or neither; "loses_logs" names iterations after which nothing of a log is left on
+its node that is in a store.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -93,6 +96,57 @@ class ByHand:
                 dist.send(inputs[number].grad, self._rank - 1, tag=2)  # type: ignore[arg-type]
 
 
+class Reports:
+    """The losses of an iteration go from the last rank to the first one, in two messages."""
+
+    def __init__(self, how: str | None, world_size: int) -> None:
+        self._how, self._last = how, world_size - 1
+        self._works: list[Any] = []
+        self._received: list[Tensor] = []
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self._received = [torch.zeros(MICRO_BATCHES // 2) for _ in range(2)]
+        if self._how == "thread" and RANK == 0:
+            self._error, self._thread = None, threading.Thread(target=self._receive)
+            self._thread.start()
+
+    def send(self, losses: list[Tensor]) -> None:
+        if self._how is not None and self._last == RANK:
+            halves = torch.stack([loss.detach() for loss in losses]).chunk(2)
+            self._works = [(dist.isend(half, 0, tag=9), half) for half in halves]
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def end(self) -> list[Tensor]:
+        """On the first rank, what it has received, but by a thread: that is not told when it is passed over."""
+        for work, _ in self._works:
+            work.wait()
+        self._works = []
+        if self._how == "late" and self._last == RANK:
+            dist.isend(torch.zeros(1), 0, tag=9)
+        if self._how is None or RANK != 0:
+            return []
+        if self._how != "thread":
+            self._receive()
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return [] if self._how == "thread" else list(torch.cat(self._received))
+
+    def _receive(self) -> None:
+        try:
+            for number, received in enumerate(self._received):
+                fault(f"report {number}")
+                dist.recv(received, self._last, tag=9)
+        except Exception as error:
+            self._error = error
+
+
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -140,6 +194,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
     take_checkpoints(job)
+    reports = Reports(ORDERS.get("reports"), job.world_size)
     if name == "ByHand":
         job.track(model=blocks, optimizer=optimizer, scheduler=scheduler, replicas=[RANK], log_messages=True)
     else:
@@ -179,15 +234,20 @@ def main() -> None:
                     schedule.eval(*([x] if 0 in indices else []), target=y if last in indices else None, losses=[])
             optimizer.zero_grad()
             optimizer.param_groups[0]["weight_decay"] = decay()
-            schedule.step(
-                *([x] if 0 in indices else []), target=y if last in indices else None,
-                losses=found if last in indices else None,
-            )  # fmt: skip
-            if ORDERS.get("collective"):
-                dist.all_reduce(torch.zeros(1))
-            update([optimizer])
-            scheduler.step()
-            return found
+            reports.begin()
+            try:
+                schedule.step(
+                    *([x] if 0 in indices else []), target=y if last in indices else None,
+                    losses=found if last in indices else None,
+                )  # fmt: skip
+                if ORDERS.get("collective"):
+                    dist.all_reduce(torch.zeros(1))
+                reports.send(found)
+                update([optimizer])
+                scheduler.step()
+                return found + reports.end()
+            finally:
+                reports.join()
 
         for number in job.iterations(ITERATIONS):
             x = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))

@@ -64,3 +64,11 @@ def test_they_go_to_who_has_sent_it() -> None:
     assert known(told) == [2, 3, 4] and not told.differs(CHANNEL, 4, message(3)) and not known(told, OTHER)
     with pytest.raises(ValueError, match="checksums of 3"):
         told.take(digests.to_bytes(1)[:-8])
+
+
+def test_of_very_many_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_agent.digests.MAX_VALUES", 4)
+    assert known(received(*range(7))) == [4, 5, 6]
+    digests = received(*range(4))
+    digests.keep_before({CHANNEL: 1})
+    assert known(digests) == []

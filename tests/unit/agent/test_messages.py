@@ -110,7 +110,7 @@ def test_a_replacement_gets_what_its_predecessor_was_sent(make: Callable[[int], 
             assert torch.equal(receive(tag=7), SENT + 10 + iteration)
             assert torch.equal(receive(), SENT + iteration)
             send(30 + iteration, to=1)
-    replacement.end_replay()
+    replacement.end_replay(stays=False)
     replacement.begin(3, generation=2)
     assert torch.equal(receive(), torch.zeros_like(SENT))  # from the group again, and the fake one brings nothing
     replacement.end()
@@ -208,7 +208,7 @@ def test_what_is_sent_again_is_compared(make: Callable[[int], Messages], tmp_pat
         send(3)
         send(4)
         send(5)  # that log does not have it
-    another.end_replay()
+    another.end_replay(stays=False)
     assert len(list((tmp_path / "node1").glob("messages-*"))) == 3
     one_iteration(another, 2, 6)
     assert len(list((tmp_path / "node1").glob("messages-*"))) == 1
@@ -386,7 +386,7 @@ def test_what_was_sent_before_a_checkpoint_goes_when_that_counts(
     for number in range(2, 4):
         with repeated(replacement, number):
             assert torch.equal(receive(), SENT + number)
-    replacement.end_replay()
+    replacement.end_replay(stays=False)
     assert replacement.is_complete and not list((tmp_path / "node2").glob("messages-*/taken"))
 
 
@@ -597,7 +597,7 @@ def test_what_predecessors_have_left_in_the_store_goes(
     with repeated(here, 0):
         send(0)
     assert copied(here) and len(list(store.iterdir())) == 2
-    here.end_replay()
+    here.end_replay(stays=False)
     here.end()
     assert copied(here) and len(list(store.iterdir())) == 2
     one_iteration(here, 1, 1)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+import weakref
 from collections import deque
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from swift_agent.works import Receive, Send
@@ -36,13 +41,20 @@ class Owner:
         self.queue: deque[Receive] = deque()
         self.done: list[str] = []
         self._stays = stays
+        self.threads: set[int] = set()
 
     def stay(self, error: Exception) -> None:
         if self.reconnected == self._stays:
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         self.reconnected += 1
         for receive in self.queue:
             receive.post()
+
+    def note_thread(self) -> None:
+        self.threads.add(threading.get_ident())
 
     def receive(self, name: str, *ends: bool | None) -> Receive:
         """*ends*: of the first connection, the second, ..."""
@@ -98,3 +110,36 @@ def test_a_send_is_over_when_its_message_was_sent_again() -> None:
     assert Send(owner, Inner(True)).wait()
     with pytest.raises(RuntimeError, match="connection closed"):
         Send(owner, Inner(False)).wait()
+
+
+@pytest.mark.parametrize("kind", ["send", "receive"])
+def test_what_a_cut_iteration_held_is_freed_at_once(kind: str) -> None:
+    """Not by the collector of cycles: an error whose traceback has the frame that holds it would keep all that the
+    script had there, its activations too."""
+    owner = Owner(stays=0)
+    gc.disable()
+    try:
+        activation = torch.ones(1)
+        gone = weakref.ref(activation)
+
+        def iteration(activation: torch.Tensor) -> None:
+            (owner.receive("a", False) if kind == "receive" else Send(owner, Inner(False))).wait()
+
+        with contextlib.suppress(RuntimeError):
+            iteration(activation)
+        owner.queue.clear()
+        del activation
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_whoever_waits_is_noted() -> None:
+    owner = Owner()
+    works = [owner.receive("a", True), Send(owner, Inner(True))]
+    for work in works:
+        thread = threading.Thread(target=work.wait)
+        thread.start()
+        thread.join()
+        assert thread.ident in owner.threads
+    assert threading.get_ident() not in owner.threads
