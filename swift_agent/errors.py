@@ -25,3 +25,11 @@ class JobStopped(SwiftError):
 
 class ReplicaMismatch(SwiftError):
     """Replicas that must be equal are not. The job stops rather than train on."""
+
+
+class CannotReplay(SwiftError):
+    """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
+
+
+class CutReplay(CannotReplay):
+    """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""

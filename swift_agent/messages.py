@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
 import uuid
 from collections import deque
@@ -35,23 +34,13 @@ from swift_agent import log_transfer, torch_private
 from swift_agent.collectives import Collectives
 from swift_agent.counts import Counts, Stand, Told
 from swift_agent.digests import Digests
-from swift_agent.errors import SwiftError, UsageError
+from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.log_transfer import BytesLink
+from swift_agent.repetition import Repetition
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
 from swift_agent.works import Receive, Send
-from swift_logging_store.errors import LogError
-from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
-from swift_logging_store.tensors import tensor_of
-
-
-class CannotReplay(SwiftError):
-    """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
-
-
-class CutReplay(CannotReplay):
-    """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""
 
 
 class Messages:
@@ -83,15 +72,12 @@ class Messages:
         self._generation = 0
         self._counts = Counts()
         self._digests = Digests()
-        self._theirs = Digests()  # of what this rank, in an earlier life, has sent
         self._asked_at: dict[int, dict[Channel, int]] = {}  # by the iteration of a checkpoint that may come to count
         # By the name of the group, the peer's rank in it, and the tag.
         self._to: dict[tuple[str, int, int], Channel] = {}
         self._from: dict[tuple[str, int, int], Channel] = {}
-        self._source: LogReader | None = None  # what was taken, until all that was cut is repeated
-        self._repeats = False  # all of an iteration must be in that
-        self._sent_before_it: dict[Channel, int] = {}  # to this rank, before the plan's iteration
-        self._repeating: frozenset[int] = frozenset()
+        self._repetition = Repetition(self._directory / "taken", self._sent_before, note)
+        self._sent_here: dict[Channel, int] = {}  # to this rank, before the plan's iteration, while it repeats others
         self.stays: Callable[[Exception], bool] = lambda error: False
         """Asked when *error* has cut a message of an iteration: whether this process has joined the others in the
         middle of that (`rejoin` was called), so that it goes on."""
@@ -136,9 +122,10 @@ class Messages:
         self._counts.end()
         # All that an iteration sends is received in it; it may not be known here yet.
         self._again_before, self._again = self._again, []
-        if self._source is not None and not self._repeats:
-            self._close_source()
-        if self._source is None and self._has_predecessors:
+        repetition = self._repetition
+        if repetition.is_on and not repetition.is_whole:
+            repetition.close()
+        if self._has_predecessors and not repetition.is_on:
             self._has_predecessors = False
             self._sent_before.forget()
             self.log.forget_predecessors()
@@ -206,7 +193,7 @@ class Messages:
     def take(self, source: int, link: BytesLink) -> None:
         """What *source* gives."""
         self.origins, self.all_began_at = json.loads(link.recv_bytes())
-        log_transfer.receive(self._directory / "taken", f"from{source}", link)
+        self._repetition.take(source, link)
 
     def check_origin(self, rank: int) -> None:
         """Raise CannotReplay if set-up gave something else here than for the first process of this rank."""
@@ -220,34 +207,19 @@ class Messages:
     def begin_replay(self, repeating: Collection[int]) -> None:
         """From the next iteration on messages come from what was taken, but for those of the ranks *repeating*, which
         repeat theirs, too; and are sent to those only."""
-        self._repeating, self._repeats = frozenset(repeating), True
-        self._source = LogReader(self._directory / "taken")
-        self._sent_before.open(self._note)
+        self._repetition.begin(repeating)
 
     def drop_replay(self) -> None:
         """It was cut before it began."""
-        self._repeats = False
-        self._close_source()
+        self._repetition.close()
 
     def end_replay(self, *, stays: bool) -> None:
         """All iterations that are complete have been repeated. *stays*: the one that was cut follows, and what was
         taken is used as far as it goes; else it was not needed, and all begin that one anew."""
-        self._counts.follow("begin", self._sent_before_it)
-        self._repeats = False
+        self._counts.follow("begin", self._sent_here)
+        self._repetition.end_whole()
         if not stays:
-            self._close_source()
-
-    def _close_source(self) -> None:
-        if self._source is not None:
-            self._source.close()
-            self._source = None
-        self._sent_before.close()
-        self._theirs = Digests()
-        shutil.rmtree(self._directory / "taken", ignore_errors=True)
-
-    def _is_repeated(self, peer: int) -> bool:
-        """Whether the message was exchanged before, by *peer* and the predecessor."""
-        return self._repeats and peer not in self._repeating
+            self._repetition.close()
 
     # ---- staying in the middle of an iteration ----
 
@@ -279,12 +251,7 @@ class Messages:
 
     def told(self, iteration: int) -> dict[str, Any]:
         """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""
-        taken = {}
-        if self._source is not None:
-            for channel in self._source.channels:
-                begin = self._counts.here.get(channel, 0)
-                taken[channel] = self._source.first_missing(channel, begin)
-        told = self._counts.told(self._stands(iteration), taken)
+        told = self._counts.told(self._stands(iteration), self._repetition.ends(self._counts.here))
         return {"stands": told.stands, "has": _to_tree(told.has), "sent": _to_tree(told.sent)}
 
     def _stands(self, iteration: int) -> Stand:
@@ -298,7 +265,7 @@ class Messages:
 
     def compare_with(self, digests: bytes) -> None:
         """What this rank sends again with what another one has received. Raises `ValueError`."""
-        self._theirs.take(digests)
+        self._repetition.compare_with(digests)
 
     def rejoin(
         self, told: Mapping[int, Mapping[str, Any]], replays: Collection[int], iteration: int, generation: int
@@ -310,7 +277,7 @@ class Messages:
         stands = self._stands(iteration)
         others = {rank: _told(tree) for rank, tree in told.items()}
         missing = self._counts.rejoin(stands, others, replays)
-        self._sent_before_it = {}
+        self._sent_here = {}
         for other in others.values():
             self._follow(stands, other.sent)
         if stands == "begin":
@@ -331,8 +298,8 @@ class Messages:
 
     def _follow(self, stands: Stand, sent: Mapping[Channel, int]) -> None:
         mine = {channel: count for channel, count in sent.items() if channel.destination == self.rank}
-        if self._repeats:
-            self._sent_before_it |= mine  # this rank does not stand there yet
+        if self._repetition.is_whole:
+            self._sent_here |= mine  # this rank does not stand there yet
         elif (channel := self._counts.follow(stands, mine)) is not None:
             raise CannotReplay(
                 f"ranks {channel.source} and {channel.destination} do not agree how many messages of {channel} there "
@@ -345,7 +312,7 @@ class Messages:
 
     def begin_anew(self) -> None:
         """All are connected anew, and begin the iteration that was cut from its start."""
-        self._close_source()
+        self._repetition.close()
 
     def stay(self, error: Exception) -> None:
         """See `works.Owner`."""
@@ -380,16 +347,11 @@ class Messages:
             self._routes[channel] = (original, group, dst)
         (tensor,) = tensors
         number = self._counts.send(channel)
-        if self._source is not None and (
-            self._theirs.differs(channel, number, tensor)
-            or self._sent_before.differs(channel, number, self._iteration, tensor)
-        ):
-            raise CannotReplay(
-                f"message {number} of {channel} is not what was sent before: the repetition differs from what was "
-                "done (job.track(deterministic=True) names the operations of torch that do)"
-            )
+        repetition = self._repetition
+        if repetition.is_on:
+            repetition.check_sent(channel, number, self._iteration, tensor)
         self._log(channel, number, tensor)
-        if self._is_repeated(channel.destination):
+        if repetition.is_over(channel.destination):
             if self._counts.is_waited_for(channel, number):
                 # If it is cut its receiver will ask for it in the next generation.
                 with contextlib.suppress(RuntimeError):
@@ -439,8 +401,8 @@ class Messages:
             channel = self._from[key] = Channel(key[0], _global_rank(group, src), self.rank, tag)
         (tensor,) = tensors
         number = self._counts.ask(channel)
-        if self._is_repeated(channel.source) or self._is_taken(channel, number):
-            self._fill(tensor, channel, number)
+        if self._repetition.is_on and self._repetition.gives(channel, number):
+            self._repetition.fill(tensor, channel, number, self._iteration)
             self._received(channel, number, tensor)
             return torch_private.finished_work()
         queue = self._waiting.get(channel)
@@ -464,30 +426,6 @@ class Messages:
     def _received(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         self._counts.receive(channel)
         self._digests.add(channel, number, tensor)
-
-    def _is_taken(self, channel: Channel, number: int) -> bool:
-        return self._source is not None and not self._repeats and self._source.has(channel, number)
-
-    def _fill(self, tensor: torch.Tensor, channel: Channel, number: int) -> None:
-        assert self._source is not None
-        try:
-            header, payload = self._source.read(channel, number)
-        except KeyError:
-            raise CannotReplay(f"message {number} of {channel} is in nobody's log") from None
-        except LogError as error:
-            raise CannotReplay(str(error)) from None
-        if header.iteration != self._iteration:
-            raise CannotReplay(
-                f"message {number} of {channel} was sent in iteration {header.iteration}, and is waited for in "
-                f"{self._iteration}"
-            )
-        message = tensor_of(header, payload)
-        if message.dtype != tensor.dtype or message.shape != tensor.shape:
-            raise CannotReplay(
-                f"message {number} of {channel} is {message.dtype} {list(message.shape)}, and what waits for it "
-                f"{tensor.dtype} {list(tensor.shape)}: the repetition differs from what was done"
-            )
-        tensor.data.copy_(message)  # what waits for an activation is a leaf that requires a gradient
 
     def _recv_from_any(self, original: Any, group: Any, tensors: list[torch.Tensor], tag: int) -> Any:
         if self._iteration >= 0:

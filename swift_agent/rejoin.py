@@ -28,9 +28,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from swift_agent import handover, kept_state
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.ddp import Layout
-from swift_agent.errors import PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.errors import CannotReplay, CutReplay, PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
-from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.overlap import OverlappedUpdates, Resumption
 from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed

@@ -29,9 +29,8 @@ import torch.distributed as dist
 from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
-from swift_agent.errors import PeerFailure, SwiftError, UsageError
+from swift_agent.errors import CannotReplay, CutReplay, PeerFailure, SwiftError, UsageError
 from swift_agent.ghosts import Ghosts
-from swift_agent.messages import CannotReplay, CutReplay
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups

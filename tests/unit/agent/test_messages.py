@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift_agent import log_transfer, messages
-from swift_agent.errors import UsageError
-from swift_agent.messages import CannotReplay, Messages
+from swift_agent.errors import CannotReplay, UsageError
+from swift_agent.messages import Messages
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
