@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,6 +29,19 @@ SCRIPTS: dict[str, list[list[Step]]] = {
         [("recv", FORTH), ("send", BACK), ("send", BACK), UPDATE],
     ],
 }
+AHEAD, AROUND, BEHIND = Channel("world", 1, 2), Channel("world", 2, 0, 9), Channel("world", 2, 1)
+# A pipeline of three whose last rank reports to the first one, and to the second one, which does not wait at once.
+THREE: list[list[Step]] = [
+    [("send", FORTH), ("send", FORTH), ("recv", BACK), ("recv", BACK), UPDATE, ("recv", AROUND), ("recv", AROUND)],
+    [
+        ("recv", FORTH), ("send", AHEAD), ("recv", FORTH), ("send", AHEAD), ("recv", BEHIND), ("send", BACK),
+        ("recv", BEHIND), ("send", BACK), UPDATE, ("recv", BEHIND),
+    ],
+    [
+        ("recv", AHEAD), ("send", BEHIND), ("send", AROUND), ("recv", AHEAD), ("send", BEHIND), ("send", AROUND),
+        ("send", BEHIND), UPDATE,
+    ],
+]  # fmt: skip
 NUM_ITERATIONS = 2
 
 
@@ -66,12 +80,13 @@ class Rank:
 
 
 class World:
-    """Two ranks, and what is under way between them. One that is replaced repeats its iterations at once."""
+    """Ranks, and what is under way between them. One that is replaced repeats its iterations at once."""
 
     def __init__(self, scripts: list[list[Step]]) -> None:
         self.scripts = scripts
         self.ranks = [Rank(script) for script in scripts]
-        self.wires: dict[Channel, deque[str]] = {FORTH: deque(), BACK: deque()}
+        channels = [channel for script in scripts for _, channel in script if channel is not None]
+        self.wires: dict[Channel, deque[str]] = {channel: deque() for channel in channels}
 
     def step(self, number: int) -> bool:
         """The next thing that this rank does; False if it has to wait, or is done."""
@@ -124,7 +139,7 @@ class World:
         rank.at += 1
         return True
 
-    def cut(self, what: tuple[str, str]) -> None:
+    def cut(self, what: Sequence[str]) -> None:
         """What each rank does now: "stays", "again" (its iteration, from its start, or what is left of it is passed
         over), or "replaced"."""
         for wire in self.wires.values():
@@ -191,14 +206,14 @@ class World:
 
     def run(self, schedule: Iterator[int]) -> None:
         while any(rank.iteration < NUM_ITERATIONS for rank in self.ranks):
-            first = next(schedule)
-            assert self.step(first) or self.step(1 - first), "both wait for ever"
+            first, num = next(schedule), len(self.ranks)
+            assert any(self.step((first + offset) % num) for offset in range(num)), "all wait for ever"
         for number, rank in enumerate(self.ranks):
-            for channel in (FORTH, BACK):
+            for channel in self.wires:
                 if channel.destination == number:
                     num = sum(step == ("recv", channel) for step in rank.script) * NUM_ITERATIONS
                     expected = {index for index in range(num) if (channel, index) not in rank.left_out}
-                    assert rank.got[channel] == {index: f"{channel.source}.{index}" for index in sorted(expected)}
+                    assert rank.got.get(channel, {}) == {index: f"{channel.source}.{index}" for index in expected}
         assert not any(self.wires.values())
 
 
@@ -224,8 +239,10 @@ WAYS = [
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("first", WAYS, ids="-".join)
 def test_each_message_comes_once_and_in_order(script: str, first: tuple[str, str]) -> None:
-    """Every order of the first steps, then a cut; then any few steps, and another cut."""
-    for order in itertools.product((0, 1), repeat=8):
+    """Some steps in any order, then a cut; then any few steps, and another cut."""
+    choose = random.Random(script)
+    orders = [[*choose.choices((0, 1), k=choose.randrange(12)), 0, 1] for _ in range(50)]
+    for order in orders:
         for num_between, second in itertools.product(range(4), WAYS):
             world = World(SCRIPTS[script])
             for number in order:
@@ -235,6 +252,21 @@ def test_each_message_comes_once_and_in_order(script: str, first: tuple[str, str
                 world.step(number)
             world.cut(second)
             world.run(itertools.cycle(order))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_so_it_is_with_three(seed: int) -> None:
+    """Random steps and up to four cuts, a hundred times."""
+    choose = random.Random(seed)
+    for _ in range(100):
+        world = World(THREE)
+        for _ in range(choose.randrange(1, 5)):
+            for _ in range(choose.randrange(30)):
+                world.step(choose.randrange(3))
+            ways = [choose.choice(("stays", "again")) for _ in range(3)]
+            ways[choose.randrange(3)] = choose.choice(("stays", "again", "replaced"))
+            world.cut(ways)
+        world.run(iter(lambda: choose.randrange(3), None))
 
 
 def test_who_begins_anew_is_not_sent_what_it_left_out() -> None:
