@@ -1,7 +1,8 @@
 """Whether the script has taken part in a collective since its iteration began.
 
 Who begins the iteration anew makes its collectives again, and who stays in its middle does not: so where there was one,
-nobody may stay. Collectives come from C++ as well as from Python, and are counted by the compiled library. Must never
+nobody may stay. And who stays after its update, where others may have passed over the rest of that iteration, can make
+none there. Collectives come from C++ as well as from Python, and are counted by the compiled library. Must never
 decide who stays.
 """
 
@@ -12,6 +13,9 @@ from collections.abc import Iterator
 
 from swift_agent import native
 
+REFUSED = "a collective in the rest of an iteration that others may have passed over"
+"""What the compiled library says."""
+
 
 class Collectives:
     """Counts those of the script in an iteration; written by its thread, read by any."""
@@ -20,6 +24,9 @@ class Collectives:
         self._library = native.load()
         self._base = 0
         self._aside: int | None = None
+        self._refuses = False
+        self.has_any = False
+        """In some iteration there was one."""
 
     @property
     def _num(self) -> int:
@@ -34,8 +41,29 @@ class Collectives:
         aside = self._aside  # first: when it is None again the base is right
         return "have taken part in a collective of it" if (self._num - self._base if aside is None else aside) else ""
 
+    @property
+    def are_known(self) -> bool:
+        return self._library is not None
+
     def begin(self) -> None:
         self._base = self._num
+
+    def end(self) -> None:
+        """The iteration is over, or will be run again."""
+        if self._refuses:
+            self._refuses = False
+            self._set(False)
+        if self._num != self._base:
+            self.has_any = True
+
+    def refuse(self) -> None:
+        """The script's, until the iteration is over: an error whose text has `REFUSED`."""
+        self._refuses = True
+        self._set(True)
+
+    def _set(self, refuses: bool) -> None:
+        if self._library is not None:
+            self._library.refuse_collectives(refuses)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -44,8 +72,12 @@ class Collectives:
             yield
             return
         self._aside = self._num - self._base
+        if self._refuses:
+            self._set(False)
         try:
             yield
         finally:
+            if self._refuses:
+                self._set(True)
             self._base = self._num - self._aside
             self._aside = None

@@ -47,6 +47,7 @@ class Counts:
         self.here: dict[Channel, int] = {}
         self._had: dict[Channel, int] = {}
         self._late: frozenset[int] = frozenset()
+        self._has_left_out = False
         self._begun: tuple[dict[Channel, int], dict[Channel, int]] = ({}, {})
 
     def set(self, sent: Mapping[Channel, int], received: Mapping[Channel, int]) -> None:
@@ -62,6 +63,12 @@ class Counts:
         """It is over: all that it has asked for is here."""
         if self.here != self.asked:
             self.here = self.asked.copy()
+        self._has_left_out = False
+
+    def pass_over(self) -> None:
+        """It is over, but for receives that were left out."""
+        self.end()
+        self._has_left_out = True
 
     def rewind(self) -> None:
         """It will be run again from its start."""
@@ -114,14 +121,16 @@ class Counts:
         return missing
 
     def follow(self, stands: Stand, sent: Mapping[Channel, int]) -> Channel | None:
-        """*sent*: to this rank before the plan's iteration, on all channels of one sender. Who stands at its begin
-        counts on from there. Returns a channel on which a rank in its middle had counted otherwise, if there is one."""
-        if stands == "begin":
+        """*sent*: to this rank before the plan's iteration, on all channels of one sender. Who stands at its begin, and
+        has left out receives, counts on from there. Returns a channel on which others have counted otherwise, if there
+        is one: a message was not received in the iteration in which it was sent."""
+        if stands == "end":
+            return None
+        if stands == "begin" and self._has_left_out:
             self.asked.update(sent)
             self.here.update(sent)
-        elif stands == "middle":
-            return next((channel for channel, count in sent.items() if self._begun[1].get(channel, 0) != count), None)
-        return None
+        asked = self.asked if stands == "begin" else self._begun[1]
+        return next((channel for channel, count in sent.items() if asked.get(channel, 0) != count), None)
 
     def _sent_before(self, stands: Stand) -> dict[Channel, int]:
         return dict(self._begun[0] if stands == "middle" else self.sent)

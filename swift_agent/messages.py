@@ -120,6 +120,7 @@ class Messages:
             return
         self._let_go()
         self._counts.end()
+        self._collectives.end()
         # All that an iteration sends is received in it; it may not be known here yet.
         self._again_before, self._again = self._again, []
         repetition = self._repetition
@@ -130,10 +131,16 @@ class Messages:
             self._sent_before.forget()
             self.log.forget_predecessors()
 
+    def pass_over(self) -> None:
+        """The iteration was cut after all that it had to send; the rest of it is left out."""
+        self.end()
+        self._counts.pass_over()
+
     def rewind(self) -> None:
         """The iteration was cut, and will be run again."""
         self._iteration = -1
         self._let_go()
+        self._collectives.end()
         self._counts.rewind()
         self._digests.keep_before(self._counts.here)
 
@@ -216,8 +223,8 @@ class Messages:
     def end_replay(self, *, stays: bool) -> None:
         """All iterations that are complete have been repeated. *stays*: the one that was cut follows, and what was
         taken is used as far as it goes; else it was not needed, and all begin that one anew."""
-        self._counts.follow("begin", self._sent_here)
         self._repetition.end_whole()
+        self._follow("begin", self._sent_here)
         if not stays:
             self._repetition.close()
 
@@ -231,7 +238,17 @@ class Messages:
         if self._has_threads:
             return "have messages in threads of the script's own"
         # An iteration that is updated will not be begun anew.
-        return "" if updated else self._collectives.why
+        return "" if updated and self._collectives.are_known else self._collectives.why
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether this rank, past its update, cannot go on with the rest of its iteration: there might be a collective
+        that others have passed over."""
+        return self._collectives.has_any
+
+    def refuse_collectives(self) -> None:
+        """In the rest of this iteration (`collectives.REFUSED`)."""
+        self._collectives.refuse()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -280,8 +297,6 @@ class Messages:
         self._sent_here = {}
         for other in others.values():
             self._follow(stands, other.sent)
-        if stands == "begin":
-            return
         self._again = [self._send_again(*message) for message in log_transfer.logged(self.log, missing)]
         for queue in self._waiting.values():
             for receive in queue:
@@ -303,7 +318,7 @@ class Messages:
         elif (channel := self._counts.follow(stands, mine)) is not None:
             raise CannotReplay(
                 f"ranks {channel.source} and {channel.destination} do not agree how many messages of {channel} there "
-                "were before this iteration: what is sent in an iteration must be received in it"
+                "were before this iteration: what is sent in an iteration must be received in it, and waited for"
             )
 
     def _send_again(self, channel: Channel, tensor: torch.Tensor) -> Any:

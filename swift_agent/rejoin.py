@@ -83,7 +83,7 @@ class Rejoin:
                     self._keep(go)
                     continue  # it is ended, or asked again
                 self._enter(go)
-                if not self._supervisor.interrupted:
+                if not self._supervisor.interrupted or (self._place.replays and self._place.replays_alone):
                     return True
             except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, RuntimeError) as error:
                 if isinstance(error, SwiftError) and not isinstance(error, PeerFailure):
@@ -131,6 +131,7 @@ class Rejoin:
         """All logs have gone to who repeats iterations, and nothing else is under way: now what was cut goes on."""
         messages, plan, rank = self._tracked.messages, go.plan, self._place.rank
         if messages is None:
+            PrefixStore("told", self._groups.store).set(str(rank), "null")
             return
         compared = PrefixStore("digests", self._groups.store)
         if rank not in plan.replays:
@@ -140,16 +141,18 @@ class Rejoin:
             for other in set(range(dist.get_world_size())).difference(plan.replays):
                 messages.compare_with(compared.get(f"{other}/{rank}"))
         store = PrefixStore("told", self._groups.store)
+        if not plan.stays and not self._place.replays:
+            messages.begin_anew()  # first: this rank does not have what it throws away
         if rank not in plan.replays:
             store.set(str(rank), json.dumps(messages.told(plan.iteration)))
         others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
         told = {other: json.loads(store.get(str(other))) for other in others}
+        if None in told.values():
+            return  # some ranks log nothing, so nobody repeats or stays
         try:
             messages.rejoin(told, plan.replays, plan.iteration, go.generation)
         except LogError as error:
             raise CannotReplay(f"rank {rank} cannot read what it has sent: {error}") from None
-        if not plan.stays and not self._place.replays:
-            messages.begin_anew()
 
     def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
+from swift_agent.collectives import REFUSED
 from swift_agent.errors import CannotReplay, CutReplay, PeerFailure, SwiftError, UsageError
 from swift_agent.ghosts import Ghosts
 from swift_agent.overlap import OverlappedUpdates
@@ -201,6 +202,8 @@ class Protected:
                 # The rest of the iteration that its predecessor was in.
                 self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
             except Exception as error:
+                if REFUSED in str(error):
+                    self._give_up(str(error).partition("\n")[0])
                 if not self._was_cut(error):
                     raise
                 del error  # its traceback holds the activations of the cut iteration
@@ -282,9 +285,16 @@ class Protected:
         place = self._place
         if place.inside != "iteration" or place.replays or not self._was_cut(error):
             return False
-        if self._require_tracked().unwinds:  # a collective, or a thread, may have come after the report
+        tracked = self._require_tracked()
+        if tracked.unwinds:  # a collective, or a thread, may have come after the report
             return False
-        return self._recover(staying=True)
+        if not tracked.updates.updated:
+            return self._recover(staying=True)
+        assert tracked.messages is not None
+        if tracked.messages.passes_over or not self._recover(staying=True):
+            return False
+        tracked.messages.refuse_collectives()
+        return True
 
     def _next_if_ahead(self) -> Go | None:
         """The generation to come, if it goes on from after this iteration."""
@@ -339,7 +349,10 @@ class Protected:
         with place.lock:
             place.here.iteration += 1
         if not place.replays:
-            self._rejoin.end_replay()
+            try:
+                self._rejoin.end_replay()
+            except CannotReplay as error:
+                self._give_up(str(error))
             now_s = time.monotonic()
             self._phases_s["replay"] = now_s - self._recovered_s
             self._recovered_s = now_s

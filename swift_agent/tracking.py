@@ -173,7 +173,7 @@ class Tracked:
     def pass_over(self) -> None:
         """The iteration was cut after all that it had to send; it counts, or an update comes that does."""
         if self.messages is not None:
-            self.messages.end()
+            self.messages.pass_over()
         if self.pipelines is not None:
             self.pipelines.pass_over()
 

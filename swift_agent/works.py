@@ -112,17 +112,19 @@ class Receive(_Work):
         self._owner.note_thread()
         # Those before it first: messages come in order, and who has so many has the first so many.
         while not self.is_done:
-            if self._queue is None:
+            queue = self._queue
+            if queue is None:
                 return bool(self.inner.wait(timeout))
-            first = self._queue[0]
+            first = queue[0]
             try:
                 first.inner.wait(timeout)
             except Exception as error:
                 cut = error
             else:
-                self._queue.popleft()
-                first.is_done = True
-                first._done()
+                if queue and queue[0] is first:  # else another thread has run the iteration again, or ended it
+                    queue.popleft()
+                    first.is_done = True
+                    first._done()
                 continue
             try:
                 self._owner.stay(cut)

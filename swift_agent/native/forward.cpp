@@ -243,6 +243,17 @@ class ReduceScatterWork : public c10d::Work {
 
 // Operations of this process in which other ranks took part, but for sends and receives. Counted when they begin.
 std::atomic<uint64_t> num_collectives{0};
+// Who is in the rest of an iteration that others have passed over must not begin one: they would not come.
+std::atomic<bool> refuses_collectives{false};
+
+void begin_collective() {
+  if (refuses_collectives.load()) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        "swift-agent: a collective in the rest of an iteration that others may have passed over after a failure");
+  }
+  num_collectives.fetch_add(1);
+}
 
 class Forward : public Backend {
  public:
@@ -280,7 +291,7 @@ class Forward : public Backend {
   BackendPtr inner(bool for_collective = false) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     if (!inner_) throw_aborted(why_);
-    if (for_collective && getSize() > 1) num_collectives.fetch_add(1);
+    if (for_collective && getSize() > 1) begin_collective();
     return inner_;
   }
 
@@ -294,7 +305,7 @@ class Forward : public Backend {
       if (!inner_) throw_aborted(why_);
       inner = inner_;
       connection = connection_;
-      if (is_collective && getSize() > 1) num_collectives.fetch_add(1);
+      if (is_collective && getSize() > 1) begin_collective();
     }
     WorkPtr work = operation(*inner);
     if (!connection || !work) return work;
@@ -482,6 +493,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("pass_messages_to", &Forward::pass_messages_to)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
   m.def("num_collectives", [] { return num_collectives.load(); });
+  m.def("refuse_collectives", [](bool refuses) { refuses_collectives.store(refuses); });
   swift_agent::bind_seeds(m);
   swift_agent::bind_watch(m);
 }

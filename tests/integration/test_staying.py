@@ -33,6 +33,7 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     from swift_agent import process_group
+    from swift_agent.collectives import REFUSED
     from swift_agent.messages import Messages
 
     me, groups, meeting = rank(), process_group.install(), control()
@@ -109,6 +110,14 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
         assert not messages.unwinds()
         dist.all_reduce(torch.zeros(1))
         assert "collective" in messages.unwinds()
+        messages.refuse_collectives()
+        try:
+            dist.all_reduce(torch.zeros(1))
+            wrong.append([iteration, 0.0, 0.0])
+        except RuntimeError as error:
+            assert REFUSED in str(error)
+        with messages.aside():
+            dist.all_reduce(torch.zeros(1))
         messages.end()
     return {"wrong": wrong, "received": num_received, "cuts": generation - 1}
 

@@ -11,8 +11,13 @@ from swift_agent.collectives import Collectives
 class Library:
     num = 7
 
+    refuses = False
+
     def num_collectives(self) -> int:
         return self.num
+
+    def refuse_collectives(self, refuses: bool) -> None:
+        self.refuses = refuses
 
 
 @pytest.fixture
@@ -56,3 +61,19 @@ def test_without_the_library_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> No
     collectives.begin()
     with collectives.aside():
         assert "no compiled library" in collectives.why
+
+
+def test_who_has_stayed_after_its_update_makes_none_until_the_iteration_is_over(library: Library) -> None:
+    collectives = Collectives()
+    collectives.begin()
+    collectives.refuse()
+    with collectives.aside():
+        assert not library.refuses
+        library.num += 1
+    assert library.refuses
+    collectives.end()
+    assert not library.refuses and not collectives.has_any
+    collectives.begin()
+    library.num += 1
+    collectives.end()
+    assert collectives.has_any

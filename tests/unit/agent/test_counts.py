@@ -195,7 +195,7 @@ class World:
                 begin = rank.counts.here.get(channel, 0)
                 num = sum(step == ("recv", channel) for step in rest)
                 rank.left_out |= {(channel, begin + index) for index in range(num)}
-            rank.counts.end()
+            rank.counts.pass_over()
             rank.iteration += 1
         else:
             rank.counts.rewind()
@@ -275,7 +275,7 @@ def test_who_begins_anew_is_not_sent_what_it_left_out() -> None:
     for _ in range(2):
         sender.send(FORTH)
     sender.end()
-    receiver.end()
+    receiver.pass_over()
     told, sent = receiver.told("begin", {}), sender.told("begin", {}).sent
     assert sender.rejoin("begin", {1: told}, ()) == {} and receiver.follow("begin", sent) is None
     assert sender.send(FORTH) == receiver.ask(FORTH) == 2 and not sender.is_had(FORTH, 2)
@@ -301,6 +301,8 @@ def test_who_has_counted_otherwise_says_so() -> None:
     receiver.begin()
     assert receiver.follow("middle", {FORTH: 1}) == FORTH
     assert receiver.follow("middle", {FORTH: 0}) is None and receiver.follow("end", {FORTH: 1}) is None
+    assert receiver.follow("begin", {FORTH: 1}) == FORTH
+    receiver.pass_over()
     assert receiver.follow("begin", {FORTH: 1}) is None and receiver.ask(FORTH) == 1
 
 

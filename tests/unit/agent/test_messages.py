@@ -8,7 +8,7 @@ import os
 import queue
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -604,3 +604,89 @@ def test_what_predecessors_have_left_in_the_store_goes(
     assert copied(here) and len(list(store.iterdir())) == 1
     for rank in (here, former):
         rank.close()
+
+
+# ---- where ranks stand ----
+
+
+def told(stands: str, *sent_or_has: tuple[int, int, int], has: Sequence[tuple[int, int, int]] = ()) -> dict[str, Any]:
+    """By a rank: how many messages it had sent from one rank to another, and has."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    trees = ([[name, source, destination, 0, num] for source, destination, num in each] for each in (has, sent_or_has))
+    return {"stands": stands, **dict(zip(("has", "sent"), trees, strict=True))}
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """Destination and first element of what is sent again."""
+    found: list[tuple[int, float]] = []
+    original = Messages._send_again
+
+    def send_again(self: Messages, channel: Channel, tensor: torch.Tensor) -> Any:
+        found.append((channel.destination, tensor.flatten()[0].item()))
+        return original(self, channel, tensor)
+
+    monkeypatch.setattr(Messages, "_send_again", send_again)
+    return found
+
+
+def test_a_sender_between_iterations_sends_again_to_who_waits_after_its_update(
+    make: Callable[[int], Messages], again: list[tuple[int, float]]
+) -> None:
+    sender = make(1)
+    one_iteration(sender, 0, 0, 1)
+    with sender.aside():
+        sender.rejoin({0: told("begin"), 2: told("end")}, (), 1, 2)
+    assert again == [(2, 0.0), (2, 1.0)]
+
+
+def test_a_replacement_that_was_cut_sends_again_to_who_waits_after_its_update(
+    make: Callable[[int], Messages], again: list[tuple[int, float]]
+) -> None:
+    replacement = make(1)
+    replacement.begin_replay([1])
+    with replacement.aside():
+        replacement.rejoin({0: told("begin"), 2: told("end")}, (1,), 1, 2)
+    with repeated(replacement, 0):
+        send(0)
+        send(1)
+    replacement.end_replay(stays=True)
+    assert again == [(2, 0.0), (2, 1.0)]
+    with replacement.aside():  # it did not come
+        replacement.rejoin({0: told("begin"), 2: told("end")}, (), 1, 3)
+    assert again == [(2, 0.0), (2, 1.0)] * 2
+
+
+def test_who_does_not_stay_has_nothing_of_logs_that_it_throws_away(make: Callable[[int], Messages]) -> None:
+    link, sender = Pipe(), make(1)
+    one_iteration(sender, 0, 0)
+    sender.begin(1, 1)
+    send(10)
+    sender.give(2, 2, link)
+    replacement = make(2)
+    replacement.take(1, link)
+    replacement.begin_replay([2])
+    with repeated(replacement, 0):
+        receive()
+    replacement.end_replay(stays=True)
+    assert replacement.told(1)["has"][0][-1] == 2
+    replacement.begin_anew()
+    assert replacement.told(1)["has"][0][-1] == 1
+
+
+def test_a_message_that_nobody_has_received_is_noticed(make: Callable[[int], Messages]) -> None:
+    receiver = make(2)
+    receiver.begin(0, 1)
+    receive()
+    receiver.end()
+    others = {0: told("begin"), 1: told("begin", (1, 2, 2))}
+    with receiver.aside(), pytest.raises(CannotReplay, match="what is sent in an iteration must be received in it"):
+        receiver.rejoin(others, (), 1, 2)
+    receiver = make(2)
+    receiver.begin(0, 1)
+    receive()
+    receiver.pass_over()  # it was to receive another one after its update
+    receiver.begin(1, 1)  # and is stopped as the next iteration begins
+    receiver.rewind()
+    with receiver.aside():
+        receiver.rejoin(others, (), 1, 2)

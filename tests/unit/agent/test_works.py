@@ -143,3 +143,18 @@ def test_whoever_waits_is_noted() -> None:
         thread.join()
         assert thread.ident in owner.threads
     assert threading.get_ident() not in owner.threads
+
+
+def test_a_wait_that_ends_when_the_iteration_was_run_again_counts_nothing() -> None:
+    """In a thread, while the script's own one begins anew."""
+    owner = Owner()
+    work = owner.receive("a", True)
+    inner, wait = work.inner, work.inner.wait
+
+    def wait_and_be_rewound(timeout: timedelta = timedelta(0)) -> bool:
+        while owner.queue:
+            owner.queue.popleft().let_go()
+        return bool(wait(timeout))
+
+    inner.wait = wait_and_be_rewound
+    assert work.wait() and owner.done == []
