@@ -286,7 +286,8 @@ class Protected:
         if place.inside != "iteration" or place.replays or not self._was_cut(error):
             return False
         tracked = self._require_tracked()
-        if tracked.unwinds:  # a collective, or a thread, may have come after the report
+        # A collective, or a thread, may have come after the report; and that waits for an update that is under way.
+        if tracked.unwinds or tracked.updates.is_open:
             return False
         if not tracked.updates.updated:
             return self._recover(staying=True)

@@ -81,6 +81,12 @@ class UpdateTracker:
         return len(self._stepped)
 
     @property
+    def is_open(self) -> bool:
+        """An update is under way, or stands between two steps that cannot be taken back: no report is made before it
+        is whole, or cut."""
+        return self._in_step
+
+    @property
     def done(self) -> tuple[int, ...]:
         """Parameters, by number, that a half-done update has reached: none, where a step updates all at once."""
         return ()

@@ -404,7 +404,7 @@ def lost_after_the_update(lost: int) -> list[dict[str, Any]]:
         {"at": "after_step", "iteration": 5, "rank": lost, "scope": "worker"},
         {"at": "report 1", "iteration": 5, "rank": 0, "scope": "go", "on": 0},
         {"at": "report 1", "iteration": 5, "rank": 0, "scope": "wait"},
-        {"at": "rebuild", "rank": other, "scope": "go", "on": 3},
+        {"at": "rebuild", "rank": other, "scope": "go", "on": 3, "after": 1},
     ]
 
 
