@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift_agent.rejoin import Rejoin
 from swift_recovery.plan import make_plan
@@ -29,7 +30,7 @@ def test_a_rank_that_logs_does_not_wait_for_those_that_do_not() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     go = cast(Any, SimpleNamespace(plan=plan, generation=2))
-    dist.init_process_group("fake", store=dist.HashStore(), rank=2, world_size=3)
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     calls: list[str] = []
     messages = SimpleNamespace(told=lambda iteration: {}, begin_anew=lambda: calls.append("anew"))
     try:
