@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class UpdateTracker:
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         # Whether a backward follows an optimizer's step before the last step; unknown counts as yes.
         self._apart: dict[str, bool] = {}
-        self._seen: dict[str, list[tuple[int, int]]] = {}
+        self._seen: dict[str, list[_Seen]] = {}
         self._in_step = False
         self._running = ""
         # The usual case has nothing to keep, and must cost next to nothing.
@@ -316,18 +317,21 @@ class UpdateTracker:
     def _note_gradients(self) -> None:
         """Remember what the gradients of the optimizers to come look like after a step."""
         waiting = [name for name in self._optimizers if name not in self._stepped]
-        self._seen = {name: self._gradients(name) for name in waiting}
+        self._seen = {name: [_Seen(grad) for grad in self._gradients(name)] for name in waiting}
 
     def _notice_backward(self, name: str) -> bool:
         """Gradients that moved since the last step mean that a backward, which may be cut, lies between the steps."""
-        if self._stepped and self._gradients(name) != self._seen.get(name):
+        if self._stepped and self._have_moved(name):
             self._apart.update(dict.fromkeys(self._stepped, True))
             return True
         return False
 
-    def _gradients(self, name: str) -> list[tuple[int, int]]:
-        grads = [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+    def _have_moved(self, name: str) -> bool:
+        seen, now = self._seen.get(name, []), self._gradients(name)
+        return len(seen) != len(now) or not all(one.is_still(grad) for one, grad in zip(seen, now, strict=True))
+
+    def _gradients(self, name: str) -> list[Tensor | None]:
+        return [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]
 
     # ---- reductions ----
 
@@ -364,6 +368,20 @@ class UpdateTracker:
 def _cuda_device(optimizer: Optimizer) -> torch.device | None:
     devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
     return next((device for device in devices if device.type == "cuda"), None)
+
+
+class _Seen:
+    """What a gradient was. Known again by a weak reference: where one is freed the next one often has its address."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
+
+    def is_still(self, grad: Tensor | None) -> bool:
+        """Whether it is *grad*, unchanged."""
+        if self._grad is None or grad is None:
+            return self._grad is None and grad is None
+        return self._grad() is grad and grad._version == self._version
 
 
 class _Kept:

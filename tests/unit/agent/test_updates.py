@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from swift_agent import supervisor
 from swift_agent.channel import Channel
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.supervisor import Supervisor
-from swift_agent.updates import UpdateTracker, Way
+from swift_agent.updates import UpdateTracker, Way, _Seen
 from swift_recovery.plan import Plan
 
 
@@ -400,6 +401,36 @@ def test_the_backward_between_is_learned(make: Callable[..., Worker]) -> None:
     assert not worker.tracker._must_keep("0")
     worker.iteration(apart=True)
     assert worker.tracker._must_keep("0")
+
+
+def test_a_gradient_at_the_address_of_one_that_was_freed_is_another_one() -> None:
+    for _ in range(1000):
+        grad = torch.zeros(1)
+        seen, address = _Seen(grad), id(grad)
+        assert seen.is_still(grad) and not seen.is_still(None)
+        del grad
+        other = torch.zeros(1)
+        assert not seen.is_still(other)
+        if id(other) == address:
+            break
+    else:
+        pytest.fail("no address was used again: nothing is shown")
+    assert _Seen(None).is_still(None) and not _Seen(None).is_still(other)
+    same = _Seen(other)
+    other.add_(1)
+    assert not same.is_still(other)
+
+
+def test_a_gradient_that_nobody_but_its_parameter_holds_is_known_again() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    seen = _Seen(parameter.grad)
+    gc.collect()
+    assert seen.is_still(parameter.grad)
+    parameter.grad = None
+    parameter.sum().backward()
+    assert not seen.is_still(parameter.grad)
 
 
 def test_a_ghost_changes_nothing(make: Callable[..., Worker]) -> None:
