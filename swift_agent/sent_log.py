@@ -114,9 +114,12 @@ class SentLog:
         what comes later. To be closed, or used up. Raises `LogError`."""
         if self.incomplete:  # since it was counted on
             raise LogError(f"messages are logged no more: {self.incomplete}")
-        self._writer.flush()
+        num_bytes = self._writer.flush()
         newest, *older = reversed(self._writer.segments())
         with LogReader(newest) as log:
+            # Without an end mark it may be whole up to anywhere, for all that it says itself.
+            if (whole := newest.stat().st_size - sum(tail.num_bytes for tail in log.torn)) < num_bytes:
+                raise LogError(f"{newest} is whole up to byte {whole} only, of {num_bytes} that were written")
             yield log
         fetching = self._archive.fetching(self._check) if self._archive is not None else contextlib.nullcontext()
         with fetching as fetch, contextlib.ExitStack() as brought:

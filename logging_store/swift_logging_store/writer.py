@@ -219,8 +219,9 @@ class LogWriter:
     def _path(self, number: int) -> Path:
         return segment_path(self._directory, self._name, number)
 
-    def flush(self) -> None:
-        """Return when all that was appended is on the disk (fsync). Raises `LogError`."""
+    def flush(self) -> int:
+        """Return when all that was appended is on the disk (fsync): how many bytes the newest segment has then, 0 if
+        there is no message in it. Raises `LogError`."""
         with self._changed:
             goal = self._num_accepted
             self._wake()
@@ -230,6 +231,8 @@ class LogWriter:
                 os.fsync(self._file_fd)
             except OSError as error:
                 raise self._failed(error) from error
+            # The thread has nothing to do: only who calls this appends.
+            return self._segment.num_bytes if self._segment is not None and self._segment.entries else 0
 
     def close(self) -> None:
         """Write what is left and close the segment. May be repeated. Raises `LogError`; then the last segment has no

@@ -549,6 +549,31 @@ def test_a_log_that_lacks_something_is_not_handed_on(
     sender.close()
 
 
+@pytest.mark.parametrize("what", ["the last byte", "all", "a bit", "the last message"])
+def test_nor_one_whose_open_segment_is_damaged(what: str, make: Callable[[int], Messages], tmp_path: Path) -> None:
+    """What is whole of it would pass for all there is: it has no end mark yet."""
+    sender = make(1)
+    one_iteration(sender, 0, 0, 1)
+    sender.log._writer.flush()
+    (segment,) = tmp_path.glob("node1/messages-*/sent/*.seg")
+    num_bytes = segment.stat().st_size
+    one_iteration(sender, 1, 2, 3)
+    sender.log._writer.flush()
+    match what:
+        case "the last byte":
+            os.truncate(segment, segment.stat().st_size - 1)
+        case "all":
+            os.truncate(segment, 0)
+        case "a bit":
+            data = bytearray(segment.read_bytes())
+            data[len(data) // 2] ^= 1
+            segment.write_bytes(data)
+        case "the last message":
+            os.truncate(segment, num_bytes)
+    with pytest.raises(LogError, match="is whole up to byte"):
+        sender.give(2, 2, Pipe())
+
+
 def test_a_store_that_is_away_when_it_is_needed(
     make: Callable[[int], Messages], store: Path, tmp_path: Path
 ) -> None:
