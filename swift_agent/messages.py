@@ -81,6 +81,8 @@ class Messages:
         self.stays: Callable[[Exception], bool] = lambda error: False
         """Asked when *error* has cut a message of an iteration: whether this process has joined the others in the
         middle of that (`rejoin` was called), so that it goes on."""
+        self.was_cut: Callable[[Exception], bool] = lambda error: False
+        """Asked when *error* has cut the wait for a send of an iteration: whether a failure has."""
         self.reconnected = 0
         self._thread = threading.get_ident()
         self._has_threads = False
@@ -337,6 +339,14 @@ class Messages:
                 raise error
             finally:
                 del error  # else its traceback has this frame, and this frame it: tensors of the script live on
+
+    def expect_cut(self, error: Exception) -> None:
+        """See `works.Owner`."""
+        if self._iteration < 0 or threading.get_ident() != self._thread or not self.was_cut(error):
+            try:
+                raise error
+            finally:
+                del error
 
     def note_thread(self) -> None:
         """See `works.Owner`."""

@@ -100,12 +100,8 @@ class Rejoin:
         """Whether this worker stays where it is: in the middle of the plan's iteration, or after the update of the one
         before."""
         place, plan = self._place, go.plan
-        updated = self._tracked.updates.updated
-        here = place.here.iteration + updated
-        # What is left of an iteration that is updated does not matter to those who begin the next one anew; but who
-        # has taken over the state of another process does not have what that has sent.
-        may_stay = not plan.handovers if updated else plan.stays
-        is_here = plan.kind == "copy" and may_stay and plan.iteration == here
+        here = place.here.iteration + self._tracked.updates.updated
+        is_here = plan.kind == "copy" and plan.stays and plan.iteration == here
         return is_here and not place.replays and place.rank not in plan.sources and not go.leaves and not go.keeps
 
     def _enter(self, go: Go) -> None:

@@ -75,7 +75,7 @@ class Protected:
         self._tracked = self.ghosts.tracked = tracked
         tracked.updates.goes_on = self._goes_on
         if tracked.messages is not None:
-            tracked.messages.stays = self._stays
+            tracked.messages.stays, tracked.messages.was_cut = self._stays, self._was_cut_inside
         if tracked.pipelines is not None:
             tracked.pipelines.alone = self.ghosts.without_effect
             tracked.pipelines.is_ghost = lambda: self.ghosts.is_on
@@ -282,8 +282,7 @@ class Protected:
     def _stays(self, error: Exception) -> bool:
         """A message was cut: join the others here, in the middle of the iteration, or after its update. False: it is to
         be begun anew, or passed over."""
-        place = self._place
-        if place.inside != "iteration" or place.replays or not self._was_cut(error):
+        if not self._was_cut_inside(error):
             return False
         tracked = self._require_tracked()
         # A collective, or a thread, may have come after the report; and that waits for an update that is under way.
@@ -296,6 +295,10 @@ class Protected:
             return False
         tracked.messages.refuse_collectives()
         return True
+
+    def _was_cut_inside(self, error: Exception) -> bool:
+        """Whether *error* comes from the failure of a peer, in an iteration that is not repeated from logs."""
+        return self._place.inside == "iteration" and not self._place.replays and self._was_cut(error)
 
     def _next_if_ahead(self) -> Go | None:
         """The generation to come, if it goes on from after this iteration."""

@@ -1,8 +1,8 @@
 """Sends and receives of an iteration, as the script holds them: they outlive the connections that they began on.
 
-A wait that a failure cuts asks whether this process stays where it is. If it does the receive has begun again, on new
-connections, when the answer comes, and the wait goes on; what was sent is sent again from the log where it is needed,
-so that a send is over.
+A wait for a receive that a failure cuts asks whether this process stays where it is. If it does the receive has begun
+again, on new connections, when the answer comes, and the wait goes on. What was sent is sent again from the log where
+it is needed: a send that a failure cuts is over.
 
 This module must never decide who stays.
 """
@@ -27,6 +27,9 @@ class Owner(Protocol):
 
     def stay(self, error: Exception) -> None:
         """Return on new connections, where all that was waited for has begun again; or raise *error*."""
+
+    def expect_cut(self, error: Exception) -> None:
+        """Return if *error* comes from a failure that this process outlives; else raise it."""
 
     def note_thread(self) -> None:
         """The calling thread uses messages."""
@@ -81,7 +84,7 @@ class Send(_Work):
         except Exception as error:
             cut = error
         try:
-            self._owner.stay(cut)
+            self._owner.expect_cut(cut)
         finally:
             del cut  # its traceback has this frame
         return True
