@@ -67,6 +67,7 @@ class Checkpointing:
                     tracked.messages.all_began_at = iteration
                 if place.rank == 0:
                     self._note(f"all ranks begin with the checkpoint of iteration {iteration}")
+                self._compare_seeds(extra, iteration)
                 return
             iteration = max(older for (older,) in self._groups.all_gather_ints([checkpoints.find(iteration)]))
         raise CheckpointError(
@@ -74,6 +75,15 @@ class Checkpointing:
             f"{'; '.join(reasons) or 'see what other ranks say'}. Do all nodes share it? Nothing there was changed. To "
             "begin anew give job.checkpoint() another directory."
         )
+
+    def _compare_seeds(self, extra: dict[str, Any], iteration: int) -> None:
+        """Another seed is the user's right; who did not mean it should know."""
+        place, tracked = self._place, self._tracked
+        if place.rank == tracked.replicas[0] and extra.get("seed", place.seeds.number) != place.seeds.number:
+            self._note(
+                f"rank {place.rank}: the script's seed is not that with which the checkpoint of iteration {iteration} "
+                "was taken: from here on generators draw other numbers than without the restart (see init(seed=...))"
+            )
 
     def at_point(self) -> None:
         """Take one if it is due, and let go what an earlier one has made needless."""
@@ -93,7 +103,8 @@ class Checkpointing:
             raise NotNow("DistributedDataParallel rebuilds its buckets in the next iteration")
         if tracked.messages is not None:
             tracked.messages.begin_checkpoint(number)
-        return {"place": self._place.offer(), "layouts": tracked.layouts_for(number)}
+        seed = self._place.seeds.number
+        return {"place": self._place.offer(), "layouts": tracked.layouts_for(number), "seed": seed}
 
     def recovered(self, iteration: int) -> None:
         """All go on with that iteration, in a new generation."""

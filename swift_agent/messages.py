@@ -204,10 +204,12 @@ class Messages:
         self.origins, self.all_began_at = json.loads(link.recv_bytes())
         self._repetition.take(source, link)
 
-    def check_origin(self, rank: int) -> None:
-        """Raise CannotReplay if set-up gave something else here than for the first process of this rank."""
-        for mine, first, what in zip(self.origin, self.origins[rank], ("state", "seed"), strict=True):
-            if mine != first:
+    def check_origin(self, rank: int, *, has_checkpoint: bool) -> None:
+        """Raise CannotReplay if set-up gave something else here than for the first process of this rank, as far as that
+        is known: another seed, or, where no checkpoint takes its place, another state."""
+        first_origin = self.origins[rank] if self.origins else self.origin
+        for mine, first, what in zip(self.origin, first_origin, ("state", "seed"), strict=True):
+            if mine != first and not (what == "state" and has_checkpoint):
                 raise CannotReplay(
                     f"rank {rank}: the script's set-up gives another {what} than when the job began. It must give the "
                     "same each time: seed it (torch.manual_seed), and load no checkpoint that the job itself writes"

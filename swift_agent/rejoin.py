@@ -241,8 +241,7 @@ class Rejoin:
         for rank in range(dist.get_world_size()):
             if rank not in plan.replays:
                 messages.take(rank, self._turns(rank, place.rank))
-        if not begin:
-            messages.check_origin(place.rank)
+        messages.check_origin(place.rank, has_checkpoint=begin > 0)
         if begin == messages.all_began_at and self._tracked.pipelines is not None:
             # The first steps since then are in the logs, or come.
             self._tracked.pipelines.give({})

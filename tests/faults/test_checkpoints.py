@@ -126,7 +126,9 @@ def test_neighbours_lost_together_begin_with_the_same(
 LOSSES = {
     "the worker of rank 0": (0, "worker", {2: "before write", 4: "after write", 6: "before commit", 8: "after commit",
                                            10: "after remove"}),
-    "the worker of rank 3": (3, "worker", {4: "before write", 8: "after write"}),
+    "rank 0 in the middle of a step": (0, "worker", {2: "in write", 4: "before name of part", 6: "before name of mark",
+                                                     8: "before remove directory", 10: "after remove directory"}),
+    "the worker of rank 3": (3, "worker", {4: "before write", 6: "in write", 8: "after write"}),
     "the node of rank 0": (0, "node", {4: "before commit", 8: "after commit"}),
 }  # fmt: skip
 
@@ -139,6 +141,7 @@ def test_a_loss_at_each_step_of_a_checkpoint(
     faults = [{"at": at, "iteration": iteration, "rank": rank, "scope": scope} for iteration, at in places.items()]
     nodes = "abcdef" if scope == "node" else "abcd"
     outcome = pipeline(faults, nodes=nodes, checkpoint=2)
+    assert outcome.fired == set(range(len(faults)))
     assert_only({rank}, outcome)
     assert_equal(outcome, expected())
     assert iterations_in(outcome.directory)[-1] == 12
@@ -154,6 +157,17 @@ def test_all_begin_with_it_if_iterations_cannot_be_repeated(
     for begin in (3, 9):
         assert f"all ranks begin with the checkpoint of iteration {begin}" in text
     assert_equal(outcome, expected(collective=True))
+
+
+def test_another_seed_is_noticed(pipeline: Callable[..., Outcome]) -> None:
+    """A checkpoint has the state, but what is repeated since then would draw other numbers."""
+    outcome = pipeline([{"at": "forward", "iteration": 5, "rank": 2, "scope": "worker"}], seedless=True)
+    text = outcome.text()
+    assert "rank 2: the script's set-up gives another seed than when the job began" in text
+    assert "all workers restart" in text and "all ranks begin with the checkpoint of iteration 3" in text
+    for rank in range(4):
+        assert f"rank {rank}: the script's seed is not that with which the checkpoint of iteration 3 was taken" in text
+    assert len(outcome.results) == 4, text
 
 
 def test_a_damaged_one_is_not_used(

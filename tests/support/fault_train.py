@@ -222,6 +222,8 @@ def arm_agreement() -> None:
 def arm_checkpoints() -> None:
     """Places in the thread that writes a checkpoint."""
     from swift_agent import checkpoints
+    from swift_logging_store import store
+    from swift_recovery import state_file
     from swift_recovery.checkpoint import CheckpointDirectory
 
     settle, settled = checkpoints.Checkpoints._settle, {"iteration": -1}
@@ -246,6 +248,25 @@ def arm_checkpoints() -> None:
     armed(checkpoints.Checkpoints, "_write", "write")
     armed(CheckpointDirectory, "commit", "commit")
     armed(CheckpointDirectory, "remove", "remove")
+    # The mark of one that is removed is gone by then.
+    armed(store.LocalStore, "remove_directory", "remove directory")
+
+    write, replace = state_file._FileLink.write, os.replace
+
+    def writing(self: state_file._FileLink, data: bytes | memoryview) -> None:
+        if self.num_bytes > 15000:  # of some 32000
+            self._stream.flush()
+            fault("in write", settled["iteration"])
+        write(self, data)
+
+    def replacing(source: Path, target: Path) -> None:
+        """A whole file is about to get its name."""
+        what = "mark" if target.suffix == ".json" else "part"
+        fault(f"before name of {what}", settled["iteration"])
+        replace(source, target)
+
+    state_file._FileLink.write = writing  # type: ignore[method-assign]
+    store.os.replace = replacing  # type: ignore[assignment]
 
 
 def take_checkpoints(job: swift.Job) -> None:

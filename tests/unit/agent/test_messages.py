@@ -258,9 +258,15 @@ def test_set_up_that_gives_something_else(make: Callable[[int], Messages]) -> No
         replacement.origin = origin
         if what:
             with pytest.raises(CannotReplay, match=what):
-                replacement.check_origin(2)
+                replacement.check_origin(2, has_checkpoint=False)
         else:
-            replacement.check_origin(2)
+            replacement.check_origin(2, has_checkpoint=False)
+    # A checkpoint takes the place of the state, and not that of the seed.
+    replacement.origin = [0, 6]
+    replacement.check_origin(2, has_checkpoint=True)
+    replacement.origin = [5, 0]
+    with pytest.raises(CannotReplay, match="another seed"):
+        replacement.check_origin(2, has_checkpoint=True)
 
 
 def test_a_message_that_nobody_has_or_that_does_not_fit(make: Callable[[int], Messages]) -> None:
