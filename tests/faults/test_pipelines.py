@@ -9,26 +9,28 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from swift_logging_store.store import open_store
 from tests.support.agent_forks import ForkServer
-from tests.support.hdfs_cluster import HdfsCluster
-from tests.support.hdfs_cluster import why_not as why_no_hdfs
-from tests.support.job import ROOT, Agents, Outcome
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.job import Agents, Outcome
+from tests.support.pipelines import (
+    SCRIPT,
+    References,
+    assert_equal,
+    assert_only_the_killed_ended,
+    assert_same,
+    kill_at_random,
+    repeated,
+)
 
-SCRIPT = ROOT / "tests" / "support" / "pipeline_train.py"
 PLACES = ["forward", "backward", "before_step", "agree", "agreed", "after_step", "between"]
 SCHEDULES = [
     "ByHand", "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble",
 ]  # fmt: skip
-ITERATIONS = 12
 Start = Callable[..., Outcome]
 
 
@@ -48,67 +50,12 @@ def run(make_agents: Callable[..., Agents]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., Outcome]:
-    known: dict[tuple[str, ...], Outcome] = {}
-
-    def reference(schedule: str, **orders: Any) -> Outcome:
-        key = (schedule, *map(str, orders.values()))
-        if key not in known:
-            agents = Agents(
-                tmp_path_factory.mktemp(schedule), etcd, num_nodes=4, num_workers=1, job_id="-".join(key),
-                script=SCRIPT, orders={"schedule": schedule, **orders}, forks=forks,
-                start_method="spawn" if key == ("Schedule1F1B",) else "forkserver",
-            )  # fmt: skip
-            known[key] = agents.run("abcd")
-            assert len(known[key].results) == 4, known[key].text()
-        return known[key]
-
-    return reference
-
-
-def losses(directory: Path, iterations: int = ITERATIONS) -> list[str]:
-    """By iteration, those of the last stage; one that was repeated gave the same again."""
-    found: dict[int, str] = {}
-    for path in directory.glob("losses.*"):
-        for line in path.read_text().splitlines():
-            number, *values = line.split()
-            if values:
-                assert found.setdefault(int(number), line) == line
-    return [found[number] for number in range(iterations)]
-
-
-def repeated(directory: Path) -> dict[int, list[int]]:
-    """By rank, iterations that a process has begun more than once, or after later ones."""
-    found: dict[int, list[int]] = {}
-    for path in directory.glob("calls.*"):
-        last: dict[str, int] = {}
-        for line in path.read_text().splitlines():
-            number, pid = line.split()
-            if int(number) <= last.get(pid, -1):
-                found.setdefault(int(path.suffix[1:]), []).append(int(number))
-            last[pid] = int(number)
-    return found
-
-
-def assert_same(outcome: Outcome, expected: Outcome, lost: set[int], anew: bool = False) -> None:
-    """*anew*: survivors have begun an iteration anew; else they stayed in it."""
-    text = outcome.text()
-    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
-    assert_equal(outcome, expected)
-    assert "all workers restart" not in text
-    assert bool(repeated(outcome.directory)) == anew, f"{repeated(outcome.directory)}\n{text}"
-
-
-def assert_equal(outcome: Outcome, expected: Outcome, iterations: int = ITERATIONS) -> None:
-    text = outcome.text()
-    assert outcome.results.keys() == expected.results.keys(), text
-    for rank, result in outcome.results.items():
-        assert result["hash"] == expected.results[rank]["hash"], f"rank {rank}\n{text}"
-    assert losses(outcome.directory, iterations) == losses(expected.directory, iterations), text
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> References:
+    return References(tmp_path_factory.mktemp("undisturbed"), etcd, forks)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_workers(place: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_workers(place: str, run: Start, undisturbed: References) -> None:
     """Each stage once, the first and the last too, in the first iteration too."""
     faults = [
         {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
@@ -117,13 +64,13 @@ def test_workers(place: str, run: Start, undisturbed: Callable[..., Outcome]) ->
     assert_same(run(faults), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
-def test_the_same_stage_again(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_the_same_stage_again(run: Start, undisturbed: References) -> None:
     faults = [{"at": "backward", "iteration": number, "rank": 2, "scope": "worker"} for number in (2, 4, 5, 9)]
     assert_same(run(faults), undisturbed("Schedule1F1B"), {2})
 
 
 def test_logs_lie_where_the_user_says(
-    make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome], tmp_path: Path
+    make_agents: Callable[..., Agents], undisturbed: References, tmp_path: Path
 ) -> None:
     """And nothing of them is left at the end."""
     place = tmp_path / "disk" / "logs"
@@ -143,7 +90,7 @@ def test_logs_lie_where_the_user_says(
 
 
 def test_logs_take_no_more_than_the_user_says(
-    make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome]
+    make_agents: Callable[..., Agents], undisturbed: References
 ) -> None:
     faults = [{"at": "forward", "iteration": 6, "rank": 2, "scope": "worker"}]
     outcome = make_agents(
@@ -155,47 +102,8 @@ def test_logs_take_no_more_than_the_user_says(
     assert_equal(outcome, undisturbed("Schedule1F1B"))
 
 
-@pytest.fixture
-def log_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """The URL of one, and what a job needs in its environment to use it."""
-    match request.param:
-        case "s3":
-            with S3Server(tmp_path / "s3") as server:
-                yield f"s3://{BUCKET}/logs", server.environment
-        case "hdfs":
-            if why_no_hdfs():
-                pytest.skip(why_no_hdfs())
-            with HdfsCluster(tmp_path / "hdfs", num_data_nodes=1) as cluster:
-                yield f"{cluster.url}/logs", {}
-
-
-@pytest.mark.parametrize("log_store", ["s3", "hdfs"], indirect=True)
-def test_logs_that_are_in_a_store_only(
-    log_store: tuple[str, dict[str, str]], make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The nodes lose theirs before the failures; nothing is left of them at the end."""
-    url, environment = log_store
-    faults = [
-        {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
-        {"at": "backward", "iteration": 8, "rank": 0, "scope": "worker"},
-    ]
-    outcome = make_agents(
-        num_nodes=4, num_workers=1, script=SCRIPT, environment=environment,
-        orders={"faults": faults, "schedule": "Schedule1F1B", "loses_logs": [3, 7]},
-        options=("--log-store", url, "--spares", "1"),
-    ).run("abcde")  # fmt: skip
-    assert_same(outcome, undisturbed("Schedule1F1B"), {0, 2})
-    text = outcome.text()
-    assert outcome.fired == {0, 1} and text.count(f"the rest comes from {url}/job-") >= 6, text
-    for name, value in environment.items():
-        assert "SECRET" not in name or value not in text
-        monkeypatch.setenv(name, value)
-    assert open_store(url).names() == []
-
-
 @pytest.mark.parametrize("place", ["forward", "agreed"])
-def test_nodes(place: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_nodes(place: str, run: Start, undisturbed: References) -> None:
     faults = [
         {"at": place, "iteration": 4, "rank": 1, "scope": "node"},
         {"at": place, "iteration": 7, "rank": 3, "scope": "node"},
@@ -205,7 +113,7 @@ def test_nodes(place: str, run: Start, undisturbed: Callable[..., Outcome]) -> N
     assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0, 0, 0], outcome.text()
 
 
-def test_neighbours_are_lost_together(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_neighbours_are_lost_together(run: Start, undisturbed: References) -> None:
     """Two stages on each node: the messages between the lost ones are in no log, and are sent again."""
     faults = [
         {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
@@ -214,7 +122,7 @@ def test_neighbours_are_lost_together(run: Start, undisturbed: Callable[..., Out
     assert_same(run(faults, nodes="abcd", spares=2, num_workers=2), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
-def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: References) -> None:
     """While the first one repeats its iterations, which it goes on with."""
     faults = [
         {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
@@ -225,7 +133,7 @@ def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: Callable[..., Ou
     assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 2, 3})
 
 
-def test_the_replacement_is_lost_as_well(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_the_replacement_is_lost_as_well(run: Start, undisturbed: References) -> None:
     """While it repeats iterations, at the end of that, and two together."""
     faults = [
         {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
@@ -236,7 +144,7 @@ def test_the_replacement_is_lost_as_well(run: Start, undisturbed: Callable[..., 
     assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 3})
 
 
-def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: References) -> None:
     faults = [
         {"at": "forward", "iteration": 6, "rank": 2, "scope": "node"},
         {"at": "backward", "iteration": 3, "rank": 3, "scope": "worker", "after": 0},
@@ -247,67 +155,24 @@ def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Callab
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize("seed", range(3) if os.environ.get("SWIFT_TEST_ALL") else [0])
 def test_random_moments(
-    seed: int, schedule: str, make_agents: Callable[..., Agents], undisturbed: Callable[..., Outcome]
+    seed: int, schedule: str, make_agents: Callable[..., Agents], undisturbed: References
 ) -> None:
-    """Ten kills at any time, also in the recovery from the one before, but never of the last rank that has its state:
-    no process ends that was not killed, unless it had itself replaced, and none begins an iteration twice.
-    SWIFT_TEST_ALL=1 makes it thirty."""
-    iterations, num_kills, choose = 30, 10, random.Random(seed)
+    """Ten kills; SWIFT_TEST_ALL=1 makes it thirty."""
+    iterations, num_kills = 30, 10
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
         orders={"schedule": schedule, "iterations": iterations, "pace_s": 0.2},
     )  # fmt: skip
     for node in "abcd":
         agents.start(node)
-    deadline_s = time.monotonic() + 60.0
-    # A loss while all of them set up restarts all, and costs nothing.
-    while min(begun(agents.directory)) < 0:
-        assert time.monotonic() < deadline_s, agents.outcome(0).text()
-        time.sleep(0.01)
-    killed, lost, cut_at = [0] * 4, set[int](), 0  # lost since all were last live together, before that iteration
-    while sum(killed) < num_kills:
-        time.sleep(choose.choice([choose.uniform(0.0, 0.4), choose.uniform(0.4, 1.0)]))
-        assert time.monotonic() < deadline_s and not list(agents.directory.glob("result.*")), agents.outcome(0).text()
-        rank = choose.randrange(4)
-        if min(begun(agents.directory)) > cut_at:
-            lost.clear()
-        process = started(agents.directory, rank)
-        if process is not None and len(lost | {rank}) < 4:
-            process.kill()
-            psutil.wait_procs([process], timeout=10.0)
-            killed[rank] += 1
-            lost.add(rank)
-            cut_at = max(begun(agents.directory))
-    (agents.directory / "free").touch()
+    print(f"killed: {kill_at_random(agents, num_kills, random.Random(seed))} times")
     outcome = agents.wait()
-    text = outcome.text()
-    print(f"killed: {killed} times")
-    assert sum(len(pids) - 1 for pids in outcome.pids.values()) == num_kills + text.count("has itself replaced"), text
-    assert "all workers restart" not in text
+    assert_only_the_killed_ended(outcome, num_kills)
     assert_equal(outcome, undisturbed(schedule, iterations=iterations), iterations)
-    assert not repeated(outcome.directory) and "anew:" not in text, text
-
-
-def begun(directory: Path) -> list[int]:
-    """By rank, the newest iteration that its newest process with one has begun; -1: none has."""
-    paths = [directory / f"calls.{rank}" for rank in range(4)]
-    lines = [path.read_text().splitlines() if path.exists() else [] for path in paths]
-    return [int(of_rank[-1].split()[0]) if of_rank else -1 for of_rank in lines]
-
-
-def started(directory: Path, rank: int) -> psutil.Process | None:
-    """The living process of that rank whose script has begun."""
-    path = directory / f"pids.{rank}"
-    pids = path.read_text().split() if path.exists() else []
-    try:
-        process = psutil.Process(int(pids[-1])) if pids else None
-        return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
-    except psutil.NoSuchProcess:
-        return None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule: str, run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_schedules(schedule: str, run: Start, undisturbed: References) -> None:
     choose = random.Random(schedule)
     faults = [
         {"at": choose.choice(PLACES), "iteration": number, "rank": choose.randrange(4), "scope": "worker"}
@@ -339,14 +204,14 @@ def test_set_up_without_a_seed_cannot_be_repeated(make_agents: Callable[..., Age
     assert len(outcome.results) == 4, outcome.text()
 
 
-def test_sections_without_communication_are_repeated(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_sections_without_communication_are_repeated(run: Start, undisturbed: References) -> None:
     faults = [
         {"at": "backward", "iteration": number, "rank": rank, "scope": "worker"} for number, rank in ((2, 1), (6, 0))
     ]
     assert_same(run(faults, section="alone"), undisturbed("Schedule1F1B", section="alone"), {0, 1})
 
 
-def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: References) -> None:
     """They are in no log: nobody waits for them."""
     outcome = run([{"at": "forward", "iteration": 6, "rank": 2, "scope": "worker"}], section="messages")
     assert "a section cannot be repeated: a message outside of iterations is in no log" in outcome.text()
@@ -355,7 +220,7 @@ def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: Calla
 
 
 def test_who_has_taken_part_in_a_collective_begins_its_iteration_anew(
-    run: Start, undisturbed: Callable[..., Outcome]
+    run: Start, undisturbed: References
 ) -> None:
     """The checkpoint is of that iteration, so that no collective has to be repeated from logs."""
     faults = [
@@ -372,7 +237,7 @@ def test_who_has_taken_part_in_a_collective_begins_its_iteration_anew(
     assert repeated(outcome.directory) == {0: [4], 1: [4], 3: [4]}, text
 
 
-def test_who_is_lost_while_survivors_wait_in_their_iteration(run: Start, undisturbed: Callable[..., Outcome]) -> None:
+def test_who_is_lost_while_survivors_wait_in_their_iteration(run: Start, undisturbed: References) -> None:
     """Again and again: while the groups are connected, while logs are handed on, and when all were compared."""
     faults = [
         {"at": "backward", "iteration": 6, "rank": 1, "scope": "worker"},
@@ -384,7 +249,7 @@ def test_who_is_lost_while_survivors_wait_in_their_iteration(run: Start, undistu
 
 
 def test_a_replacement_is_lost_in_the_iteration_of_its_predecessor(
-    run: Start, undisturbed: Callable[..., Outcome]
+    run: Start, undisturbed: References
 ) -> None:
     """When it is live again, in its middle; and then a neighbour, where the replacement stays."""
     faults = [
@@ -410,7 +275,7 @@ def lost_after_the_update(lost: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("lost", [1, 3], ids=["another", "the sender"])
 def test_messages_that_are_received_after_the_update(
-    lost: int, run: Start, undisturbed: Callable[..., Outcome]
+    lost: int, run: Start, undisturbed: References
 ) -> None:
     """Who waits for them stays, and has them from the log of the sender, or from its replacement when that repeats the
     iteration."""
@@ -420,7 +285,7 @@ def test_messages_that_are_received_after_the_update(
 
 @pytest.mark.parametrize("lost", [1, 3], ids=["another", "the sender"])
 def test_messages_that_are_left_out_after_the_update(
-    lost: int, run: Start, undisturbed: Callable[..., Outcome]
+    lost: int, run: Start, undisturbed: References
 ) -> None:
     """In a thread nobody can stay: what it had not received is not sent again, and what follows is counted from
     there."""
@@ -442,7 +307,7 @@ def test_a_message_that_is_sent_after_the_update_is_refused(run: Start) -> None:
 @pytest.mark.parametrize("orders", [{"collective": True}, {"section": "communicates"}], ids=["iteration", "section"])
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["one is lost", "two are lost"])
 def test_collectives_cannot_be_repeated(
-    num_workers: int, orders: dict[str, Any], run: Start, undisturbed: Callable[..., Outcome]
+    num_workers: int, orders: dict[str, Any], run: Start, undisturbed: References
 ) -> None:
     """Nothing is invented for them, nor taken from the ones that survivors are in: all workers begin again."""
     faults = [{"at": "forward", "iteration": 5, "rank": 2, "scope": "node"}]

@@ -170,9 +170,40 @@ def lose_log(job: swift.Job) -> None:
             path.unlink()
 
 
+def arm_logs() -> None:
+    """Places where copies of a log are made and go, and where what a checkpoint covers goes from the node."""
+    from swift_agent.sent_log import SentLog
+    from swift_logging_store.archive import Archive
+    from swift_logging_store.writer import LogWriter
+
+    do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
+
+    def doing(self: Archive, task: Any) -> None:
+        fault(f"log: before {task.kind}")
+        do(self, task)
+        fault(f"log: after {task.kind}")
+
+    def dropping(self: SentLog, before: int) -> None:
+        fault("log: before drop")
+        drops[0] = True
+        drop(self, before)
+        drops[0] = False
+        fault("log: after drop")
+
+    def deleting(self: LogWriter, segments: Any) -> int:
+        if drops[0]:
+            fault("log: in drop")
+        return delete(self, segments)
+
+    Archive._do = doing  # type: ignore[method-assign]
+    SentLog.drop = dropping  # type: ignore[method-assign]
+    LogWriter._delete = deleting  # type: ignore[method-assign]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     arm_private_places()
+    arm_logs()
     arm_agreement()
     job = swift.init()
     name = ORDERS.get("schedule", "Schedule1F1B")
