@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from swift_agent.ahead import ahead
 from swift_agent.sent_log import SentLog
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
@@ -21,8 +24,9 @@ from swift_logging_store.segment import SegmentWriter
 from swift_logging_store.tensors import tensor_of
 from swift_logging_store.writer import SUFFIX
 
-# Of the log that goes to a replacement in one piece.
+# Of the log that goes to a replacement in one piece, and how many are put together ahead.
 PIECE_BYTES = 16 << 20
+NUM_PIECES_AHEAD = 2
 # A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
 MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
 
@@ -36,27 +40,28 @@ class BytesLink(Protocol):
 
 
 def send(log: SentLog, destination: int, before: int, ends: Mapping[Channel, int], link: BytesLink) -> None:
-    """What that rank was sent in the iterations before that one, up to the numbers *ends*. Raises `LogError`."""
-    piece, writer = _new_piece()
-    begins: dict[Channel, int] = {}
-    with contextlib.closing(log.newest_first()) as segments:
-        for segment in segments:
-            for record in _sent_to(destination, before, segment, begins, ends):
-                writer.append(*record)
-                if len(piece) >= PIECE_BYTES:
-                    _send_piece(piece, writer, link)
-                    piece, writer = _new_piece()
-    _send_piece(piece, writer, link)
+    """What that rank was sent in the iterations before that one, up to the numbers *ends*. Raises `LogError`.
+
+    While a piece is on its way the next ones are put together, and what is in a store only is brought."""
+    with contextlib.closing(ahead(partial(_pieces, log, destination, before, ends), NUM_PIECES_AHEAD)) as pieces:
+        for piece in pieces:
+            link.send_bytes(piece)
     link.send_bytes(b"")
 
 
 def receive(directory: Path, name: str, link: BytesLink) -> None:
-    """What `send` sends, as segments of a log of that name."""
+    """What `send` sends, as segments of a log of that name; each is written while the next one comes."""
     number = 0
-    while piece := link.recv_bytes():
-        directory.mkdir(exist_ok=True)
-        (directory / f"{name}.{number:08d}{SUFFIX}").write_bytes(piece)
-        number += 1
+    with ThreadPoolExecutor(1, "swift-log-receive") as pool:
+        writing: Future[int] | None = None
+        while piece := link.recv_bytes():
+            if writing is not None:
+                writing.result()
+            directory.mkdir(exist_ok=True)
+            writing = pool.submit((directory / f"{name}.{number:08d}{SUFFIX}").write_bytes, piece)
+            number += 1
+        if writing is not None:
+            writing.result()
 
 
 def logged(log: SentLog, wanted: Mapping[Channel, range]) -> list[tuple[Channel, Tensor]]:
@@ -95,11 +100,24 @@ def _sent_to(
         begins[channel] = min(begin, numbers[0])
 
 
+def _pieces(
+    log: SentLog, destination: int, before: int, ends: Mapping[Channel, int], stopped: Callable[[], None]
+) -> Generator[bytes, None, None]:
+    """Each of them a whole segment."""
+    begins: dict[Channel, int] = {}
+    piece, writer = _new_piece()
+    with contextlib.closing(log.newest_first(stopped)) as segments:
+        for segment in segments:
+            for record in _sent_to(destination, before, segment, begins, ends):
+                writer.append(*record)
+                if len(piece) >= PIECE_BYTES:
+                    writer.finish()
+                    yield bytes(piece)
+                    piece, writer = _new_piece()
+    writer.finish()
+    yield bytes(piece)
+
+
 def _new_piece() -> tuple[bytearray, SegmentWriter]:
     piece = bytearray()
     return piece, SegmentWriter(piece.extend, int.from_bytes(os.urandom(8), "little"))
-
-
-def _send_piece(piece: bytearray, writer: SegmentWriter, link: BytesLink) -> None:
-    writer.finish()
-    link.send_bytes(bytes(piece))

@@ -1,8 +1,9 @@
 """The log of what this process sends: on a disk of its node, and copied to a store if the user has named one.
 
 It takes no more room than it may: when half of that is used the oldest of what is in the store is deleted on the node,
-and comes back, a segment at a time, when it is read. A log that lacks something is of no use to those who would repeat
-iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next checkpoint.
+and comes back, two segments at a time, when it is read. A log that lacks something is of no use to those who would
+repeat iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next
+checkpoint.
 Training never waits for the store; who reads does.
 
 Must never decide who is given what was sent.
@@ -14,11 +15,13 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
+from swift_agent.ahead import ahead
 from swift_agent.sent_before import SENT
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_logging_store.archive import Archive, directory_name
@@ -29,6 +32,8 @@ from swift_logging_store.writer import SEGMENT_BYTES, LogWriter
 
 # Of a log that is copied to a store, in the room on its node, at least: what is being written has no copy yet.
 _NUM_SEGMENTS = 8
+# Of training for the disk, in all, that is worth a word; then twice as much, and so on.
+_FIRST_WAIT_S = 1.0
 
 
 class SentLog:
@@ -48,6 +53,7 @@ class SentLog:
         self._bytes, self._limit = num_bytes, limit
         self._bytes_left = num_bytes
         self._for_good = False  # given up
+        self._next_note_at_s = _FIRST_WAIT_S
         url = os.environ.get(ENV_LOG_STORE)
         self._archive = Archive(url, _name_in_store(rank), note) if url else None
         self._num_logs = 0
@@ -66,7 +72,14 @@ class SentLog:
 
     def end_iteration(self) -> None:
         """A good moment for what takes time."""
-        self._writer.wake()
+        writer = self._writer
+        writer.wake()
+        if writer.wait_s >= self._next_note_at_s:
+            self._next_note_at_s = 2 * writer.wait_s
+            self._note(
+                f"training has waited {writer.wait_s:.1f} s so far for the log of messages: they are sent faster than "
+                f"the disk of {self._directory} takes them (--message-log DIR: another one)"
+            )
         if self._archive is not None and not self.incomplete and self._bytes_left < self._bytes // 2:
             with self._giving_up():
                 self._make_room()
@@ -108,10 +121,11 @@ class SentLog:
             self._archive.remove_all()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def newest_first(self) -> Generator[LogReader, None, None]:
-        """The segments of all that was sent, each to be used until the next one is asked for. A message whose iteration
-        was run again is there more than once, and what was sent last counts: in the newer segment, and in one segment
-        what comes later. To be closed, or used up. Raises `LogError`."""
+    def newest_first(self, check: Callable[[], object] = lambda: None) -> Generator[LogReader, None, None]:
+        """The segments of all that was sent, each to be used until the next one is asked for; meanwhile the next one is
+        brought from the store, if it is there only. A message whose iteration was run again is there more than once,
+        and what was sent last counts: in the newer segment, and in one segment what comes later. To be closed, or used
+        up. Raises `LogError`, and what *check* does, which is called in another thread, too."""
         if self.incomplete:  # since it was counted on
             raise LogError(f"messages are logged no more: {self.incomplete}")
         num_bytes = self._writer.flush()
@@ -121,20 +135,38 @@ class SentLog:
             if (whole := newest.stat().st_size - sum(tail.num_bytes for tail in log.torn)) < num_bytes:
                 raise LogError(f"{newest} is whole up to byte {whole} only, of {num_bytes} that were written")
             yield log
-        fetching = self._archive.fetching(self._check) if self._archive is not None else contextlib.nullcontext()
-        with fetching as fetch, contextlib.ExitStack() as brought:
-            for path in older:
-                if fetch is not None and not path.exists():
-                    if not self._brought.exists():
-                        self._note(f"what was sent is not all on this node: the rest comes from {self._archive}")
-                        brought.callback(shutil.rmtree, self._brought, ignore_errors=True)
-                    path = self._fetch(fetch, path.name)
-                with LogReader(path) as log:
-                    if not log.is_closed:
-                        raise LogError(f"{path} is not whole any more")
-                    yield log
-                if path.parent == self._brought:
-                    path.unlink()
+        try:
+            with contextlib.closing(ahead(partial(self._closed_segments, older, check), 1)) as paths:
+                for path in paths:
+                    with LogReader(path) as log:
+                        if not log.is_closed:
+                            raise LogError(f"{path} is not whole any more")
+                        yield log
+                    if path.parent == self._brought:
+                        path.unlink()
+        finally:
+            shutil.rmtree(self._brought, ignore_errors=True)
+
+    def _closed_segments(
+        self, paths: Iterable[Path], check: Callable[[], object], stopped: Callable[[], None]
+    ) -> Generator[Path, None, None]:
+        """Where each of *paths* is now: itself, or what was brought from the store."""
+
+        def checks() -> None:
+            stopped()
+            check()
+            self._check()
+
+        archive, has_told = self._archive, False
+        with archive.fetching(checks) if archive is not None else contextlib.nullcontext() as fetch:
+            for path in paths:
+                if fetch is None or path.exists():
+                    yield path
+                    continue
+                if not has_told:
+                    has_told = True
+                    self._note(f"what was sent is not all on this node: the rest comes from {archive}")
+                yield self._fetch(fetch, path.name)
 
     def forget_predecessors(self) -> None:
         """Those who had this rank before: nobody needs what they had in the store."""

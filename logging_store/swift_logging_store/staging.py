@@ -5,7 +5,7 @@
 The clone takes microseconds, and then the message may be changed. Its way over the bus is on a stream of its own: it is
 gone in what a pipeline waits anyway. What is under way takes as much memory on the device as in the ring, and no more.
 
-Must never wait for the device in the thread that sends.
+Must never wait for the device in the thread that sends (but for what is larger than the ring, which is not staged).
 """
 
 from __future__ import annotations

@@ -122,6 +122,33 @@ def test_neighbours_are_lost_together(run: Start, undisturbed: References) -> No
     assert_same(run(faults, nodes="abcd", spares=2, num_workers=2), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
+def all_at_once(place: str, iteration: int, ranks: list[int]) -> list[dict[str, Any]]:
+    """Nodes that die when the last of them has come to that place."""
+    *waiting, last = ranks
+    faults: list[dict[str, Any]] = [{"at": place, "iteration": iteration, "rank": rank} for rank in waiting * 2]
+    for number, fault in enumerate(faults):
+        fault["scope"] = "wait" if number < len(waiting) else "node"
+    for number in range(len(waiting)):
+        faults.append({"at": place, "iteration": iteration, "rank": last, "scope": "go", "on": number})
+    return [*faults, {"at": place, "iteration": iteration, "rank": last, "scope": "node"}]
+
+
+@pytest.mark.parametrize("ranks", [[2, 0], [3, 2, 0], [3, 2, 1]], ids=str)
+def test_several_nodes_are_lost_at_once(ranks: list[int], run: Start, undisturbed: References) -> None:
+    """Stages that are no neighbours; and all but one, which has stayed in its iteration."""
+    outcome = run(all_at_once("before_step", 5, ranks), nodes="abcdefg"[: 4 + len(ranks)], spares=len(ranks))
+    assert_same(outcome, undisturbed("Schedule1F1B"), set(ranks))
+    assert sorted(outcome.exit_codes.values()) == [-9] * len(ranks) + [0] * 4, outcome.text()
+
+
+def test_messages_in_bfloat16(run: Start, undisturbed: References) -> None:
+    faults = [
+        {"at": "backward", "iteration": iteration, "rank": rank, "scope": "worker"}
+        for iteration, rank in ((3, 1), (6, 3))
+    ]
+    assert_same(run(faults, dtype="bfloat16"), undisturbed("Schedule1F1B", dtype="bfloat16"), {1, 3})
+
+
 def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: References) -> None:
     """While the first one repeats its iterations, which it goes on with."""
     faults = [

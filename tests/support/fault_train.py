@@ -363,17 +363,22 @@ def whole(tensor: Any) -> Any:
     return torch.as_tensor(tensor)
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Of any dtype."""
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def leave_result(
     job: swift.Job, net: nn.Module, optimizers: Iterable[torch.optim.Optimizer], part: Callable[[Any], Any] = whole
 ) -> None:
     """The hash of the state at the end, and what else the tests look at. *part* of each tensor is in the hash."""
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
-        digest.update(name.encode() + part(tensor).detach().numpy().tobytes())
+        digest.update(name.encode() + bytes_of(part(tensor)))
     for optimizer in optimizers:
         for values in optimizer.state_dict()["state"].values():
             for key in sorted(values):
-                digest.update(part(values[key]).detach().numpy().tobytes())
+                digest.update(bytes_of(part(values[key])))
     status = Path("/proc/self/status").read_text()
     result = {
         "rank": RANK,

@@ -217,6 +217,7 @@ def main() -> None:
             torch.manual_seed(7 + index)
         stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
     blocks = nn.ModuleList(stage.submod for stage in stages)
+    blocks.to(getattr(torch, ORDERS.get("dtype", "float32")))
     if name == "ByHand":
         schedule: Any = ByHand(stages[0].submod, RANK, job.world_size)  # type: ignore[arg-type]
     else:

@@ -432,6 +432,15 @@ def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
         assert torch.equal(receive(), SENT + 7)
 
 
+def test_who_waits_for_the_disk_is_told_now_and_then(make: Callable[[int], Messages], notes: list[str]) -> None:
+    sender = make(1)
+    for waited_s in (0.9, 1.5, 2.9, 3.1):
+        sender.log._writer.wait_s = waited_s
+        sender.log.end_iteration()
+    waits = [note.partition(" so far")[0] for note in notes]
+    assert waits == ["training has waited 1.5 s", "training has waited 3.1 s"]
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where logs are copied to; the node has room for 10 messages."""
