@@ -27,6 +27,10 @@ class ReplicaMismatch(SwiftError):
     """Replicas that must be equal are not. The job stops rather than train on."""
 
 
+class LostLog(PeerFailure):
+    """What a peer was handing on of its log did not come to its end."""
+
+
 class CannotReplay(SwiftError):
     """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
 

@@ -32,6 +32,8 @@ MEET_TIMEOUT_S = 600.0
 HELLO_TIMEOUT_S = 10.0
 _SIZE = struct.Struct(">Q")
 _MAX_MANIFEST_BYTES = 1 << 30
+# What is copied to be sent at once.
+_SMALL_BYTES = 1 << 16
 
 Check = Callable[[], None]
 
@@ -48,10 +50,13 @@ class Done:
 
 class SocketLink:
     """A `swift_recovery.replica.Link` over a connected socket. *check* raises when there is no reason to go on; it is
-    asked every `POLL_S` while the other side is slow. Raises `PeerFailure` when the connection breaks."""
+    asked every `POLL_S` while the other side is slow. Raises `PeerFailure` when the connection breaks.
+
+    *active_at_s*: on the monotonic clock, when something was sent or received last."""
 
     def __init__(self, sock: socket.socket, check: Check) -> None:
         self._socket, self._check = sock, check
+        self.active_at_s = time.monotonic()
         sock.settimeout(POLL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -68,7 +73,12 @@ class SocketLink:
         return Done()
 
     def send_bytes(self, data: bytes) -> None:
-        self._send(memoryview(_SIZE.pack(len(data)) + data))
+        head = _SIZE.pack(len(data))
+        if len(data) <= _SMALL_BYTES:
+            self._send(memoryview(head + data))
+            return
+        self._send(memoryview(head))
+        self._send(memoryview(data))
 
     def recv_bytes(self, limit: int = _MAX_MANIFEST_BYTES) -> bytes:
         head = bytearray(_SIZE.size)
@@ -94,7 +104,9 @@ class SocketLink:
     def _patiently(self, operation: Callable[[], int]) -> int:
         while True:
             try:
-                return operation()
+                num_bytes = operation()
+                self.active_at_s = time.monotonic()
+                return num_bytes
             except TimeoutError:
                 self._check()
             except OSError as error:
@@ -104,22 +116,62 @@ class SocketLink:
 @contextlib.contextmanager
 def offered(store: StoreClient, rank: int, layouts: list[Any], check: Check) -> Iterator[SocketLink]:
     """The old worker's end: tell where it listens, and the DDP layouts of *rank*; the link to the successor."""
-    # Where this machine is reached by those that reach the store.
-    address = store.local_address
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as server:
-        server.settimeout(POLL_S)
+    with Listener(store.local_address) as listener:
         PrefixStore("layouts", store).set(str(rank), json.dumps(layouts))
-        ticket = secrets.token_hex(16)
-        PrefixStore("handover", store).set(str(rank), json.dumps([address, server.getsockname()[1], ticket]))
+        PrefixStore("handover", store).set(str(rank), listener.where)
+        with listener.accepted(check) as link:
+            yield link
+
+
+@contextlib.contextmanager
+def taken(store: StoreClient, rank: int, check: Check) -> Iterator[SocketLink]:
+    """The successor's end: the link to the old worker of *rank*. Raises `dist.DistStoreError` if *store* is cut."""
+    where = PrefixStore("handover", store).get(str(rank))
+    with connected(where, f"the old worker of rank {rank}", check) as link:
+        yield link
+
+
+class Listener:
+    """Waits at *address*, where this machine is reached by those that reach the store, for the one process that is told
+    *where*. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family)
+        self._server.settimeout(POLL_S)
+        self._ticket = secrets.token_hex(16)
+        self.where = json.dumps([address, self._server.getsockname()[1], self._ticket])
+        """For `connected`; a secret, of those who may read the generation's store."""
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._server.close()
+
+    @contextlib.contextmanager
+    def accepted(self, check: Check) -> Iterator[SocketLink]:
+        """The link to that process. Raises `PeerFailure` if it does not come."""
         while True:
-            with _accepted(server, check) as sock:
-                if _is_successor(sock, ticket, check):
+            with self._accept(check) as sock:
+                if _knows(self._ticket, sock, check):
                     yield SocketLink(sock, check)
                     return
 
+    def _accept(self, check: Check) -> socket.socket:
+        deadline_s = time.monotonic() + MEET_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            try:
+                return self._server.accept()[0]
+            except TimeoutError:
+                check()
+        raise PeerFailure(f"nobody came within {MEET_TIMEOUT_S:g} s")
 
-def _is_successor(sock: socket.socket, ticket: str, check: Check) -> bool:
+
+def _knows(ticket: str, sock: socket.socket, check: Check) -> bool:
     deadline_s = time.monotonic() + HELLO_TIMEOUT_S
 
     def impatient() -> None:
@@ -133,24 +185,14 @@ def _is_successor(sock: socket.socket, ticket: str, check: Check) -> bool:
         return False  # somebody else, who does not know what to say
 
 
-def _accepted(server: socket.socket, check: Check) -> socket.socket:
-    deadline_s = time.monotonic() + MEET_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        try:
-            return server.accept()[0]
-        except TimeoutError:
-            check()
-    raise PeerFailure(f"no successor came within {MEET_TIMEOUT_S:g} s")
-
-
 @contextlib.contextmanager
-def taken(store: StoreClient, rank: int, check: Check) -> Iterator[SocketLink]:
-    """The successor's end: the link to the old worker of *rank*. Raises `dist.DistStoreError` if *store* is cut."""
-    address, port, ticket = json.loads(PrefixStore("handover", store).get(str(rank)))
+def connected(where: str | bytes, who: str, check: Check) -> Iterator[SocketLink]:
+    """The link to *who* listens there (`Listener.where`). Raises `PeerFailure`."""
+    address, port, ticket = json.loads(where)
     try:
         sock = socket.create_connection((address, port), timeout=10.0)
     except OSError as error:
-        raise PeerFailure(f"the old worker of rank {rank} cannot be reached: {error}") from None
+        raise PeerFailure(f"{who} cannot be reached: {error}") from None
     with sock:
         link = SocketLink(sock, check)
         link.send_bytes(ticket.encode())

@@ -1,5 +1,9 @@
 """Messages from the log of who has sent them: all of one destination in pieces over a link, or some of them by number.
 
+    segments, oldest first --thread--> pieces, some ahead --link--> files of the receiver, one after the other
+
+Who receives can use each piece as soon as it is there: messages come in the order in which they were sent.
+
 Must never decide what is sent, or to whom.
 """
 
@@ -7,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -16,19 +19,21 @@ from typing import Protocol
 from torch import Tensor
 
 from swift_agent.ahead import ahead
-from swift_agent.sent_log import SentLog
+from swift_agent.sent_log import SentLog, SentSegment
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel, Header
-from swift_logging_store.segment import SegmentWriter
+from swift_logging_store.segment import MAGIC, SegmentWriter
 from swift_logging_store.tensors import tensor_of
 from swift_logging_store.writer import SUFFIX
 
 # Of the log that goes to a replacement in one piece, and how many are put together ahead.
 PIECE_BYTES = 16 << 20
 NUM_PIECES_AHEAD = 2
-# A piece, which has the last message whole, goes as one; `swift_recovery.replica` takes 1 GiB.
+# A piece, which has the last message whole, goes as one; links take 1 GiB.
 MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
+# The last thing that is sent; after it, why there is no more.
+_END = b"SWIFT-END"
 
 
 class BytesLink(Protocol):
@@ -39,38 +44,48 @@ class BytesLink(Protocol):
     def recv_bytes(self) -> bytes: ...
 
 
-def send(log: SentLog, destination: int, before: int, ends: Mapping[Channel, int], link: BytesLink) -> None:
-    """What that rank was sent in the iterations before that one, up to the numbers *ends*. Raises `LogError`.
+def send(
+    log: SentLog, segments: Sequence[SentSegment], destination: int, before: int, ends: Mapping[Channel, int],
+    link: BytesLink,
+) -> None:  # fmt: skip
+    """What that rank was sent in the iterations before that one, up to the numbers *ends*. Raises `LogError`, and tells
+    the other side.
 
     While a piece is on its way the next ones are put together, and what is in a store only is brought."""
-    with contextlib.closing(ahead(partial(_pieces, log, destination, before, ends), NUM_PIECES_AHEAD)) as pieces:
-        for piece in pieces:
-            link.send_bytes(piece)
-    link.send_bytes(b"")
+    make = partial(_pieces, log, segments, destination, before, ends)
+    try:
+        with contextlib.closing(ahead(make, NUM_PIECES_AHEAD)) as pieces:
+            for piece in pieces:
+                link.send_bytes(piece)
+    except LogError as error:
+        link.send_bytes(_END + (str(error) or "it cannot be read").encode())
+        raise
+    link.send_bytes(_END)
 
 
-def receive(directory: Path, name: str, link: BytesLink) -> None:
-    """What `send` sends, as segments of a log of that name; each is written while the next one comes."""
+def receive(directory: Path, name: str, link: BytesLink) -> Iterator[Path]:
+    """What `send` sends, as segments of a log of that name. Raises `LogError` if the log cannot be read there."""
     number = 0
-    with ThreadPoolExecutor(1, "swift-log-receive") as pool:
-        writing: Future[int] | None = None
-        while piece := link.recv_bytes():
-            if writing is not None:
-                writing.result()
-            directory.mkdir(exist_ok=True)
-            writing = pool.submit((directory / f"{name}.{number:08d}{SUFFIX}").write_bytes, piece)
-            number += 1
-        if writing is not None:
-            writing.result()
+    while not (piece := link.recv_bytes()).startswith(_END):
+        if not piece.startswith(MAGIC):
+            raise LogError("what comes is no log")
+        path = directory / f"{name}.{number:08d}{SUFFIX}"
+        path.write_bytes(piece)
+        yield path
+        number += 1
+    if why := piece[len(_END) :]:
+        raise LogError(why.decode(errors="replace"))
 
 
-def logged(log: SentLog, wanted: Mapping[Channel, range]) -> list[tuple[Channel, Tensor]]:
-    """Messages of these numbers, in their order. Raises `LogError`."""
+def logged(
+    log: SentLog, wanted: Mapping[Channel, range], check: Callable[[], object]
+) -> list[tuple[Channel, Tensor]]:
+    """Messages of these numbers, in their order. Raises `LogError`, and what *check* does."""
     found: dict[tuple[Channel, int], Tensor] = {}
     num_wanted = sum(map(len, wanted.values()))
     if num_wanted:
-        with contextlib.closing(log.newest_first()) as segments:
-            for segment in segments:
+        with contextlib.closing(log.read(reversed(log.segments()), check)) as segments:
+            for segment, _ in segments:
                 for channel, numbers in wanted.items():
                     for number in numbers:
                         # What was sent last counts, in newer segments and in each of them.
@@ -83,39 +98,34 @@ def logged(log: SentLog, wanted: Mapping[Channel, range]) -> list[tuple[Channel,
     return [(channel, found[channel, number]) for channel, numbers in wanted.items() for number in numbers]
 
 
-def _sent_to(
-    destination: int, before: int, log: LogReader, begins: dict[Channel, int], ends: Mapping[Channel, int]
-) -> Iterator[tuple[Header, memoryview]]:
-    """Of one segment, in which messages may be that were sent again later: from number *begins* on those of a channel
-    are in newer segments; from *ends* on they will be sent again."""
-    for channel in log.channels:
-        if channel.destination != destination:
-            continue
-        numbers = log.sequences(channel)
-        begin = begins.get(channel, numbers[-1] + 1)
-        for number in numbers:
-            # Of an iteration that was run again the last time counts.
-            if number < min(begin, ends.get(channel, 0)) and log.iteration_of(channel, number) < before:
-                yield log.read_last(channel, number)
-        begins[channel] = min(begin, numbers[0])
-
-
 def _pieces(
-    log: SentLog, destination: int, before: int, ends: Mapping[Channel, int], stopped: Callable[[], None]
-) -> Generator[bytes, None, None]:
+    log: SentLog, segments: Sequence[SentSegment], destination: int, before: int, ends: Mapping[Channel, int],
+    stopped: Callable[[], None],
+) -> Generator[bytes, None, None]:  # fmt: skip
     """Each of them a whole segment."""
-    begins: dict[Channel, int] = {}
     piece, writer = _new_piece()
-    with contextlib.closing(log.newest_first(stopped)) as segments:
-        for segment in segments:
-            for record in _sent_to(destination, before, segment, begins, ends):
+    with contextlib.closing(log.read(segments, stopped)) as logs:
+        for one, segment in logs:
+            for record in _sent_to(destination, before, one, segment.ends, ends):
                 writer.append(*record)
                 if len(piece) >= PIECE_BYTES:
                     writer.finish()
                     yield bytes(piece)
                     piece, writer = _new_piece()
-    writer.finish()
-    yield bytes(piece)
+    if writer.entries:
+        writer.finish()
+        yield bytes(piece)
+
+
+def _sent_to(
+    destination: int, before: int, log: LogReader, here: Mapping[Channel, int], ends: Mapping[Channel, int]
+) -> Iterator[tuple[Header, memoryview]]:
+    """Of one segment, where messages count below the numbers *here*; from *ends* on they will be sent again."""
+    for channel, number, iteration in log.newest():
+        if channel.destination != destination or iteration >= before:
+            continue
+        if number < min(here.get(channel, number + 1), ends.get(channel, 0)):
+            yield log.read_last(channel, number)
 
 
 def _new_piece() -> tuple[bytearray, SegmentWriter]:

@@ -18,12 +18,12 @@ This module must never decide who repeats what, or stays; the plan does.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from swift_agent.counts import Counts, Stand, Told
 from swift_agent.digests import Digests
 from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.log_transfer import BytesLink
-from swift_agent.repetition import Repetition
+from swift_agent.repetition import Connect, Repetition
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
 from swift_agent.works import Receive, Send
@@ -56,11 +56,11 @@ class Messages:
         self.rank = rank
         self.origin: list[int] = []
         self.origins: list[list[int]] = []
-        self._note = note
+        self._note, self._check = note, check
         self._sent_before = SentBefore(directory, rank)
         self._has_predecessors = True  # for all that is known
         self._directory = directory / f"{self._sent_before.prefix}{uuid.uuid4().hex[:8]}"
-        self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note, check)
+        self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note)
         self.all_began_at = 0
         """The iteration of the checkpoint with which all ranks began together; 0: with what set-up gave."""
         self._complete_from = 0  # the iteration
@@ -193,16 +193,35 @@ class Messages:
 
     # ---- recovery ----
 
-    def give(self, destination: int, before: int, link: BytesLink) -> None:
-        """To a replacement of rank *destination*: what it was sent in the iterations before that one, as far as this
-        rank will not send it once more. Raises `LogError` if the log cannot be read."""
-        link.send_bytes(json.dumps([self.origins, self.all_began_at]).encode())
-        log_transfer.send(self.log, destination, before, self._counts.sent, link)
+    def beginning(self) -> list[Any]:
+        """What a replacement has to know of the begin of the job, for its `begin_as`."""
+        return [self.origins, self.all_began_at]
 
-    def take(self, source: int, link: BytesLink) -> None:
-        """What *source* gives."""
-        self.origins, self.all_began_at = json.loads(link.recv_bytes())
-        self._repetition.take(source, link)
+    def begin_as(self, beginning: Sequence[Any]) -> None:
+        """A replacement hears that from another rank."""
+        self.origins, self.all_began_at = beginning
+
+    def gift(self, destination: int, before: int) -> Callable[[BytesLink], None] | None:
+        """For a replacement of rank *destination*: what it was sent in the iterations before that one, as far as this
+        rank will not send it once more; None if it was sent nothing. Any thread may call it with the link; it raises
+        `LogError` if the log cannot be read, and the other side is told. Raises `LogError` if there is none."""
+        ends = dict(self._counts.sent)
+        if not any(channel.destination == destination for channel in ends):
+            return None
+        return partial(log_transfer.send, self.log, self.log.segments(), destination, before, ends)
+
+    def take(self, links: Mapping[int, Connect]) -> None:
+        """What these ranks give, in threads."""
+        self._repetition.take(links)
+
+    def wait_taken(self) -> None:
+        """Until all has come. Raises `LostLog` if it does not, and when the recovery is cut."""
+        self._repetition.wait(self._check)
+
+    @property
+    def waited_s(self) -> float:
+        """By a replacement, for messages that had not come yet."""
+        return self._repetition.waited_s
 
     def check_origin(self, rank: int, *, has_checkpoint: bool) -> None:
         """Raise CannotReplay if set-up gave something else here than for the first process of this rank, as far as that
@@ -216,9 +235,10 @@ class Messages:
                 )
 
     def begin_replay(self, repeating: Collection[int]) -> None:
-        """From the next iteration on messages come from what was taken, but for those of the ranks *repeating*, which
+        """From the next iteration on messages come from what is taken, but for those of the ranks *repeating*, which
         repeat theirs, too; and are sent to those only."""
-        self._repetition.begin(repeating)
+        # Alone it goes on when others are lost: if that is who gives, the link tells.
+        self._repetition.begin(repeating, self._check if len(repeating) > 1 else lambda: None)
 
     def drop_replay(self) -> None:
         """It was cut before it began."""
@@ -226,7 +246,8 @@ class Messages:
 
     def end_replay(self, *, stays: bool) -> None:
         """All iterations that are complete have been repeated. *stays*: the one that was cut follows, and what was
-        taken is used as far as it goes; else it was not needed, and all begin that one anew."""
+        taken is used as far as it goes; else it was not needed, and all begin that one anew. Raises `LostLog` if
+        not all comes that was to be taken."""
         self._repetition.end_whole()
         self._follow("begin", self._sent_here)
         if not stays:
@@ -301,7 +322,7 @@ class Messages:
         self._sent_here = {}
         for other in others.values():
             self._follow(stands, other.sent)
-        self._again = [self._send_again(*message) for message in log_transfer.logged(self.log, missing)]
+        self._again = [self._send_again(*message) for message in log_transfer.logged(self.log, missing, self._check)]
         for queue in self._waiting.values():
             for receive in queue:
                 receive.post()

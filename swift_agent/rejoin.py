@@ -20,12 +20,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from swift_agent import handover, kept_state
+from swift_agent import handover, kept_state, log_serving
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.ddp import Layout
 from swift_agent.errors import CannotReplay, CutReplay, PeerFailure, ReplicaMismatch, SwiftError
@@ -33,9 +34,9 @@ from swift_agent.generation_store import StoreClient
 from swift_agent.overlap import OverlappedUpdates, Resumption
 from swift_agent.place import Place
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
+from swift_agent.repetition import Connect
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
-from swift_agent.turns import TurnLink
 from swift_logging_store.errors import LogError
 from swift_recovery.errors import StateError
 from swift_recovery.plan import Plan
@@ -64,6 +65,7 @@ class Rejoin:
         self.iteration = 0
         self._stays = False  # those whose messages this newcomer has taken
         self._restored = 0  # the checkpoint that this newcomer began with
+        self._log_server = log_serving.LogServer()
 
     def run(self, *, staying: bool = False) -> bool:
         """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
@@ -123,6 +125,7 @@ class Rejoin:
         self._wait_for_replays(plan)
         if plan.replays:
             clock.mark("others repeat")
+        self._log_server.close()
         self._pay_debt(plan.iteration)
         place.ghost_sections = max(place.ghost_sections, plan.sections)
         self.phases_s, self.iteration = clock.phases_s, plan.iteration
@@ -212,23 +215,27 @@ class Rejoin:
             place.take_over(receive_state(state, link, staged=False), plan.iteration)
 
     def _replay(self, plan: Plan) -> None:
-        """Logs go from who has them to who repeats iterations; in one order on all ranks, so that nobody waits for
-        who waits for him."""
+        """Logs go from who has them to who repeats iterations, beside all that follows."""
         place, messages = self._place, self._tracked.messages
         if not plan.replays:
             return
         assert messages is not None
+        store = self._groups.store
         if place.rank not in plan.replays:
             if place.replays:
                 raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
-            # To load a checkpoint may take longer than an operation of the groups has time.
-            self._wait_for("loaded", plan.replays)
+            self._log_server.close()
             try:
                 for rank in plan.replays:
                     # Who stays in an iteration gives what it has sent in that, too.
-                    messages.give(rank, plan.iteration + plan.stays, self._turns(place.rank, rank))
-            except LogError as error:
+                    gift = messages.gift(rank, plan.iteration + plan.stays)
+                    where = self._log_server.serve(store.local_address, gift) if gift is not None else ""
+                    offer = {"beginning": messages.beginning(), "where": where}
+                    PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))
+            except (LogError, OSError) as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
+            # To load a checkpoint may take longer than an operation of the groups has time.
+            self._wait_for("loaded", plan.replays)
             return
         if place.here.iteration > self._restored or self._tracked.updates.mixed:
             # It was cut while it repeated them together with others, and cannot begin again.
@@ -236,15 +243,21 @@ class Rejoin:
         if not self._groups.is_native:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
         messages.drop_replay()  # of an attempt that was cut
+        links: dict[int, Connect] = {}
+        for rank in set(range(dist.get_world_size())).difference(plan.replays):
+            offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
+            messages.begin_as(offer["beginning"])
+            if offer["where"]:
+                links[rank] = partial(log_serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
+        messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
         begin = self._restore(plan)
-        PrefixStore("loaded", self._groups.store).set(str(place.rank), "")
-        for rank in range(dist.get_world_size()):
-            if rank not in plan.replays:
-                messages.take(rank, self._turns(rank, place.rank))
+        PrefixStore("loaded", store).set(str(place.rank), "")
         messages.check_origin(place.rank, has_checkpoint=begin > 0)
         if begin == messages.all_began_at and self._tracked.pipelines is not None:
             # The first steps since then are in the logs, or come.
             self._tracked.pipelines.give({})
+        if begin == plan.iteration:
+            messages.wait_taken()  # or this rank would hold a state, and lack messages of the iteration that was cut
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
         self._stays = plan.stays
@@ -300,7 +313,7 @@ class Rejoin:
 
     def end_replay(self) -> None:
         """This newcomer has repeated all iterations before that of the others, and tells them; a generation that was
-        stopped meanwhile is none of its business."""
+        stopped meanwhile is none of its business. Raises `LostLog`, `CannotReplay`."""
         messages = self._tracked.messages
         assert messages is not None
         messages.end_replay(stays=self._stays)
@@ -357,12 +370,6 @@ class Rejoin:
                 f"rank {self._place.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}"
             )
         owed.run()
-
-    def _turns(self, source: int, destination: int) -> TurnLink:
-        """For a log, from one rank to another, one of which is this."""
-        store = PrefixStore(f"log/{source}/{destination}", self._groups.store)
-        peer = destination if source == self._place.rank else source
-        return TurnLink(self._link(peer), store, self._supervisor.check)
 
     def _link(self, peer: int) -> GroupLink:
         group = dist.group.WORLD

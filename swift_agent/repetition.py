@@ -1,21 +1,27 @@
 """What a new process repeats the iterations of its predecessor with: the messages that others have logged for it, and
 what it sends again is compared with.
 
-Iterations that were complete are repeated with what was taken alone. Where survivors stay in the one that was cut, that
-is then used as far as it goes. Must never decide what is repeated, or send anything.
+    link of each source --thread--> files --> fill: waits for a message that has not come yet
+
+Iterations that were complete are repeated with what is taken alone. Where survivors stay in the one that was cut, that
+is then used as far as it goes; by then all has come. Must never decide what is repeated, or send anything.
 """
 
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import Tensor
 
 from swift_agent import log_transfer
+from swift_agent.ahead import Stopped
 from swift_agent.digests import Digests
-from swift_agent.errors import CannotReplay
+from swift_agent.errors import CannotReplay, LostLog
 from swift_agent.log_transfer import BytesLink
 from swift_agent.sent_before import SentBefore
 from swift_logging_store.errors import LogError
@@ -23,41 +29,113 @@ from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
 from swift_logging_store.tensors import tensor_of
 
+# Given a function that raises when there is no reason to go on, which is to be called while the other side is slow.
+Connect = Callable[[Callable[[], None]], AbstractContextManager[BytesLink]]
+
+
+_CHECK_S = 0.05
+
 
 class Repetition:
-    """With what is taken into *directory*. *sent_before*: by predecessors on this node; *note* tells people."""
+    """With what is taken into *directory*. *sent_before*: by predecessors on this node; *note* tells people.
+
+    *waited_s*: for messages that had not come yet.
+    """
 
     def __init__(self, directory: Path, sent_before: SentBefore, note: Callable[[str], None]) -> None:
         self._directory, self._sent_before, self._note = directory, sent_before, note
         self._theirs = Digests()  # of what this rank, in an earlier life, has sent
-        self._source: LogReader | None = None
         self._together: frozenset[int] = frozenset()
         self.is_on = False
         """There is something to repeat with."""
         self.is_whole = False
         """All of an iteration is repeated."""
+        self.waited_s = 0.0
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        # Guarded by the condition.
+        self._source: LogReader | None = None
+        self._coming: set[int] = set()  # from these ranks
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._check: Callable[[], object] = lambda: None
 
-    def take(self, source: int, link: BytesLink) -> None:
-        """What rank *source* gives (`log_transfer.send`)."""
-        log_transfer.receive(self._directory, f"from{source}", link)
+    def take(self, links: Mapping[int, Connect]) -> None:
+        """What these ranks give (`log_transfer.send`), in threads; it can be used as it comes."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._source, self._coming = LogReader(self._directory), set(links)
+        self._error, self._is_closed, self.waited_s = None, False, 0.0
+        for source, connect in links.items():
+            thread = threading.Thread(
+                target=self._take, args=(source, connect), name=f"swift-log-from-{source}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _take(self, source: int, connect: Connect) -> None:
+        error: Exception | None = None
+        try:
+            with connect(self._check_open) as link:
+                for path in log_transfer.receive(self._directory, f"from{source}", link):
+                    with self._changed:
+                        self._check_open()
+                        assert self._source is not None
+                        self._source.add(path)
+                        self._changed.notify_all()
+        except LogError as why:
+            error = CannotReplay(f"rank {source} cannot read what it has sent: {why}")
+        except Exception as why:  # whatever it is: somebody waits for this
+            error = LostLog(f"the log of rank {source} did not come to its end: {why}")
+        with self._changed:
+            self._coming.discard(source)
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Stopped
+
+    def wait(self, check: Callable[[], object]) -> None:
+        """Until all has come. Raises `LostLog` if it does not, and what *check* does."""
+        self._check = check
+        self._wait_for(lambda: not self._coming)
+
+    def _wait_for(self, is_there: Callable[[], object]) -> None:
+        began_s = time.monotonic()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: is_there() or self._error is not None, _CHECK_S):
+                    break
+            self._check()
+        self.waited_s += time.monotonic() - began_s
+        if not is_there() and self._error is not None:
+            raise self._error
 
     def compare_with(self, digests: bytes) -> None:
         """Also with what another rank has received (`Digests.to_bytes`). Raises `ValueError`."""
         self._theirs.take(digests)
 
-    def begin(self, together: Collection[int]) -> None:
-        """From now on, but for messages of and to the ranks *together*, which repeat theirs, too."""
+    def begin(self, together: Collection[int], check: Callable[[], object]) -> None:
+        """From now on, but for messages of and to the ranks *together*, which repeat theirs, too. *check* raises when
+        it is of no use to wait."""
+        self._check = check
         self._together = frozenset(together)
-        self._source = LogReader(self._directory)
         self._sent_before.open(self._note)
         self.is_on = self.is_whole = True
 
     def end_whole(self) -> None:
-        """The iterations that were complete are repeated; of the next one, as much as there is."""
+        """The iterations that were complete are repeated; of the next one, as much as there is. Raises `LostLog` if not
+        all comes, and what *check* does."""
+        self._wait_for(lambda: not self._coming)
         self.is_whole = False
 
     def close(self) -> None:
-        """Nothing more is repeated."""
+        """Nothing more is repeated, or taken."""
+        with self._changed:
+            self._is_closed = True
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
         if self._source is not None:
             self._source.close()
             self._source = None
@@ -94,10 +172,14 @@ class Repetition:
             )
 
     def fill(self, tensor: Tensor, channel: Channel, number: int, iteration: int) -> None:
-        """With that message. Raises `CannotReplay`."""
-        assert self._source is not None
+        """With that message, when it has come. Raises `CannotReplay`, `LostLog` if it does not come, and what *check*
+        does."""
+        source = self._source
+        assert source is not None
+        self._wait_for(lambda: source.has(channel, number) or channel.source not in self._coming)
         try:
-            header, payload = self._source.read(channel, number)
+            with self._changed:
+                header, payload = source.read(channel, number)
         except KeyError:
             raise CannotReplay(f"message {number} of {channel} is in nobody's log") from None
         except LogError as error:

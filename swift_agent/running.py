@@ -30,7 +30,7 @@ from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.collectives import REFUSED
-from swift_agent.errors import CannotReplay, CutReplay, PeerFailure, SwiftError, UsageError
+from swift_agent.errors import CannotReplay, CutReplay, LostLog, PeerFailure, SwiftError, UsageError
 from swift_agent.ghosts import Ghosts
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
@@ -344,6 +344,8 @@ class Protected:
         except Exception as error:
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
                 raise
+            if isinstance(error, LostLog):
+                self._have_this_replaced(f"iteration {number} cannot be repeated: {error}")
             if not place.replays_alone and _NOT_LOGGED not in str(error) and self._was_cut(error):
                 self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
             self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
@@ -355,10 +357,12 @@ class Protected:
         if not place.replays:
             try:
                 self._rejoin.end_replay()
+            except LostLog as error:
+                self._have_this_replaced(str(error))
             except CannotReplay as error:
                 self._give_up(str(error))
             now_s = time.monotonic()
-            self._phases_s["replay"] = now_s - self._recovered_s
+            self._phases_s |= {"logs": messages.waited_s, "replay": now_s - self._recovered_s - messages.waited_s}
             self._recovered_s = now_s
         return result
 

@@ -15,7 +15,8 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,19 +37,39 @@ _NUM_SEGMENTS = 8
 _FIRST_WAIT_S = 1.0
 
 
+@dataclass(frozen=True)
+class SentSegment:
+    """*ends*: by channel, the number from which on messages count not here, but in newer segments, as their iterations
+    were run again. *num_bytes*: of the newest one, how much was written; else -1, and it has its end mark."""
+
+    path: Path
+    ends: Mapping[Channel, int]
+    num_bytes: int
+
+    def check_whole(self, path: Path, log: LogReader) -> None:
+        """Raises `LogError` if *log*, in *path*, is not what was written."""
+        if self.num_bytes < 0:
+            if not log.is_closed:
+                raise LogError(f"{path} is not whole any more")
+            return
+        # Without an end mark it may be whole up to anywhere, for all that it says itself.
+        whole = path.stat().st_size - sum(tail.num_bytes for tail in log.torn)
+        if whole < self.num_bytes:
+            raise LogError(f"{path} is whole up to byte {whole} only, of {self.num_bytes} that were written")
+
+
 class SentLog:
     """By rank *rank*, below *directory*, which is this process's own. *num_bytes*: what it may take there, and *limit*:
-    what that is, in words. *note* tells people; *check* raises when a recovery is cut.
+    what that is, in words. *note* tells people.
 
     *incomplete*: why it lacks something, '' if it has all.
     """
 
     def __init__(
-        self, rank: int, directory: Path, num_bytes: int, limit: str, note: Callable[[str], None],
-        check: Callable[[], object],
-    ) -> None:  # fmt: skip
+        self, rank: int, directory: Path, num_bytes: int, limit: str, note: Callable[[str], None]
+    ) -> None:
         self.incomplete = ""
-        self._rank, self._note, self._check = rank, note, check
+        self._rank, self._note = rank, note
         self._directory, self._brought = directory / SENT, directory / "brought"
         self._bytes, self._limit = num_bytes, limit
         self._bytes_left = num_bytes
@@ -121,52 +142,58 @@ class SentLog:
             self._archive.remove_all()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def newest_first(self, check: Callable[[], object] = lambda: None) -> Generator[LogReader, None, None]:
-        """The segments of all that was sent, each to be used until the next one is asked for; meanwhile the next one is
-        brought from the store, if it is there only. A message whose iteration was run again is there more than once,
-        and what was sent last counts: in the newer segment, and in one segment what comes later. To be closed, or used
-        up. Raises `LogError`, and what *check* does, which is called in another thread, too."""
+    def segments(self) -> list[SentSegment]:
+        """Of all that was sent so far, the oldest first. To be called by who sends. Raises `LogError`."""
         if self.incomplete:  # since it was counted on
             raise LogError(f"messages are logged no more: {self.incomplete}")
         num_bytes = self._writer.flush()
-        newest, *older = reversed(self._writer.segments())
-        with LogReader(newest) as log:
-            # Without an end mark it may be whole up to anywhere, for all that it says itself.
-            if (whole := newest.stat().st_size - sum(tail.num_bytes for tail in log.torn)) < num_bytes:
-                raise LogError(f"{newest} is whole up to byte {whole} only, of {num_bytes} that were written")
-            yield log
+        ends: dict[Channel, int] = {}
+        found: list[SentSegment] = []
+        for path, firsts in reversed(self._writer.segments()):
+            found.append(SentSegment(path, ends.copy(), -1 if found else num_bytes))
+            for channel, first in firsts.items():
+                ends[channel] = min(first, ends.get(channel, first))
+        return found[::-1]
+
+    def read(
+        self, segments: Iterable[SentSegment], check: Callable[[], object]
+    ) -> Generator[tuple[LogReader, SentSegment], None, None]:
+        """Each is to be used until the next one is asked for; meanwhile that is brought from the store, if it is there
+        only. To be closed, or used up; by any thread. Raises `LogError`, and what *check* does, which is called in
+        another thread, too."""
+        brought = self._brought / uuid.uuid4().hex[:8]
         try:
-            with contextlib.closing(ahead(partial(self._closed_segments, older, check), 1)) as paths:
-                for path in paths:
+            with contextlib.closing(ahead(partial(self._located, segments, brought, check), 1)) as located:
+                for path, segment in located:
                     with LogReader(path) as log:
-                        if not log.is_closed:
-                            raise LogError(f"{path} is not whole any more")
-                        yield log
-                    if path.parent == self._brought:
+                        segment.check_whole(path, log)
+                        yield log, segment
+                    if path.parent == brought:
                         path.unlink()
         finally:
-            shutil.rmtree(self._brought, ignore_errors=True)
+            shutil.rmtree(brought, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._brought.rmdir()  # unless somebody else reads, too
 
-    def _closed_segments(
-        self, paths: Iterable[Path], check: Callable[[], object], stopped: Callable[[], None]
-    ) -> Generator[Path, None, None]:
-        """Where each of *paths* is now: itself, or what was brought from the store."""
+    def _located(
+        self, segments: Iterable[SentSegment], brought: Path, check: Callable[[], object], stopped: Callable[[], None]
+    ) -> Generator[tuple[Path, SentSegment], None, None]:
+        """Where each of *segments* is now: in its place, or brought from the store."""
 
         def checks() -> None:
             stopped()
             check()
-            self._check()
 
         archive, has_told = self._archive, False
         with archive.fetching(checks) if archive is not None else contextlib.nullcontext() as fetch:
-            for path in paths:
-                if fetch is None or path.exists():
-                    yield path
-                    continue
-                if not has_told:
-                    has_told = True
-                    self._note(f"what was sent is not all on this node: the rest comes from {archive}")
-                yield self._fetch(fetch, path.name)
+            for segment in segments:
+                path = segment.path
+                if fetch is not None and not path.exists():
+                    if not has_told:
+                        has_told = True
+                        self._note(f"what was sent is not all on this node: the rest comes from {archive}")
+                    path = _fetched(fetch, path.name, brought)
+                yield path, segment
 
     def forget_predecessors(self) -> None:
         """Those who had this rank before: nobody needs what they had in the store."""
@@ -185,14 +212,6 @@ class SentLog:
             self._bytes_left += self._writer.evict(self._archive.stored, wanted)
         return self._bytes_left >= 0
 
-    def _fetch(self, fetch: Callable[[str, Path], None], name: str) -> Path:
-        try:
-            self._brought.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LogError(f"segment {name} of the log cannot be brought to {self._brought}: {error}") from error
-        fetch(name, self._brought / name)
-        return self._brought / name
-
     def _new_writer(self) -> LogWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._num_logs += 1
@@ -208,6 +227,15 @@ class SentLog:
             yield
         except (LogError, OSError) as error:
             self.give_up(str(error))
+
+
+def _fetched(fetch: Callable[[str, Path], None], name: str, directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LogError(f"segment {name} of the log cannot be brought to {directory}: {error}") from error
+    fetch(name, directory / name)
+    return directory / name
 
 
 def _name_in_store(rank: int) -> str:

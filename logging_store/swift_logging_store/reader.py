@@ -41,16 +41,14 @@ class LogReader:
         self.torn: list[TornTail] = []
         self.is_closed = True
         self._maps: list[mmap.mmap] = []
+        self._segments: list[Segment] = []
         self._index: dict[Channel, dict[int, list[tuple[Segment, Entry]]]] = {}
         try:
             for path in [place] if place.suffix == SUFFIX else sorted(place.glob(f"*{SUFFIX}")):
-                self._add(path)
-        except OSError as error:
+                self.add(path)
+        except LogError:
             self.close()
-            raise LogError(f"the log in {place} cannot be read: {error.strerror or error}") from error
-        except Damaged as error:
-            self.close()
-            raise Damaged(f"{path}: {error}") from None
+            raise
 
     def __enter__(self) -> LogReader:
         return self
@@ -60,10 +58,20 @@ class LogReader:
 
     def close(self) -> None:
         self._index.clear()
+        self._segments.clear()
         for mapped in self._maps:
             with contextlib.suppress(BufferError):  # somebody still looks at a payload; it goes when that does
                 mapped.close()
         self._maps.clear()
+
+    def add(self, path: Path) -> None:
+        """One more segment. Raises as the constructor does; this is then as it was."""
+        try:
+            self._add(path)
+        except OSError as error:
+            raise LogError(f"the log in {path} cannot be read: {error.strerror or error}") from error
+        except Damaged as error:
+            raise Damaged(f"{path}: {error}") from None
 
     @property
     def channels(self) -> list[Channel]:
@@ -76,6 +84,14 @@ class LogReader:
     def has(self, channel: Channel, sequence: int) -> bool:
         """Whether that message is there."""
         return sequence in self._index.get(channel, ())
+
+    def newest(self) -> Iterator[tuple[Channel, int, int]]:
+        """Channel, number and iteration of each message, in the order in which they were written; of one that is there
+        more than once the last."""
+        for segment in self._segments:
+            for entry in segment.entries:
+                if self._index[entry.channel][entry.sequence][-1][1] is entry:
+                    yield entry.channel, entry.sequence, entry.iteration
 
     def first_missing(self, channel: Channel, start: int = 0) -> int:
         """The first number from *start* on that is not there: up to it the channel can be replayed."""
@@ -129,5 +145,6 @@ class LogReader:
         self.is_closed = self.is_closed and segment.is_closed
         if not segment.is_closed and segment.num_bytes < len(mapped):
             self.torn.append(TornTail(path, len(mapped) - segment.num_bytes))
+        self._segments.append(segment)
         for entry in segment.entries:
             self._index.setdefault(entry.channel, {}).setdefault(entry.sequence, []).append((segment, entry))

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -62,10 +62,12 @@ class _Message(NamedTuple):
 
 @dataclass
 class _Closed:
-    """A segment: the last iteration in it, the bytes of payload, and whether its file is there."""
+    """A segment: the last iteration in it, the bytes of payload, the lowest number of each channel, and whether its
+    file is there."""
 
     last_iteration: int
     num_bytes: int
+    firsts: Mapping[Channel, int]
     is_here: bool = True
 
 
@@ -103,6 +105,7 @@ class LogWriter:
         self._buffers: list[Buffer] = []
         self._last_iteration = -1
         self._payload_bytes = 0
+        self._firsts: dict[Channel, int] = {}
         self._begin_segment()
         self._thread = threading.Thread(target=self._run, name="swift-log-writer", daemon=True)
         self._thread.start()
@@ -196,12 +199,13 @@ class LogWriter:
                 freed += self._delete({number: one})
         return freed
 
-    def segments(self) -> list[Path]:
-        """Of this log, whether their files are there or not, the oldest first. All but the last one are closed; that
-        may be. What has been flushed is in these."""
+    def segments(self) -> list[tuple[Path, Mapping[Channel, int]]]:
+        """Of this log, whether their files are there or not, the oldest first, with the lowest number of each channel
+        that is in them. All but the last one are closed; that may be. What has been flushed is in these."""
         with self._changed:
-            numbers = {*self._closed, self._number}
-        return [self._path(number) for number in sorted(numbers)]
+            firsts = {number: one.firsts for number, one in self._closed.items()}
+            firsts.setdefault(self._number, dict(self._firsts))
+        return [(self._path(number), firsts[number]) for number in sorted(firsts)]
 
     def _delete(self, segments: dict[int, _Closed]) -> int:
         freed = 0
@@ -304,6 +308,7 @@ class LogWriter:
             payload = entry.payload if isinstance(entry.payload, bytes) else entry.payload.take()
             self._segment.append(entry.header(), payload)
             self._last_iteration = max(self._last_iteration, entry.iteration)
+            self._firsts[entry.channel] = min(self._firsts.get(entry.channel, entry.sequence), entry.sequence)
             self._payload_bytes += len(entry.payload)
             if self._segment.num_bytes >= self._segment_bytes:
                 self._end_segment()
@@ -338,10 +343,10 @@ class LogWriter:
         self._write_buffers()
         os.fsync(self._file_fd)
         with self._changed:
-            self._closed[self._number] = _Closed(self._last_iteration, self._payload_bytes)
+            self._closed[self._number] = _Closed(self._last_iteration, self._payload_bytes, self._firsts)
         if self._last_iteration >= 0:
             self._on_closed(self._path(self._number))
-        self._last_iteration, self._payload_bytes = -1, 0
+        self._last_iteration, self._payload_bytes, self._firsts = -1, 0, {}
 
     def _write_buffers(self) -> None:
         """All that the segment has given."""

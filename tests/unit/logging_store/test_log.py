@@ -210,13 +210,17 @@ def test_segments_that_somebody_has_copies_of_need_not_be_here(tmp_path: Path) -
         writer.flush()
         assert len(closed) == 7
         names = [path.name for path in closed]
-        assert writer.segments()[:-1] == closed and len(writer.segments()) == 8
+        paths, firsts = zip(*writer.segments(), strict=True)
+        assert list(paths[:-1]) == closed and len(paths) == 8
+        for path, first in zip(paths, firsts, strict=True):
+            with LogReader(path) as reader:
+                assert first == {FORTH: reader.sequences(FORTH)[0]}
         assert writer.evict({"unknown"}, 1 << 30) == 0
         size = writer.evict(names, 1)  # no more than asked for, the oldest first
         assert size > 4 * 400 and not closed[0].exists() and closed[1].exists()
         assert writer.evict(names[1:3], 1 << 30) >= 2 * 4 * 400 and writer.evict(names[:3], 1) == 0
         assert [path.exists() for path in closed] == [False] * 3 + [True] * 4
-        with LogReader(closed[3]) as reader, LogReader(writer.segments()[-1]) as newest:
+        with LogReader(closed[3]) as reader, LogReader(paths[-1]) as newest:
             assert reader.is_closed and len(reader.sequences(FORTH)) > 3
             assert not newest.is_closed and newest.sequences(FORTH) == [40]
         with pytest.raises(LogError, match="cannot be read"):
