@@ -87,7 +87,8 @@ class Repetition:
         except Exception as why:  # whatever it is: somebody waits for this
             error = LostLog(f"the log of rank {source} did not come to its end: {why}")
         with self._changed:
-            self._coming.discard(source)
+            if error is None:
+                self._coming.discard(source)
             self._error = self._error or error
             self._changed.notify_all()
 

@@ -160,6 +160,39 @@ def test_a_neighbour_is_lost_meanwhile(run: Start, undisturbed: References) -> N
     assert_same(run(faults), undisturbed("Schedule1F1B"), {1, 2, 3})
 
 
+# A log that takes half a second, in pieces of two messages or three.
+SLOWLY = {"piece_bytes": 2000, "piece_s": 0.02}
+
+
+def test_iterations_are_repeated_while_their_logs_come(run: Start, undisturbed: References) -> None:
+    """And another rank that is lost meanwhile, which has nothing to give, does not disturb that."""
+    faults = [
+        {"at": "forward", "iteration": 7, "rank": 1, "scope": "worker"},
+        {"at": "verify", "rank": 3, "scope": "worker", "delay_s": 0.2, "after": 0},
+        {"at": "piece", "iteration": 15, "rank": 2, "scope": "wait"},
+        {"at": "forward", "iteration": 2, "rank": 1, "scope": "go", "on": 2, "after": 0},
+    ]
+    outcome = run(faults, **SLOWLY)
+    assert_same(outcome, undisturbed("Schedule1F1B"), {1, 3})
+    assert [len(outcome.pids[rank]) for rank in (1, 3)] == [2, 2], outcome.text()
+
+
+def test_who_gives_a_log_is_lost_meanwhile(run: Start, undisturbed: References) -> None:
+    """Whoever takes it cannot go on with what has come."""
+    faults = [
+        {"at": "forward", "iteration": 7, "rank": 1, "scope": "worker"},
+        {"at": "piece", "iteration": 12, "rank": 2, "scope": "worker"},
+        {"at": "forward", "iteration": 9, "rank": 2, "scope": "node"},
+        {"at": "piece", "iteration": 10, "rank": 3, "scope": "node", "after": 2},
+    ]
+    outcome = run(faults, nodes="abcdef", spares=2, **SLOWLY)
+    assert_same(outcome, undisturbed("Schedule1F1B"), {1, 2, 3})
+    text = outcome.text()
+    assert text.count("has itself replaced") == 2, text
+    for rank in (2, 3):
+        assert f"the log of rank {rank} did not come to its end" in text
+
+
 def test_the_replacement_is_lost_as_well(run: Start, undisturbed: References) -> None:
     """While it repeats iterations, at the end of that, and two together."""
     faults = [

@@ -96,6 +96,7 @@ def fault(at: str, iteration: int | None = None) -> None:
         if mark(f"fired.{index}"):
             if order["scope"] == "wait":
                 wait_for(DIR / f"go.{index}", 60.0)
+                assert (DIR / f"go.{index}").exists(), f"fault {index} waits for ever"
             elif order["scope"] == "go":  # on with one that waits
                 (DIR / f"go.{order['on']}").touch()
             elif at == "init" and order["scope"] == "node":

@@ -172,11 +172,20 @@ def lose_log(job: swift.Job) -> None:
 
 def arm_logs() -> None:
     """Places where copies of a log are made and go, and where what a checkpoint covers goes from the node."""
+    from swift_agent import log_transfer
     from swift_agent.sent_log import SentLog
     from swift_logging_store.archive import Archive
     from swift_logging_store.writer import LogWriter
 
     do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
+    pieces = log_transfer._pieces
+    log_transfer.PIECE_BYTES = ORDERS.get("piece_bytes", log_transfer.PIECE_BYTES)
+
+    def slow(*args: Any) -> Any:
+        for number, piece in enumerate(pieces(*args)):
+            fault("piece", number)
+            time.sleep(ORDERS.get("piece_s", 0.0))
+            yield piece
 
     def doing(self: Archive, task: Any) -> None:
         fault(f"log: before {task.kind}")
@@ -195,6 +204,7 @@ def arm_logs() -> None:
             fault("log: in drop")
         return delete(self, segments)
 
+    log_transfer._pieces = slow
     Archive._do = doing  # type: ignore[method-assign]
     SentLog.drop = dropping  # type: ignore[method-assign]
     LogWriter._delete = deleting  # type: ignore[method-assign]
