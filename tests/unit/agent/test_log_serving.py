@@ -1,0 +1,221 @@
+"""Logs are handed on in threads, over real sockets; who takes one can use what has come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swift_agent import log_serving, log_transfer
+from swift_agent.errors import CannotReplay, LostLog
+from swift_agent.handover import SocketLink
+from swift_agent.log_serving import LogServer
+from swift_agent.repetition import Repetition
+from swift_agent.sent_before import SentBefore
+from swift_agent.sent_log import SentLog
+from swift_logging_store.errors import LogError
+from swift_logging_store.record import Channel
+
+TO_2 = Channel("pp", 1, 2)
+TO_0 = Channel("pp", 1, 0)
+
+
+def nothing() -> None:
+    """A check that has no objection."""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[SentLog]:
+    """Ten iterations of two messages to each of two ranks, in segments of one iteration."""
+    made = SentLog(1, tmp_path / "node1", 1 << 30, "", print)
+    for iteration in range(10):
+        send(made, iteration, iteration)
+    yield made
+    made._writer.close()
+
+
+def send(log: SentLog, iteration: int, value: float) -> None:
+    for number in (2 * iteration, 2 * iteration + 1):
+        for channel in (TO_2, TO_0):
+            log.append(channel, number, torch.full((5,), float(value)), iteration=iteration, generation=1)
+    log._writer.roll()
+
+
+@pytest.fixture
+def repetition(tmp_path: Path) -> Iterator[Repetition]:
+    (tmp_path / "node2").mkdir()
+    made = Repetition(tmp_path / "node2" / "taken", SentBefore(tmp_path / "node2", 2), print)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server() -> Iterator[LogServer]:
+    made = LogServer()
+    yield made
+    made.close()
+    assert "swift-log-to" not in {thread.name for thread in threading.enumerate()}
+
+
+def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[[Any], None]:
+    return partial(log_transfer.send, log, log.segments(), 2, before, {TO_2: ends, TO_0: ends})
+
+
+def serve(server: LogServer, give: Callable[[SocketLink], None]) -> Any:
+    """How to connect to that."""
+    return partial(log_serving.taken, server.serve("127.0.0.1", give), 1, lambda: False)
+
+
+def filled(repetition: Repetition, number: int) -> float:
+    tensor = torch.zeros(5)
+    repetition.fill(tensor, TO_2, number, number // 2)
+    assert bool((tensor == tensor[0]).all())
+    return tensor[0].item()
+
+
+def test_what_has_come_is_used_before_the_rest_is_there(
+    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_transfer, "PIECE_BYTES", 1)
+    half, used = threading.Event(), threading.Event()
+
+    def give(link: SocketLink) -> None:
+        pieces = iter(range(100))
+
+        class Slow:
+            def send_bytes(self, data: bytes) -> None:
+                if next(pieces) == 8:
+                    half.set()
+                    assert used.wait(10.0)
+                link.send_bytes(data)
+
+        gift(log)(Slow())
+
+    repetition.take({1: serve(server, give)})
+    repetition.begin([2], nothing)
+    assert [filled(repetition, number) for number in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert half.wait(10.0) and not repetition._source.has(TO_2, 8)  # type: ignore[union-attr]
+    threading.Timer(0.2, used.set).start()
+    before_s = repetition.waited_s
+    assert filled(repetition, 8) == 4 and repetition.waited_s > before_s
+    assert [filled(repetition, number) for number in range(9, 20)] == [number // 2 for number in range(9, 20)]
+    repetition.end_whole()
+    assert repetition.ends({TO_2: 18}) == {TO_2: 20}
+
+
+def test_of_an_iteration_that_was_run_again_the_last_time_counts(
+    log: SentLog, repetition: Repetition, server: LogServer
+) -> None:
+    """Again and again, from the oldest segment to the newest; and no more than was asked for."""
+    for iteration in (7, 8, 5, 6):
+        send(log, iteration, 100 + iteration)
+    send(log, 6, 206)  # those after it are not counted on any more
+    repetition.take({1: serve(server, gift(log, before=7, ends=13))})
+    repetition.begin([2], nothing)
+    repetition.end_whole()
+    assert [filled(repetition, number) for number in range(13)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 105, 105, 206]
+    assert repetition.ends({}) == {TO_2: 13}
+
+
+def test_who_is_lost_before_all_has_come(
+    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there can be used; the rest is not waited for."""
+    monkeypatch.setattr(log_transfer, "PIECE_BYTES", 1)
+
+    def give(link: SocketLink) -> None:
+        pieces = iter(range(100))
+
+        class Dying:
+            def send_bytes(self, data: bytes) -> None:
+                if next(pieces) == 6:
+                    link._socket.close()
+                link.send_bytes(data)
+
+        gift(log)(Dying())
+
+    repetition.take({1: serve(server, give)})
+    repetition.begin([2], nothing)
+    assert [filled(repetition, number) for number in range(6)] == [0, 0, 1, 1, 2, 2]
+    for use in (lambda: filled(repetition, 6), repetition.end_whole, lambda: repetition.wait(nothing)):
+        with pytest.raises(LostLog, match="the log of rank 1 did not come to its end"):
+            use()
+
+
+def test_a_log_that_cannot_be_read_is_told_of(log: SentLog, repetition: Repetition, server: LogServer) -> None:
+    give = gift(log)
+    next(iter(sorted(log._directory.glob("*.seg")))).unlink()
+    repetition.take({1: serve(server, give)})
+    with pytest.raises(CannotReplay, match=r"rank 1 cannot read what it has sent: .* cannot be read: No such file"):
+        repetition.wait(nothing)
+
+
+def test_what_nobody_has_sent_is_not_waited_for(log: SentLog, repetition: Repetition, server: LogServer) -> None:
+    repetition.take({1: serve(server, gift(log))})
+    repetition.begin([2], nothing)
+    with pytest.raises(CannotReplay, match=r"message 20 of .* is in nobody's log"):
+        filled(repetition, 20)
+
+
+def test_a_wait_that_is_cut(repetition: Repetition, server: LogServer) -> None:
+    """And nobody is left who waits for the link."""
+    is_cut = threading.Event()
+
+    def check() -> None:
+        if is_cut.is_set():
+            raise ZeroDivisionError
+
+    def give(link: SocketLink) -> None:
+        link.recv_bytes()  # which does not come
+
+    repetition.take({1: serve(server, give)})
+    repetition.begin([2, 3], check)
+    threading.Timer(0.2, is_cut.set).start()
+    with pytest.raises(ZeroDivisionError):
+        filled(repetition, 0)
+    repetition.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "swift-log-from-1"]
+
+
+def test_nobody_comes_for_a_log(log: SentLog, server: LogServer) -> None:
+    """It is let go when training goes on."""
+    server.serve("127.0.0.1", gift(log))
+    began_s = time.monotonic()
+    server.close()
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_somebody_else_who_comes_gets_nothing(log: SentLog, server: LogServer, repetition: Repetition) -> None:
+    connect = serve(server, gift(log))
+    where = connect.args[0].replace('", "', "").rpartition('"')[0][:-8] + '00000000"]'
+    assert where != connect.args[0]
+    with log_serving.taken(where, 1, lambda: False, nothing) as link, pytest.raises(Exception, match="is gone"):
+        link.recv_bytes()
+    repetition.take({1: connect})
+    repetition.wait(nothing)
+
+
+def test_who_is_silent_after_a_failure_is_given_up(
+    log: SentLog, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_serving, "SILENT_S", 0.3)
+    has_failed = threading.Event()
+    where = server.serve("127.0.0.1", lambda link: link.recv_bytes())  # type: ignore[arg-type, return-value]
+    with log_serving.taken(where, 1, has_failed.is_set, nothing) as link:
+        threading.Timer(0.5, has_failed.set).start()
+        began_s = time.monotonic()
+        with pytest.raises(Exception, match=r"rank 1 has sent nothing for 0.3 s"):
+            link.recv_bytes()
+        assert time.monotonic() - began_s >= 0.5
+
+
+def test_a_log_that_is_given_up_is_not_offered(log: SentLog) -> None:
+    log.give_up("no room")
+    with pytest.raises(LogError, match="messages are logged no more: no room"):
+        gift(log)
