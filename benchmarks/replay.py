@@ -86,7 +86,7 @@ def run_job(job: Job, distances: list[int], every: int, measured: dict[int, Meas
                 phases = job.phases()[-1]
                 if "replay" not in phases or f"load the checkpoint of iteration {checkpoint}" not in said(job):
                     raise Failed(f"the recovery was none by replay from {checkpoint}: {phases}\n{job.tail()}")
-                measured[distance].replay_s.append(phases["replay"])
+                measured[distance].replay_s.append(phases["logs"] + phases["replay"])
                 measured[distance].replayed.append(was_in - checkpoint)
         job.wait_end(TIMEOUT_S)
 

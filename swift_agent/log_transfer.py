@@ -84,7 +84,7 @@ def logged(
     found: dict[tuple[Channel, int], Tensor] = {}
     num_wanted = sum(map(len, wanted.values()))
     if num_wanted:
-        with contextlib.closing(log.read(reversed(log.segments()), check)) as segments:
+        with contextlib.closing(log.read(reversed(log.segments()), check, all_of_them=False)) as segments:
             for segment, _ in segments:
                 for channel, numbers in wanted.items():
                     for number in numbers:
@@ -104,7 +104,7 @@ def _pieces(
 ) -> Generator[bytes, None, None]:  # fmt: skip
     """Each of them a whole segment."""
     piece, writer = _new_piece()
-    with contextlib.closing(log.read(segments, stopped)) as logs:
+    with contextlib.closing(log.read(segments, stopped, all_of_them=True)) as logs:
         for one, segment in logs:
             for record in _sent_to(destination, before, one, segment.ends, ends):
                 writer.append(*record)

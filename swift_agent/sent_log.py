@@ -156,14 +156,15 @@ class SentLog:
         return found[::-1]
 
     def read(
-        self, segments: Iterable[SentSegment], check: Callable[[], object]
+        self, segments: Iterable[SentSegment], check: Callable[[], object], *, all_of_them: bool
     ) -> Generator[tuple[LogReader, SentSegment], None, None]:
-        """Each is to be used until the next one is asked for; meanwhile that is brought from the store, if it is there
-        only. To be closed, or used up; by any thread. Raises `LogError`, and what *check* does, which is called in
-        another thread, too."""
+        """Each is to be used until the next one is asked for. What is in the store only is brought; if *all_of_them*
+        are wanted, while the one before is used. To be closed, or used up; by any thread. Raises `LogError`, and what
+        *check* does, which may be called in another thread."""
         brought = self._brought / uuid.uuid4().hex[:8]
+        locate = partial(self._located, segments, brought, check)
         try:
-            with contextlib.closing(ahead(partial(self._located, segments, brought, check), 1)) as located:
+            with contextlib.closing(ahead(locate, 1) if all_of_them else locate(lambda: None)) as located:
                 for path, segment in located:
                     with LogReader(path) as log:
                         segment.check_whole(path, log)

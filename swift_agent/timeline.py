@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from swift_rendezvous.view import View
 
 # In the order in which they happen. The first three are seen by the coordinator, the others are measured by workers.
-PHASES = ("agree", "plan", "start", "set-up", "regroup", "transfer", "verify", "replay", "iteration")
+# What a replay has to wait for, "logs", is none of it.
+PHASES = ("agree", "plan", "start", "set-up", "regroup", "transfer", "verify", "logs", "replay", "iteration")
 
 
 @dataclass

@@ -255,7 +255,7 @@ def arm_checkpoints() -> None:
     write, replace = state_file._FileLink.write, os.replace
 
     def writing(self: state_file._FileLink, data: bytes | memoryview) -> None:
-        if self.num_bytes > 15000:  # of some 32000
+        if self.num_bytes > 5000:  # of some 32000, in a few writes
             self._stream.flush()
             fault("in write", settled["iteration"])
         write(self, data)

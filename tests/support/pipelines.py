@@ -23,7 +23,7 @@ class References:
         self._known: dict[tuple[str, ...], Outcome] = {}
 
     def __call__(self, schedule: str, **orders: object) -> Outcome:
-        key = (schedule, *map(str, orders.values()))
+        key = (schedule, *(f"{name}={value}" for name, value in orders.items()))
         if key not in self._known:
             directory = self._directory / f"{len(self._known)}"
             directory.mkdir()

@@ -100,7 +100,7 @@ def test_who_waits_for_a_replay_is_not_slow(order: tuple[int, ...]) -> None:
     for number in order:
         merge_phases(phases, told[number])
     assert phases == {"regroup": 0.1, "replay": 3.9, "iteration": 0.1}
-    assert "replay" in PHASES
+    assert {"logs", "replay"} <= set(PHASES)
 
 
 @pytest.mark.parametrize(
