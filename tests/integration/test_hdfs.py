@@ -146,6 +146,27 @@ def test_nobody_there_is_said_before_anything_starts(cluster: HdfsCluster, monke
         find(f"hdfs://127.0.0.1:{port}/run")
 
 
+def test_who_may_not_write_is_told_so(
+    cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the copies of a log, which training does not wait for."""
+    open_store(f"{cluster.url}/mine").put("run/a", b"x")
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody-else")
+    store = open_store(f"{cluster.url}/mine")
+    assert store.names("run") == ["a"]
+    with pytest.raises(OSError, match=r"Permission denied: user=somebody-else, access=WRITE"):
+        store.put("run/b", b"y")
+    notes: list[str] = []
+    archive = Archive(f"{cluster.url}/mine", directory_name("job", 0, "e1", 1, "00000001"), notes.append)
+    path = tmp_path / "rank0.1.00000000.seg"
+    path.write_bytes(b"x")
+    archive.add(path)
+    with archive._changed:
+        assert archive._changed.wait_for(lambda: archive._fails, 60.0)
+    archive.close()
+    assert "cannot be copied to" in notes[0] and "Permission denied" in notes[0] and archive.stored == frozenset()
+
+
 def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data node: what it had is read from the others. Then the name node, which is started again."""
     data = bytes(range(256)) * (1 << 14)
