@@ -104,9 +104,9 @@ def test_random_moments_with_logs_in_a_store_only(
     )  # fmt: skip
     for node in "abcd":
         agents.start(node)
-    print(f"killed: {kill_at_random(agents, num_kills, random.Random(7))} times")
+    killed = kill_at_random(agents, num_kills, random.Random(7))
     outcome = agents.wait()
-    assert_only_the_killed_ended(outcome, num_kills)
+    assert_only_the_killed_ended(outcome, killed)
     assert_equal(outcome, undisturbed(schedule, iterations=iterations), iterations)
     log_store.assert_nothing_is_left(outcome, monkeypatch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from pathlib import Path
 
@@ -104,10 +105,14 @@ def kill_at_random(agents: Agents, num_kills: int, choose: random.Random) -> lis
     return killed
 
 
-def assert_only_the_killed_ended(outcome: Outcome, num_kills: int) -> None:
-    """No process ended that was not killed, unless it had itself replaced, and none began an iteration twice."""
+def assert_only_the_killed_ended(outcome: Outcome, killed: list[int]) -> None:
+    """*killed*: how many by rank. No process ended that was not killed, unless it had itself replaced (who is about to
+    may be killed in that moment), and none began an iteration twice."""
     text = outcome.text()
-    assert sum(len(pids) - 1 for pids in outcome.pids.values()) == num_kills + text.count("has itself replaced"), text
+    for rank, num_kills in enumerate(killed):
+        num_ended = len(outcome.pids[rank]) - 1
+        num_replaced = len(re.findall(rf"\] rank {rank}: .*itself replaced", text))
+        assert num_kills <= num_ended <= num_kills + num_replaced, f"rank {rank}: {num_ended} of {killed}\n{text}"
     assert "all workers restart" not in text
     assert not repeated(outcome.directory) and "anew:" not in text, text
 
