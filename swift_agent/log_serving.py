@@ -17,6 +17,7 @@ from swift_agent.handover import Listener, SocketLink, connected
 from swift_agent.log_transfer import BytesLink
 from swift_logging_store.errors import LogError
 
+Gift = Callable[[BytesLink, Callable[[], None]], None]
 # How long the giver may be silent when there was a failure: it may be the one that is lost.
 SILENT_S = 30.0
 
@@ -28,9 +29,9 @@ class LogServer:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def serve(self, address: str, gift: Callable[[BytesLink], None]) -> str:
+    def serve(self, address: str, gift: Gift) -> str:
         """Call *gift* with the link to who connects there (`taken`), where the address is that by which others reach
-        this machine. Raises OSError if nobody could."""
+        this machine, and with what raises `Stopped` when this is closed. Raises OSError if nobody could."""
         listener = Listener(address)
         thread = threading.Thread(target=self._run, args=(listener, gift), name="swift-log-to", daemon=True)
         self._threads.append(thread)
@@ -45,10 +46,10 @@ class LogServer:
         self._threads.clear()
         self._is_closed = False
 
-    def _run(self, listener: Listener, gift: Callable[[BytesLink], None]) -> None:
+    def _run(self, listener: Listener, gift: Gift) -> None:
         # The other side notices, or was told, and says why.
         with contextlib.suppress(Stopped, PeerFailure, LogError), listener, listener.accepted(self._check) as link:
-            gift(link)
+            gift(link, self._check)
 
     def _check(self) -> None:
         if self._is_closed:

@@ -46,13 +46,13 @@ class BytesLink(Protocol):
 
 def send(
     log: SentLog, segments: Sequence[SentSegment], destination: int, before: int, ends: Mapping[Channel, int],
-    link: BytesLink,
+    link: BytesLink, check: Callable[[], object],
 ) -> None:  # fmt: skip
     """What that rank was sent in the iterations before that one, up to the numbers *ends*. Raises `LogError`, and tells
-    the other side.
+    the other side; and what *check* does, which is called in another thread.
 
     While a piece is on its way the next ones are put together, and what is in a store only is brought."""
-    make = partial(_pieces, log, segments, destination, before, ends)
+    make = partial(_pieces, log, segments, destination, before, ends, check)
     try:
         with contextlib.closing(ahead(make, NUM_PIECES_AHEAD)) as pieces:
             for piece in pieces:
@@ -100,11 +100,16 @@ def logged(
 
 def _pieces(
     log: SentLog, segments: Sequence[SentSegment], destination: int, before: int, ends: Mapping[Channel, int],
-    stopped: Callable[[], None],
+    check: Callable[[], object], stopped: Callable[[], None],
 ) -> Generator[bytes, None, None]:  # fmt: skip
     """Each of them a whole segment."""
+
+    def checks() -> None:
+        stopped()
+        check()
+
     piece, writer = _new_piece()
-    with contextlib.closing(log.read(segments, stopped, all_of_them=True)) as logs:
+    with contextlib.closing(log.read(segments, checks, all_of_them=True)) as logs:
         for one, segment in logs:
             for record in _sent_to(destination, before, one, segment.ends, ends):
                 writer.append(*record)

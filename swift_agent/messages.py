@@ -35,7 +35,7 @@ from swift_agent.collectives import Collectives
 from swift_agent.counts import Counts, Stand, Told
 from swift_agent.digests import Digests
 from swift_agent.errors import CannotReplay, UsageError
-from swift_agent.log_transfer import BytesLink
+from swift_agent.log_serving import Gift
 from swift_agent.repetition import Connect, Repetition
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
@@ -198,13 +198,14 @@ class Messages:
         return [self.origins, self.all_began_at]
 
     def begin_as(self, beginning: Sequence[Any]) -> None:
-        """A replacement hears that from another rank."""
-        self.origins, self.all_began_at = beginning
+        """A replacement hears that from another rank, which may not know it."""
+        if beginning[0] or not self.origins:
+            self.origins, self.all_began_at = beginning
 
-    def gift(self, destination: int, before: int) -> Callable[[BytesLink], None] | None:
+    def gift(self, destination: int, before: int) -> Gift | None:
         """For a replacement of rank *destination*: what it was sent in the iterations before that one, as far as this
-        rank will not send it once more; None if it was sent nothing. Any thread may call it with the link; it raises
-        `LogError` if the log cannot be read, and the other side is told. Raises `LogError` if there is none."""
+        rank will not send it once more; None if it was sent nothing. Any thread may call it with the link and a check;
+        see `log_transfer.send`. Raises `LogError` if there is no log."""
         ends = dict(self._counts.sent)
         if not any(channel.destination == destination for channel in ends):
             return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,9 +32,9 @@ from swift_logging_store.tensors import tensor_of
 
 # Given a function that raises when there is no reason to go on, which is to be called while the other side is slow.
 Connect = Callable[[Callable[[], None]], AbstractContextManager[BytesLink]]
-
-
 _CHECK_S = 0.05
+# The longest that is waited for a thread of which nothing is wanted any more.
+_END_S = 1.0
 
 
 class Repetition:
@@ -57,44 +58,50 @@ class Repetition:
         self._source: LogReader | None = None
         self._coming: set[int] = set()  # from these ranks
         self._error: Exception | None = None
-        self._is_closed = False
+        self._is_closed = threading.Event()  # of what is taken now
         self._check: Callable[[], object] = lambda: None
 
     def take(self, links: Mapping[int, Connect]) -> None:
         """What these ranks give (`log_transfer.send`), in threads; it can be used as it comes."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._source, self._coming = LogReader(self._directory), set(links)
-        self._error, self._is_closed, self.waited_s = None, False, 0.0
+        directory, is_closed = self._directory / uuid.uuid4().hex[:8], threading.Event()
+        directory.mkdir(parents=True)
+        self._source, self._coming, self._is_closed = LogReader(directory), set(links), is_closed
+        self._error, self.waited_s = None, 0.0
         for source, connect in links.items():
             thread = threading.Thread(
-                target=self._take, args=(source, connect), name=f"swift-log-from-{source}", daemon=True
-            )
+                target=self._take, args=(source, connect, directory, is_closed), name=f"swift-log-from-{source}",
+                daemon=True,
+            )  # fmt: skip
             self._threads.append(thread)
             thread.start()
 
-    def _take(self, source: int, connect: Connect) -> None:
+    def _take(self, source: int, connect: Connect, directory: Path, is_closed: threading.Event) -> None:
+        def check() -> None:
+            if is_closed.is_set():
+                raise Stopped
+
         error: Exception | None = None
         try:
-            with connect(self._check_open) as link:
-                for path in log_transfer.receive(self._directory, f"from{source}", link):
+            with connect(check) as link:
+                for path in log_transfer.receive(directory, f"from{source}", link):
                     with self._changed:
-                        self._check_open()
+                        check()
                         assert self._source is not None
                         self._source.add(path)
                         self._changed.notify_all()
         except LogError as why:
             error = CannotReplay(f"rank {source} cannot read what it has sent: {why}")
+        except OSError as why:  # of this side's disk
+            error = CannotReplay(f"the log of rank {source} cannot be kept in {directory}: {why.strerror or why}")
         except Exception as why:  # whatever it is: somebody waits for this
             error = LostLog(f"the log of rank {source} did not come to its end: {why}")
         with self._changed:
+            if is_closed.is_set():
+                return
             if error is None:
                 self._coming.discard(source)
             self._error = self._error or error
             self._changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Stopped
 
     def wait(self, check: Callable[[], object]) -> None:
         """Until all has come. Raises `LostLog` if it does not, and what *check* does."""
@@ -133,13 +140,13 @@ class Repetition:
     def close(self) -> None:
         """Nothing more is repeated, or taken."""
         with self._changed:
-            self._is_closed = True
+            self._is_closed.set()
+            if self._source is not None:
+                self._source.close()
+                self._source = None
         for thread in self._threads:
-            thread.join()
+            thread.join(_END_S)  # one may still try to connect to a machine that is gone
         self._threads.clear()
-        if self._source is not None:
-            self._source.close()
-            self._source = None
         self._sent_before.close()
         self._theirs = Digests()
         self.is_on = self.is_whole = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,11 +66,11 @@ def server() -> Iterator[LogServer]:
     assert "swift-log-to" not in {thread.name for thread in threading.enumerate()}
 
 
-def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[[Any], None]:
+def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[..., None]:
     return partial(log_transfer.send, log, log.segments(), 2, before, {TO_2: ends, TO_0: ends})
 
 
-def serve(server: LogServer, give: Callable[[SocketLink], None]) -> Any:
+def serve(server: LogServer, give: Callable[..., None]) -> Any:
     """How to connect to that."""
     return partial(log_serving.taken, server.serve("127.0.0.1", give), 1, lambda: False)
 
@@ -85,7 +88,7 @@ def test_what_has_come_is_used_before_the_rest_is_there(
     monkeypatch.setattr(log_transfer, "PIECE_BYTES", 1)
     half, used = threading.Event(), threading.Event()
 
-    def give(link: SocketLink) -> None:
+    def give(link: SocketLink, check: Callable[[], None]) -> None:
         pieces = iter(range(100))
 
         class Slow:
@@ -95,7 +98,7 @@ def test_what_has_come_is_used_before_the_rest_is_there(
                     assert used.wait(10.0)
                 link.send_bytes(data)
 
-        gift(log)(Slow())
+        gift(log)(Slow(), check)
 
     repetition.take({1: serve(server, give)})
     repetition.begin([2], nothing)
@@ -129,7 +132,7 @@ def test_who_is_lost_before_all_has_come(
     """What is there can be used; the rest is not waited for."""
     monkeypatch.setattr(log_transfer, "PIECE_BYTES", 1)
 
-    def give(link: SocketLink) -> None:
+    def give(link: SocketLink, check: Callable[[], None]) -> None:
         pieces = iter(range(100))
 
         class Dying:
@@ -138,7 +141,7 @@ def test_who_is_lost_before_all_has_come(
                     link._socket.close()
                 link.send_bytes(data)
 
-        gift(log)(Dying())
+        gift(log)(Dying(), check)
 
     repetition.take({1: serve(server, give)})
     repetition.begin([2], nothing)
@@ -171,7 +174,7 @@ def test_a_wait_that_is_cut(repetition: Repetition, server: LogServer) -> None:
         if is_cut.is_set():
             raise ZeroDivisionError
 
-    def give(link: SocketLink) -> None:
+    def give(link: SocketLink, check: Callable[[], None]) -> None:
         link.recv_bytes()  # which does not come
 
     repetition.take({1: serve(server, give)})
@@ -191,6 +194,74 @@ def test_nobody_comes_for_a_log(log: SentLog, server: LogServer) -> None:
     assert time.monotonic() - began_s < 5.0
 
 
+def test_a_store_that_is_slow_does_not_keep_who_is_not_wanted_any_more(log: SentLog, server: LogServer) -> None:
+    """The thread is in the middle of a request when the log is let go."""
+    asks = threading.Event()
+
+    class Slow:
+        @contextlib.contextmanager
+        def fetching(self, check: Callable[[], object]) -> Iterator[Callable[[str, Path], None]]:
+            def fetch(name: str, path: Path) -> None:
+                asks.set()
+                while True:
+                    check()
+                    time.sleep(0.01)
+
+            yield fetch
+
+    give = gift(log)
+    for path in log._directory.glob("*.seg"):
+        path.unlink()
+    log._archive = Slow()  # type: ignore[assignment]
+    try:
+        with serve(server, give)(nothing):
+            assert asks.wait(10.0)
+            began_s = time.monotonic()
+            server.close()
+        assert time.monotonic() - began_s < 5.0
+    finally:
+        log._archive = None
+
+
+def test_a_full_disk_of_who_takes_a_log(
+    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process on this node would not help."""
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    repetition.take({1: serve(server, gift(log))})
+    with pytest.raises(CannotReplay, match=r"the log of rank 1 cannot be kept in .*: No space left on device"):
+        repetition.wait(nothing)
+
+
+def test_what_is_taken_again_has_nothing_of_the_first_try(
+    log: SentLog, repetition: Repetition, server: LogServer
+) -> None:
+    """Its thread may still be in a call that takes long."""
+    waits, goes_on = threading.Event(), threading.Event()
+
+    class Late:
+        def recv_bytes(self) -> bytes:
+            waits.set()
+            goes_on.wait(10.0)
+            raise ZeroDivisionError
+
+    repetition.take({1: lambda check: contextlib.nullcontext(Late())})  # type: ignore[dict-item, arg-type, return-value]
+    assert waits.wait(10.0)
+    (late,) = repetition._threads
+    repetition.close()
+    assert late.is_alive()
+    repetition.take({1: serve(server, gift(log))})
+    goes_on.set()
+    late.join(10.0)
+    repetition.wait(nothing)
+    repetition.begin([2], nothing)
+    assert filled(repetition, 19) == 9
+
+
 def test_somebody_else_who_comes_gets_nothing(log: SentLog, server: LogServer, repetition: Repetition) -> None:
     connect = serve(server, gift(log))
     where = connect.args[0].replace('", "', "").rpartition('"')[0][:-8] + '00000000"]'
@@ -206,7 +277,7 @@ def test_who_is_silent_after_a_failure_is_given_up(
 ) -> None:
     monkeypatch.setattr(log_serving, "SILENT_S", 0.3)
     has_failed = threading.Event()
-    where = server.serve("127.0.0.1", lambda link: link.recv_bytes())  # type: ignore[arg-type, return-value]
+    where = server.serve("127.0.0.1", lambda link, check: link.recv_bytes())  # type: ignore[arg-type, return-value]
     with log_serving.taken(where, 1, has_failed.is_set, nothing) as link:
         threading.Timer(0.5, has_failed.set).start()
         began_s = time.monotonic()

@@ -55,7 +55,7 @@ def give(sender: Messages, destination: int, before: int, link: Pipe) -> None:
     gift = sender.gift(destination, before)
     link.is_used = gift is not None
     if gift is not None:
-        gift(link)
+        gift(link, lambda: None)
 
 
 def take(replacement: Messages, source: int, link: Pipe) -> None:
