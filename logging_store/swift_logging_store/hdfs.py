@@ -1,4 +1,4 @@
-"""Files in HDFS, by hdfs-native, which needs no Java here: a `store.Store`.
+"""Files in HDFS, by hdfs-native, which needs no Java, or by libhdfs, Hadoop's own: a `store.Store`.
 
 The library runs in a process of its own (`hdfs_helper`), for each operation that is under way one: it may sit in a call
 for ten minutes when data nodes die, deaf to everything. So each answer has a deadline, after which the process is
@@ -33,6 +33,21 @@ _PAUSE_S = 0.2
 T = TypeVar("T")
 
 
+ENV_CLIENT = "SWIFT_HDFS_CLIENT"
+_PROGRAMS = {
+    "hdfs-native": "swift_logging_store.hdfs_helper",
+    "libhdfs": "swift_logging_store.libhdfs_helper",
+}
+
+
+def client() -> str:
+    """The library that is used. Raises ValueError."""
+    name = os.environ.get(ENV_CLIENT) or "hdfs-native"
+    if name not in _PROGRAMS:
+        raise ValueError(f"{ENV_CLIENT}={name}: {' or '.join(_PROGRAMS)} is wanted")
+    return name
+
+
 class NoAnswer(TimeoutError):
     """From data nodes; the name node has answered before."""
 
@@ -45,7 +60,7 @@ class HdfsStore:
     """
 
     def __init__(self, authority: str, path: str) -> None:
-        self._url = f"hdfs://{authority}"
+        self._url, self._program = f"hdfs://{authority}", _PROGRAMS[client()]
         self._base = f"/{path.strip('/')}".rstrip("/")
         self._idle: list[Helper] = []
         self._late_parts: list[str] = []  # to be removed
@@ -141,7 +156,7 @@ class HdfsStore:
     @contextlib.contextmanager
     def _lent(self) -> Iterator[Helper]:
         """A helper for the time of one operation; one that did not end as it should is not used again."""
-        helper = self._take_idle() or Helper("HDFS", "swift_logging_store.hdfs_helper", self._url)
+        helper = self._take_idle() or Helper("HDFS", self._program, self._url)
         try:
             yield helper
         except BaseException:

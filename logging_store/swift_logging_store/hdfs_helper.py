@@ -8,11 +8,11 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import hdfs_native
 
+from swift_logging_store.hdfs_operations import answers
 from swift_logging_store.helper import serve
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -90,19 +90,6 @@ class Server:
         except FileNotFoundError:
             return
 
-    def answer(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-        op = request.pop("op")
-        if op == "write":
-            self.write(data)
-            return {}, b""
-        if op == "read":
-            return {}, self.read(**request)
-        operations: dict[str, Callable[..., Any]] = {
-            "names": self.names, "size": self.size, "create": self.create, "finish": self.finish, "open": self.open,
-            "close": self.close, "remove": self.remove,
-        }  # fmt: skip
-        return {"value": operations[op](**request)}, b""
-
 
 def kind_of(error: Exception) -> str:
     """`absent`; `connection`: a data node could not be reached, and another try may get other ones; or ``."""
@@ -114,4 +101,4 @@ def kind_of(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    serve(lambda: Server(sys.argv[1]).answer, kind_of)
+    serve(lambda: answers(Server(sys.argv[1])), kind_of)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from swift_logging_store import hdfs
 from swift_logging_store.errors import LogError
-from swift_logging_store.hdfs import HdfsStore
 
 T = TypeVar("T")
 
@@ -81,8 +81,14 @@ def check_url(url: str) -> None:
         if importlib.util.find_spec("pyarrow") is None:
             raise StoreUnknown(f"s3://{parts.netloc} needs pyarrow: pip install 'swift-agent[s3]'")
     elif parts.scheme == "hdfs" and parts.netloc and is_plain:
-        if importlib.util.find_spec("hdfs_native") is None:
-            raise StoreUnknown(f"hdfs://{parts.netloc} needs hdfs-native: pip install 'swift-agent[hdfs]'")
+        try:
+            package, extra = {"hdfs-native": ("hdfs_native", "hdfs"), "libhdfs": ("pyarrow", "s3")}[hdfs.client()]
+        except ValueError as error:
+            raise StoreUnknown(str(error)) from None
+        if importlib.util.find_spec(package) is None:
+            raise StoreUnknown(
+                f"hdfs://{parts.netloc} needs {package.replace('_', '-')}: pip install 'swift-agent[{extra}]'"
+            )
     else:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise StoreUnknown(
@@ -102,7 +108,7 @@ def open_store(url: str) -> Store:
         case "s3":
             return S3Store(parts.netloc, parts.path.strip("/"))
         case "hdfs":
-            return HdfsStore(parts.netloc, parts.path)
+            return hdfs.HdfsStore(parts.netloc, parts.path)
     return LocalStore(Path(parts.path))
 
 

@@ -1,0 +1,110 @@
+"""Files in a real HDFS by Hadoop's own client, in processes of its own; for the other library see `test_hdfs`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_logging_store import helper
+from swift_logging_store.hdfs import ENV_CLIENT
+from swift_logging_store.store import StoreUnknown, check_url, open_store
+from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.state_file import Written
+from tests.support.hdfs_cluster import CLASSPATH, HdfsCluster, why_not
+from tests.support.stores import check_files_come_and_go
+
+LIBRARY = CLASSPATH.with_name("libhdfs.so")
+_missing = why_not() or ("" if LIBRARY.exists() else f"no {LIBRARY}: run scripts/build_libhdfs.sh .cache/hdfs")
+needs_library = pytest.mark.skipif(bool(_missing), reason=_missing)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a node has it on which Hadoop is installed."""
+    monkeypatch.setenv(ENV_CLIENT, "libhdfs")
+    if not _missing:
+        monkeypatch.setenv("ARROW_LIBHDFS_DIR", str(LIBRARY.parent))
+        monkeypatch.setenv("CLASSPATH", ":".join(CLASSPATH.read_text().split()))
+        java = shutil.which("java")
+        assert java is not None
+        monkeypatch.setenv("JAVA_HOME", str(Path(java).resolve().parents[1]))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("hdfs"), num_data_nodes=2) as made:
+        yield made
+
+
+@needs_library
+def test_files_come_and_go(cluster: HdfsCluster) -> None:
+    store = open_store(f"{cluster.url}/some/files")
+    check_files_come_and_go(store)
+    with pytest.raises(ZeroDivisionError), store.writing("a/b") as stream:
+        stream.write(b"%d" % (1 // 0))
+    assert store.names("a") == []
+
+
+@needs_library
+def test_checkpoints_come_back_and_old_ones_go(cluster: HdfsCluster) -> None:
+    directory = CheckpointDirectory(open_store(f"{cluster.url}/run"))
+    content = os.urandom(9 << 20)  # in several requests
+    for iteration in (10, 20, 30):
+        path = directory.new_part(iteration, 0)
+        directory.store.put(path, content)
+        part = Part(path.rpartition("/")[2], (0,), Written(len(content), iteration))
+        directory.check_parts(Checkpoint(iteration, 1, (part,)))
+        directory.commit(Checkpoint(iteration, 1, (part,)))
+    assert directory.remove(keep=2, newest=30) == [10] and directory.committed() == [20, 30]
+    with directory.store.reading(directory.path_of(30, directory.load(30).part_of(0))) as stream:
+        assert stream.read() == content
+
+
+@needs_library
+def test_a_frozen_name_node_and_a_dead_data_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HdfsCluster(tmp_path / "hdfs", num_data_nodes=2) as cluster:
+        store = open_store(f"{cluster.url}/lost")
+        content = os.urandom(5 << 20)
+        store.put("a", content)
+        cluster.freeze("nn")
+        try:
+            with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no answer from HDFS within 2 s"):
+                patch.setattr(helper, "ANSWER_TIMEOUT_S", 2.0)
+                store.put("b", content)
+        finally:
+            cluster.thaw("nn")
+        cluster.kill("dn0")
+        for number in range(4):
+            store.put(f"c{number}", content)
+        for name in ("a", "c0", "c3"):
+            with store.reading(name) as stream:
+                assert stream.read() == content
+
+
+@needs_library
+def test_who_may_not_write_is_told_so(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(f"{cluster.url}/mine").put("run/a", b"x")
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody-else")
+    with pytest.raises(OSError, match=r"/mine/run/b.*Permission denied"):
+        open_store(f"{cluster.url}/mine").put("run/b", b"y")
+
+
+def test_a_client_that_nobody_knows_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_CLIENT, "libhdfs3")
+    with pytest.raises(StoreUnknown, match=r"SWIFT_HDFS_CLIENT=libhdfs3: hdfs-native or libhdfs is wanted"):
+        check_url("hdfs://somewhere/path")
+
+
+def test_no_jars_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CLASSPATH", "HADOOP_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    began_s = time.monotonic()
+    with pytest.raises(OSError, match=r"no jars of Hadoop: set HADOOP_HOME, or CLASSPATH"):
+        open_store("hdfs://127.0.0.1:1/run").names()
+    assert time.monotonic() - began_s < 10.0
