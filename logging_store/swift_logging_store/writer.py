@@ -91,7 +91,7 @@ class LogWriter:
         self._queue: deque[_Message | None] = deque()  # None: a new segment begins
         self._queued_bytes = 0
         self._due = False  # the thread is to write what is there
-        self._num_accepted = self._num_written = 0
+        self._num_written = 0
         self._closed: dict[int, _Closed] = {}  # by number
         self._closing = False
         self._error: LogError | None = None
@@ -135,7 +135,6 @@ class LogWriter:
             self._check()
             self._queue.append(message)
             self._queued_bytes += len(payload)
-            self._num_accepted += 1
             if self._queued_bytes >= BATCH_BYTES:
                 self._wake()
 
@@ -227,9 +226,9 @@ class LogWriter:
         """Return when all that was appended is on the disk (fsync): how many bytes the newest segment has then, 0 if
         there is no message in it. Raises `LogError`."""
         with self._changed:
-            goal = self._num_accepted
             self._wake()
-            self._changed.wait_for(lambda: self._error is not None or self._num_written >= goal)
+            # Not only for messages: after them a segment may be about to be closed.
+            self._changed.wait_for(lambda: self._error is not None or not self._queue)
             self._check()
             try:
                 os.fsync(self._file_fd)

@@ -199,6 +199,19 @@ def test_old_segments_are_dropped_and_newer_ones_stay(tmp_path: Path) -> None:
         assert reader.sequences(FORTH) == [41, 42] and reader.torn == []
 
 
+def test_what_was_flushed_is_in_the_segments_that_are_told_of(tmp_path: Path) -> None:
+    """Also while a segment is being closed."""
+    with LogWriter(tmp_path, "w0") as writer:
+        for number in range(100):
+            append(writer, FORTH, number, torch.zeros(1))
+            if number % 3:
+                writer.roll()
+            num_bytes = writer.flush()
+            path, firsts = writer.segments()[-1]
+            assert (num_bytes == 0) == bool(number % 3) == (firsts == {})
+            assert not num_bytes or path.stat().st_size == num_bytes
+
+
 def test_segments_that_somebody_has_copies_of_need_not_be_here(tmp_path: Path) -> None:
     closed: list[Path] = []
     with LogWriter(tmp_path, "w0", segment_bytes=3000, on_closed=closed.append) as writer:
