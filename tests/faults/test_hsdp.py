@@ -93,7 +93,8 @@ def test_either_node_at_random_moments(
     names = iter(f"n{number}" for number in range(4 + NUM_LOST))
     for _ in range(4):
         agents.start(next(names))
-    wait_for(lambda: len(list(agents.directory.glob("pids.*"))) == 4, 60, "training")
+    # A loss while they set up restarts all.
+    wait_for(lambda: len(list(agents.directory.glob("begun.*"))) == 4, 60, "training")
     for number in range(NUM_LOST):
         time.sleep(choose.uniform(0.0, 2 * PACE_S))
         pid = int((agents.directory / f"pids.{choose.choice((0, 2))}").read_text().split()[-1])
