@@ -18,9 +18,13 @@ class Stopped(Exception):
     """Nobody waits for the items any more."""
 
 
-def ahead(make: Callable[[Callable[[], None]], Generator[T, None, None]], num: int) -> Generator[T, None, None]:
-    """What *make* yields, which is up to *num* items ahead of their use. *make* gets a function that raises `Stopped`
-    when this is closed, to be called in what takes long: who closes this waits for the thread."""
+def ahead(
+    make: Callable[[Callable[[], None]], Generator[T, None, None]], num: int, *, filler: T | None = None,
+    filler_s: float | None = None,
+) -> Generator[T, None, None]:  # fmt: skip
+    """What *make* yields, which is up to *num* items ahead of their use; while there is none, *filler* every *filler_s*
+    seconds, if that is given. *make* gets a function that raises `Stopped` when this is closed, to be called in what
+    takes long: who closes this waits for the thread."""
     changed = threading.Condition()
     items: deque[T] = deque()
     errors: list[BaseException] = []
@@ -53,11 +57,12 @@ def ahead(make: Callable[[Callable[[], None]], Generator[T, None, None]], num: i
     try:
         while True:
             with changed:
-                changed.wait_for(lambda: items or is_over)
-                if not items:
+                changed.wait_for(lambda: items or is_over, filler_s if filler is not None else None)
+                if not items and is_over:
                     break
-                item = items.popleft()
+                item = items.popleft() if items else filler
                 changed.notify_all()
+            assert item is not None
             yield item
         if errors:
             raise errors.pop()

@@ -166,6 +166,8 @@ class Listener:
         while time.monotonic() < deadline_s:
             try:
                 return self._server.accept()[0]
+            except ConnectionAbortedError:
+                continue  # whoever that was is gone
             except TimeoutError:
                 check()
         raise PeerFailure(f"nobody came within {MEET_TIMEOUT_S:g} s")

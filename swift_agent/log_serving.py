@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from swift_agent.ahead import Stopped
 from swift_agent.errors import PeerFailure
@@ -18,42 +18,50 @@ from swift_agent.log_transfer import BytesLink
 from swift_logging_store.errors import LogError
 
 Gift = Callable[[BytesLink, Callable[[], None]], None]
-# How long the giver may be silent when there was a failure: it may be the one that is lost.
+# How long the giver may be silent when there was a failure: it may be the one that is lost. A living one says something
+# much more often (`log_transfer.ALIVE_S`).
 SILENT_S = 30.0
 
 
 class LogServer:
-    """Of one rank."""
+    """Of one rank. *note* tells people."""
 
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-        self._is_closed = False
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._threads: dict[int, threading.Thread] = {}  # by the rank that is given something
+        self._is_closed: dict[int, threading.Event] = {}
 
-    def serve(self, address: str, gift: Gift) -> str:
-        """Call *gift* with the link to who connects there (`taken`), where the address is that by which others reach
-        this machine, and with what raises `Stopped` when this is closed. Raises OSError if nobody could."""
-        listener = Listener(address)
-        thread = threading.Thread(target=self._run, args=(listener, gift), name="swift-log-to", daemon=True)
-        self._threads.append(thread)
+    def serve(self, rank: int, address: str, gift: Gift) -> str:
+        """Call *gift* with the link to that rank when it connects there (`taken`), where the address is that by which
+        others reach this machine, and with what raises `Stopped` when this is closed. Raises OSError if nobody could.
+        """
+        self.close([rank])
+        listener, is_closed = Listener(address), threading.Event()
+        args = (rank, listener, gift, is_closed)
+        thread = threading.Thread(target=self._run, args=args, name=f"swift-log-to-{rank}", daemon=True)
+        self._threads[rank], self._is_closed[rank] = thread, is_closed
         thread.start()
         return listener.where
 
-    def close(self) -> None:
-        """Whoever takes a log has it by now, or is lost."""
-        self._is_closed = True
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-        self._is_closed = False
+    def close(self, ranks: Collection[int] | None = None) -> None:
+        """These ranks, all by default, have what they were given, or are lost."""
+        closing = set(self._threads if ranks is None else ranks).intersection(self._threads)
+        for rank in closing:
+            self._is_closed.pop(rank).set()
+        for rank in closing:
+            self._threads.pop(rank).join()
 
-    def _run(self, listener: Listener, gift: Gift) -> None:
-        # The other side notices, or was told, and says why.
-        with contextlib.suppress(Stopped, PeerFailure, LogError), listener, listener.accepted(self._check) as link:
-            gift(link, self._check)
+    def _run(self, rank: int, listener: Listener, gift: Gift, is_closed: threading.Event) -> None:
+        def check() -> None:
+            if is_closed.is_set():
+                raise Stopped
 
-    def _check(self) -> None:
-        if self._is_closed:
-            raise Stopped
+        try:
+            # The other side notices, or was told, and says why.
+            with contextlib.suppress(Stopped, PeerFailure, LogError), listener, listener.accepted(check) as link:
+                gift(link, check)
+        except OSError as error:
+            self._note(f"rank {rank} cannot be given what it was sent: {error}")
 
 
 @contextlib.contextmanager

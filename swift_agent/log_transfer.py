@@ -34,6 +34,9 @@ NUM_PIECES_AHEAD = 2
 MAX_MESSAGE_BYTES = (1 << 30) - 2 * PIECE_BYTES
 # The last thing that is sent; after it, why there is no more.
 _END = b"SWIFT-END"
+# While there is nothing to send: what comes from a store may take minutes.
+_ALIVE = b""
+ALIVE_S = 5.0
 
 
 class BytesLink(Protocol):
@@ -54,10 +57,10 @@ def send(
     While a piece is on its way the next ones are put together, and what is in a store only is brought."""
     make = partial(_pieces, log, segments, destination, before, ends, check)
     try:
-        with contextlib.closing(ahead(make, NUM_PIECES_AHEAD)) as pieces:
+        with contextlib.closing(ahead(make, NUM_PIECES_AHEAD, filler=_ALIVE, filler_s=ALIVE_S)) as pieces:
             for piece in pieces:
                 link.send_bytes(piece)
-    except LogError as error:
+    except (LogError, OSError) as error:
         link.send_bytes(_END + (str(error) or "it cannot be read").encode())
         raise
     link.send_bytes(_END)
@@ -67,6 +70,8 @@ def receive(directory: Path, name: str, link: BytesLink) -> Iterator[Path]:
     """What `send` sends, as segments of a log of that name. Raises `LogError` if the log cannot be read there."""
     number = 0
     while not (piece := link.recv_bytes()).startswith(_END):
+        if piece == _ALIVE:
+            continue
         if not piece.startswith(MAGIC):
             raise LogError("what comes is no log")
         path = directory / f"{name}.{number:08d}{SUFFIX}"
@@ -111,6 +116,7 @@ def _pieces(
     piece, writer = _new_piece()
     with contextlib.closing(log.read(segments, checks, all_of_them=True)) as logs:
         for one, segment in logs:
+            checks()
             for record in _sent_to(destination, before, one, segment.ends, ends):
                 writer.append(*record)
                 if len(piece) >= PIECE_BYTES:

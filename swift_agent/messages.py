@@ -212,12 +212,17 @@ class Messages:
         return partial(log_transfer.send, self.log, self.log.segments(), destination, before, ends)
 
     def take(self, links: Mapping[int, Connect]) -> None:
-        """What these ranks give, in threads."""
+        """What these ranks give, in threads. Raises `CannotReplay` if there is no place for it."""
         self._repetition.take(links)
 
     def wait_taken(self) -> None:
         """Until all has come. Raises `LostLog` if it does not, and when the recovery is cut."""
         self._repetition.wait(self._check)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that not all that is to be taken will come. Any thread may ask."""
+        return self._repetition.is_lost
 
     @property
     def waited_s(self) -> float:

@@ -255,7 +255,8 @@ class Place:
                 self.restored_sections = self.here.sections if self.target is None else self.target.sections
 
     def begin_replay(self, iteration: int, alone: bool) -> None:
-        """A newcomer has the logs to repeat all iterations before *iteration*."""
+        """A newcomer has the logs to repeat all iterations before *iteration*; if it does that *alone* they may still
+        be on their way."""
         with self.lock:
             self.status = "holding"
             self.repeats, self.replays_before, self.replays_alone = True, iteration, alone
@@ -310,8 +311,9 @@ class Place:
                 iteration += 1
             iteration = max(iteration, self.ghost_iterations)
             if self.replays:
-                # What it needs is here: it gets there, whoever else is lost. Together with others it may not.
-                status, iteration = ("holding", self.replays_before) if self.replays_alone else ("empty", 0)
+                # With all that it needs it gets there, whoever else is lost. Together with others it may not.
+                gets_there = self.replays_alone and tracked.messages is not None and not tracked.messages.is_lost
+                status, iteration = ("holding", self.replays_before) if gets_there else ("empty", 0)
         report = RankReport(self.rank, status, iteration, self.here.sections)
         if tracked is not None:
             updates, holds = tracked.updates, status == "holding"

@@ -65,7 +65,7 @@ class Rejoin:
         self.iteration = 0
         self._stays = False  # those whose messages this newcomer has taken
         self._restored = 0  # the checkpoint that this newcomer began with
-        self._log_server = log_serving.LogServer()
+        self._log_server = log_serving.LogServer(supervisor.note)
 
     def run(self, *, staying: bool = False) -> bool:
         """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
@@ -224,12 +224,11 @@ class Rejoin:
         if place.rank not in plan.replays:
             if place.replays:
                 raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
-            self._log_server.close()
             try:
                 for rank in plan.replays:
                     # Who stays in an iteration gives what it has sent in that, too.
                     gift = messages.gift(rank, plan.iteration + plan.stays)
-                    where = self._log_server.serve(store.local_address, gift) if gift is not None else ""
+                    where = self._log_server.serve(rank, store.local_address, gift) if gift is not None else ""
                     offer = {"beginning": messages.beginning(), "where": where}
                     PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))
             except (LogError, OSError) as error:
@@ -256,10 +255,15 @@ class Rejoin:
         if begin == messages.all_began_at and self._tracked.pipelines is not None:
             # The first steps since then are in the logs, or come.
             self._tracked.pipelines.give({})
-        if begin == plan.iteration:
-            messages.wait_taken()  # or this rank would hold a state, and lack messages of the iteration that was cut
+        is_alone = len(plan.replays) == 1
+        if begin == plan.iteration or not is_alone:
+            # Or this rank would hold a state, and lack messages of the iteration that was cut; or others would wait for
+            # it in an operation of the groups, which has a timeout.
+            messages.wait_taken()
+            PrefixStore("taken", store).set(str(place.rank), "")
+            self._wait_for("taken", plan.replays)
         messages.begin_replay(plan.replays)
-        place.begin_replay(plan.iteration, alone=len(plan.replays) == 1)
+        place.begin_replay(plan.iteration, alone=is_alone)
         self._stays = plan.stays
         if begin == plan.iteration:
             self.end_replay()

@@ -33,7 +33,7 @@ from swift_logging_store.tensors import tensor_of
 # Given a function that raises when there is no reason to go on, which is to be called while the other side is slow.
 Connect = Callable[[Callable[[], None]], AbstractContextManager[BytesLink]]
 _CHECK_S = 0.05
-# The longest that is waited for a thread of which nothing is wanted any more.
+# The longest that is waited for threads of which nothing is wanted any more.
 _END_S = 1.0
 
 
@@ -62,9 +62,13 @@ class Repetition:
         self._check: Callable[[], object] = lambda: None
 
     def take(self, links: Mapping[int, Connect]) -> None:
-        """What these ranks give (`log_transfer.send`), in threads; it can be used as it comes."""
+        """What these ranks give (`log_transfer.send`), in threads; it can be used as it comes. Raises `CannotReplay` if
+        there is no place for it."""
         directory, is_closed = self._directory / uuid.uuid4().hex[:8], threading.Event()
-        directory.mkdir(parents=True)
+        try:
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise _no_room(directory, error) from None
         self._source, self._coming, self._is_closed = LogReader(directory), set(links), is_closed
         self._error, self.waited_s = None, 0.0
         for source, connect in links.items():
@@ -87,12 +91,17 @@ class Repetition:
                     with self._changed:
                         check()
                         assert self._source is not None
-                        self._source.add(path)
+                        try:
+                            self._source.add(path)
+                        except LogError as why:
+                            raise CannotReplay(f"what has come of the log of rank {source}: {why}") from None
                         self._changed.notify_all()
+        except CannotReplay as why:
+            error = why
         except LogError as why:
             error = CannotReplay(f"rank {source} cannot read what it has sent: {why}")
         except OSError as why:  # of this side's disk
-            error = CannotReplay(f"the log of rank {source} cannot be kept in {directory}: {why.strerror or why}")
+            error = _no_room(directory, why)
         except Exception as why:  # whatever it is: somebody waits for this
             error = LostLog(f"the log of rank {source} did not come to its end: {why}")
         with self._changed:
@@ -103,6 +112,11 @@ class Repetition:
             self._error = self._error or error
             self._changed.notify_all()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that not all will come. Any thread may ask."""
+        return self._error is not None
+
     def wait(self, check: Callable[[], object]) -> None:
         """Until all has come. Raises `LostLog` if it does not, and what *check* does."""
         self._check = check
@@ -112,12 +126,14 @@ class Repetition:
         began_s = time.monotonic()
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: is_there() or self._error is not None, _CHECK_S):
+                self._changed.wait_for(lambda: self._error is not None or is_there(), _CHECK_S)
+                # What has come is of no use without the rest: the sooner this is known, the sooner another one begins.
+                if self._error is not None:
+                    raise self._error
+                if is_there():
                     break
             self._check()
         self.waited_s += time.monotonic() - began_s
-        if not is_there() and self._error is not None:
-            raise self._error
 
     def compare_with(self, digests: bytes) -> None:
         """Also with what another rank has received (`Digests.to_bytes`). Raises `ValueError`."""
@@ -144,8 +160,10 @@ class Repetition:
             if self._source is not None:
                 self._source.close()
                 self._source = None
+        deadline_s = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(_END_S)  # one may still try to connect to a machine that is gone
+            # One may still try to connect to a machine that is gone.
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         self._threads.clear()
         self._sent_before.close()
         self._theirs = Digests()
@@ -180,8 +198,8 @@ class Repetition:
             )
 
     def fill(self, tensor: Tensor, channel: Channel, number: int, iteration: int) -> None:
-        """With that message, when it has come. Raises `CannotReplay`, `LostLog` if it does not come, and what *check*
-        does."""
+        """With that message, when it has come. Raises `CannotReplay`, `LostLog` if not all that was to come does, and
+        what *check* does."""
         source = self._source
         assert source is not None
         self._wait_for(lambda: source.has(channel, number) or channel.source not in self._coming)
@@ -204,3 +222,7 @@ class Repetition:
                 f"{tensor.dtype} {list(tensor.shape)}: the repetition differs from what was done"
             )
         tensor.data.copy_(message)  # what waits for an activation is a leaf that requires a gradient
+
+
+def _no_room(directory: Path, error: OSError) -> CannotReplay:
+    return CannotReplay(f"logs of other ranks cannot be kept in {directory}: {error.strerror or error}")

@@ -489,7 +489,7 @@ class Protected:
             with aside:
                 if not self._rejoin.run(staying=staying):
                     return False
-        except CutReplay as error:
+        except (CutReplay, LostLog) as error:
             self._have_this_replaced(str(error))
         except CannotReplay as error:
             self._give_up(str(error))

@@ -1,8 +1,8 @@
 """The log of what this process sends: on a disk of its node, and copied to a store if the user has named one.
 
 It takes no more room than it may: when half of that is used the oldest of what is in the store is deleted on the node,
-and comes back, two segments at a time, when it is read. A log that lacks something is of no use to those who would
-repeat iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next
+and comes back, two segments at a time, for each who reads it. A log that lacks something is of no use to those who
+would repeat iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next
 checkpoint.
 Training never waits for the store; who reads does.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class SentLog:
         url = os.environ.get(ENV_LOG_STORE)
         self._archive = Archive(url, _name_in_store(rank), note) if url else None
         self._num_logs = 0
+        self._lock = threading.Lock()
+        self._num_readers = 0  # guarded by the lock
         self._writer = self._new_writer()
 
     def append(self, channel: Channel, number: int, tensor: Tensor, *, iteration: int, generation: int) -> None:
@@ -102,8 +105,9 @@ class SentLog:
                 f"the disk of {self._directory} takes them (--message-log DIR: another one)"
             )
         if self._archive is not None and not self.incomplete and self._bytes_left < self._bytes // 2:
-            with self._giving_up():
-                self._make_room()
+            with self._giving_up(), self._lock:
+                if not self._num_readers:  # else there will be another moment
+                    self._make_room()
 
     def begin_checkpoint(self, iteration: int) -> bool:
         """A checkpoint of the state before *iteration* is taken. Whether a log that was given up begins again."""
@@ -163,6 +167,8 @@ class SentLog:
         *check* does, which may be called in another thread."""
         brought = self._brought / uuid.uuid4().hex[:8]
         locate = partial(self._located, segments, brought, check)
+        with self._lock:
+            self._num_readers += 1
         try:
             with contextlib.closing(ahead(locate, 1) if all_of_them else locate(lambda: None)) as located:
                 for path, segment in located:
@@ -172,9 +178,9 @@ class SentLog:
                     if path.parent == brought:
                         path.unlink()
         finally:
-            shutil.rmtree(brought, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._brought.rmdir()  # unless somebody else reads, too
+            with self._lock:
+                self._num_readers -= 1
+            shutil.rmtree(brought, ignore_errors=True)  # not what it is in, which others may be about to use
 
     def _located(
         self, segments: Iterable[SentSegment], brought: Path, check: Callable[[], object], stopped: Callable[[], None]
@@ -216,6 +222,7 @@ class SentLog:
     def _new_writer(self) -> LogWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._num_logs += 1
+        self._next_note_at_s = _FIRST_WAIT_S
         name = f"rank{self._rank}.{self._num_logs:04d}"
         if self._archive is None:
             return LogWriter(self._directory, name)

@@ -7,22 +7,21 @@ Needs libhdfs.so (below `HADOOP_HOME`, or in `ARROW_LIBHDFS_DIR`), Java, and Had
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from typing import Any
-from urllib.parse import urlsplit
 
 from pyarrow import fs
 
 from swift_logging_store.hdfs_operations import answers
-from swift_logging_store.helper import serve
+from swift_logging_store.helper import Answer, serve
 
 _CLASSPATH_TIMEOUT_S = 15.0
-# What a data node that is gone, or a connection to it, looks like in what Java says.
-_CUT = ("ConnectException", "SocketException", "EOFException", "NoRouteToHost", "All datanodes", "Bad connect ack")
+# Of most of Java's exceptions, those of connections among them, libhdfs says nothing but this (EINTERNAL).
+_SOME_ERROR = 255
+_AS_CONFIGURED = 0  # how many replicas
 
 
 class Server:
@@ -32,20 +31,30 @@ class Server:
         _find_jars()
         # No signals: those that come are for the training, which may use this for its end.
         os.environ["LIBHDFS_OPTS"] = f"{os.environ.get('LIBHDFS_OPTS', '')} -Xrs".strip()
-        parts = urlsplit(url)
+        host, port = address_of(url)
         goes_on = "dfs.client.block.write.replace-datanode-on-failure.best-effort"
         self._fs: Any = fs.HadoopFileSystem(
-            f"hdfs://{parts.hostname}", parts.port or 0, extra_conf={goes_on: "true"},
+            f"hdfs://{host}", port, extra_conf={goes_on: "true"}, replication=_AS_CONFIGURED,
             user=os.environ.get("HADOOP_USER_NAME"),
         )  # fmt: skip
         self._file: Any = None
 
     def names(self, path: str) -> list[str]:
-        return [info.base_name for info in self._fs.get_file_info(fs.FileSelector(path, allow_not_found=True))]
+        try:
+            return [info.base_name for info in self._fs.get_file_info(fs.FileSelector(path))]
+        except FileNotFoundError:
+            return []
 
     def size(self, path: str) -> int:
         """-1: there is no file of that name."""
         info = self._fs.get_file_info(path)
+        if info.type == fs.FileType.NotFound:
+            # Arrow says that for any error, a name node that cannot be reached among them. A listing tells.
+            try:
+                found = self._fs.get_file_info(fs.FileSelector(path))
+            except FileNotFoundError:
+                return -1
+            (info,) = found if len(found) == 1 and found[0].path == path else (info,)  # it has come meanwhile
         return int(info.size) if info.type == fs.FileType.File else -1
 
     def create(self, path: str, alone: bool) -> None:
@@ -66,7 +75,7 @@ class Server:
 
     def open(self, path: str) -> None:
         if self.size(path) < 0:
-            raise FileNotFoundError(path)  # libhdfs says it in the trace of a Java exception
+            raise FileNotFoundError(path)
         self._file = self._fs.open_input_file(path)
 
     def read(self, size: int) -> bytes:
@@ -79,18 +88,44 @@ class Server:
         self._file = None
 
     def remove(self, path: str, recursive: bool) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if recursive:
-                self._fs.delete_dir(path)
-            elif self.size(path) >= 0:
-                self._fs.delete_file(path)
+        if recursive:
+            self._fs.delete_dir(path)
+        elif self.size(path) >= 0:
+            self._fs.delete_file(path)
 
 
 def kind_of(error: Exception) -> str:
     """See `hdfs_helper.kind_of`."""
     if isinstance(error, FileNotFoundError):
         return "absent"
-    return "connection" if any(word in str(error) for word in _CUT) else ""
+    return "connection" if isinstance(error, ConnectionError) else ""
+
+
+def explained(answer: Answer) -> Answer:
+    """What libhdfs says of an error in words that help; it may be a data node that is gone, so another try may do."""
+
+    def explained_answer(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+        path = request.get("path", "a file that is open")
+        try:
+            return answer(request, data)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            if error.errno != _SOME_ERROR:
+                raise OSError(error.errno, f"{path}: {error.strerror or error}") from error
+            raise ConnectionError(
+                f"{path}: libhdfs has failed; why is in Java's trace in the standard error of this process"
+            ) from error
+
+    return explained_answer
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Name node and port; 0: as configured, also where the name is that of a cluster with several. As it is written:
+    names of clusters have capitals."""
+    authority = url.removeprefix("hdfs://").partition("/")[0]
+    host, _, port = authority.rpartition(":")
+    return (host, int(port)) if host and port.isdigit() else (authority, 0)
 
 
 def _find_jars() -> None:
@@ -101,10 +136,11 @@ def _find_jars() -> None:
     if program is None:
         raise OSError("no jars of Hadoop: set HADOOP_HOME, or CLASSPATH to what `hadoop classpath --glob` says")
     found = subprocess.run(
-        [program, "classpath", "--glob"], stdout=subprocess.PIPE, timeout=_CLASSPATH_TIMEOUT_S, check=True, text=True
-    )
+        [program, "classpath", "--glob"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        timeout=_CLASSPATH_TIMEOUT_S, check=True, text=True,
+    )  # fmt: skip
     os.environ["CLASSPATH"] = found.stdout.strip()
 
 
 if __name__ == "__main__":
-    serve(lambda: answers(Server(sys.argv[1])), kind_of)
+    serve(lambda: explained(answers(Server(sys.argv[1]))), kind_of)

@@ -137,6 +137,7 @@ class LogReader:
             segment = Segment(mapped)
         except Damaged:
             if len(mapped) >= HEAD_BYTES:
+                self._maps.remove(mapped)
                 raise
             # Its writer died before it had written the first bytes.
             self.is_closed = False

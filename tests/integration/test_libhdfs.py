@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hdfs_native
 import pytest
 
 from swift_logging_store import helper
 from swift_logging_store.hdfs import ENV_CLIENT
+from swift_logging_store.libhdfs_helper import address_of
 from swift_logging_store.store import StoreUnknown, check_url, open_store
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.state_file import Written
@@ -84,6 +86,13 @@ def test_a_frozen_name_node_and_a_dead_data_node(tmp_path: Path, monkeypatch: py
         for name in ("a", "c0", "c3"):
             with store.reading(name) as stream:
                 assert stream.read() == content
+        cluster.kill("nn")
+        # Arrow takes any error for a file that is not there: a job would begin anew beside its checkpoints.
+        for ask in (store.names, lambda: store.size("a"), lambda: store.exists("nothing"), lambda: store.remove("a")):
+            with pytest.raises(ConnectionError, match=r"/lost.*: libhdfs has failed; why is in Java's trace"):
+                ask()
+        with pytest.raises(ConnectionError), store.reading("a"):
+            raise AssertionError("it cannot be read")
 
 
 @needs_library
@@ -92,6 +101,43 @@ def test_who_may_not_write_is_told_so(cluster: HdfsCluster, monkeypatch: pytest.
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody-else")
     with pytest.raises(OSError, match=r"/mine/run/b.*Permission denied"):
         open_store(f"{cluster.url}/mine").put("run/b", b"y")
+
+
+@needs_library
+def test_who_may_not_look_is_not_told_that_there_is_nothing(
+    cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"{cluster.url}/hidden")
+    store.put("run/a", b"x")
+    hdfs_native.Client(cluster.url).set_permission("/hidden/run", 0o000)
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody-else")
+    store = open_store(f"{cluster.url}/hidden")
+    for ask in (lambda: store.names("run"), lambda: store.exists("run/a"), lambda: store.remove("run/a")):
+        with pytest.raises(OSError, match=r"/hidden/run.*Permission denied"):
+            ask()
+
+
+@needs_library
+def test_the_configuration_of_the_site_counts(
+    cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting = "<property><name>dfs.replication</name><value>1</value></property>"
+    (tmp_path / "hdfs-site.xml").write_text(f"<configuration>{setting}</configuration>")
+    monkeypatch.setenv("CLASSPATH", f"{tmp_path}:{os.environ['CLASSPATH']}")
+    open_store(f"{cluster.url}/site").put("a", b"x")
+    assert hdfs_native.Client(cluster.url).get_file_info("/site/a").replication == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("hdfs://MyCluster/runs", ("MyCluster", 0)), ("hdfs://node1", ("node1", 0)),
+        ("hdfs://Node1:8020/runs:2", ("Node1", 8020)), ("hdfs://[::1]/a", ("[::1]", 0)),
+        ("hdfs://[::1]:8020/a", ("[::1]", 8020)),
+    ],
+)  # fmt: skip
+def test_names_are_taken_as_they_are_written(url: str, address: tuple[str, int]) -> None:
+    assert address_of(url) == address
 
 
 def test_a_client_that_nobody_knows_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

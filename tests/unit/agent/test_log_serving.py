@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,10 +61,10 @@ def repetition(tmp_path: Path) -> Iterator[Repetition]:
 
 @pytest.fixture
 def server() -> Iterator[LogServer]:
-    made = LogServer()
+    made = LogServer(print)
     yield made
     made.close()
-    assert "swift-log-to" not in {thread.name for thread in threading.enumerate()}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("swift-log-to")]
 
 
 def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[..., None]:
@@ -72,7 +73,7 @@ def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[..., None]:
 
 def serve(server: LogServer, give: Callable[..., None]) -> Any:
     """How to connect to that."""
-    return partial(log_serving.taken, server.serve("127.0.0.1", give), 1, lambda: False)
+    return partial(log_serving.taken, server.serve(2, "127.0.0.1", give), 1, lambda: False)
 
 
 def filled(repetition: Repetition, number: int) -> float:
@@ -129,7 +130,7 @@ def test_of_an_iteration_that_was_run_again_the_last_time_counts(
 def test_who_is_lost_before_all_has_come(
     log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is there can be used; the rest is not waited for."""
+    """What is there is of no use without the rest, so nothing goes on with it."""
     monkeypatch.setattr(log_transfer, "PIECE_BYTES", 1)
 
     def give(link: SocketLink, check: Callable[[], None]) -> None:
@@ -145,8 +146,11 @@ def test_who_is_lost_before_all_has_come(
 
     repetition.take({1: serve(server, give)})
     repetition.begin([2], nothing)
-    assert [filled(repetition, number) for number in range(6)] == [0, 0, 1, 1, 2, 2]
-    for use in (lambda: filled(repetition, 6), repetition.end_whole, lambda: repetition.wait(nothing)):
+    for thread in repetition._threads:
+        thread.join(10.0)
+    assert repetition.is_lost and repetition._source.has(TO_2, 5)  # type: ignore[union-attr]
+    fill = partial(filled, repetition)
+    for use in (partial(fill, 0), partial(fill, 6), repetition.end_whole, partial(repetition.wait, nothing)):
         with pytest.raises(LostLog, match="the log of rank 1 did not come to its end"):
             use()
 
@@ -188,10 +192,80 @@ def test_a_wait_that_is_cut(repetition: Repetition, server: LogServer) -> None:
 
 def test_nobody_comes_for_a_log(log: SentLog, server: LogServer) -> None:
     """It is let go when training goes on."""
-    server.serve("127.0.0.1", gift(log))
+    server.serve(2, "127.0.0.1", gift(log))
     began_s = time.monotonic()
     server.close()
     assert time.monotonic() - began_s < 5.0
+
+
+def test_another_replacement_does_not_cut_what_one_is_given(
+    log: SentLog, repetition: Repetition, server: LogServer
+) -> None:
+    """Rank 2 still takes a log when the next failure comes, for which rank 0 is given one; and rank 2 is lost again."""
+    goes_on = threading.Event()
+
+    def slow(link: SocketLink, check: Callable[[], None]) -> None:
+        while not goes_on.wait(0.01):
+            check()
+        gift(log)(link, check)
+
+    repetition.take({1: serve(server, slow)})
+    server.serve(0, "127.0.0.1", gift(log))
+    server.close([0, 7])
+    goes_on.set()
+    repetition.wait(nothing)
+    goes_on.clear()
+    repetition.take({1: serve(server, slow)})
+    serve(server, slow)
+    with pytest.raises(LostLog):
+        repetition.wait(nothing)
+
+
+def test_who_takes_a_log_hears_that_its_giver_lives(
+    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in a store takes longer than anybody who is lost is waited for."""
+    monkeypatch.setattr(log_serving, "SILENT_S", 0.5)
+    monkeypatch.setattr(log_transfer, "ALIVE_S", 0.1)
+    pieces = log_transfer._pieces
+
+    def slow(*args: Any) -> Iterator[bytes]:
+        time.sleep(1.5)
+        yield from pieces(*args)
+
+    monkeypatch.setattr(log_transfer, "_pieces", slow)
+    where = server.serve(2, "127.0.0.1", gift(log))
+    repetition.take({1: partial(log_serving.taken, where, 1, lambda: True)})
+    repetition.wait(nothing)
+    assert repetition.ends({}) == {TO_2: 20}
+
+
+def test_a_disk_that_fails_is_told_of(
+    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any) -> Iterator[bytes]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        yield b""
+
+    monkeypatch.setattr(log_transfer, "_pieces", failing)
+    repetition.take({1: serve(server, gift(log))})
+    with pytest.raises(CannotReplay, match=r"rank 1 cannot read what it has sent: .*Input/output error"):
+        repetition.wait(nothing)
+
+
+def test_nothing_is_evicted_while_it_is_read(log: SentLog) -> None:
+    log._writer.flush()
+    log._archive = SimpleNamespace(stored=[path.name for path in log._directory.glob("*.seg")])  # type: ignore[assignment]
+    log._archive.fetching = lambda check: contextlib.nullcontext()  # type: ignore[union-attr, method-assign]
+    log._bytes_left = log._bytes // 4
+    for path, _ in (reading := log.read(log.segments(), nothing, all_of_them=True)):
+        log.end_iteration()
+        assert len(list(log._directory.glob("*.seg"))) >= 10 and path
+        break
+    reading.close()
+    log.end_iteration()
+    assert len(list(log._directory.glob("*.seg"))) < 10
+    log._archive = None
 
 
 def test_a_store_that_is_slow_does_not_keep_who_is_not_wanted_any_more(log: SentLog, server: LogServer) -> None:
@@ -233,7 +307,7 @@ def test_a_full_disk_of_who_takes_a_log(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     repetition.take({1: serve(server, gift(log))})
-    with pytest.raises(CannotReplay, match=r"the log of rank 1 cannot be kept in .*: No space left on device"):
+    with pytest.raises(CannotReplay, match=r"logs of other ranks cannot be kept in .*: No space left on device"):
         repetition.wait(nothing)
 
 
@@ -277,7 +351,7 @@ def test_who_is_silent_after_a_failure_is_given_up(
 ) -> None:
     monkeypatch.setattr(log_serving, "SILENT_S", 0.3)
     has_failed = threading.Event()
-    where = server.serve("127.0.0.1", lambda link, check: link.recv_bytes())  # type: ignore[arg-type, return-value]
+    where = server.serve(2, "127.0.0.1", lambda link, check: link.recv_bytes())  # type: ignore[arg-type, return-value]
     with log_serving.taken(where, 1, has_failed.is_set, nothing) as link:
         threading.Timer(0.5, has_failed.set).start()
         began_s = time.monotonic()

@@ -499,7 +499,7 @@ def test_what_is_in_the_store_needs_no_room(
     here = list((tmp_path / "node1").glob("messages-*/sent/*.seg"))
     assert sender.is_complete and 2 < len(here) <= 11
     replacement = handed_on(sender, make, 39)
-    assert "the rest comes from" in notes[-1] and not list((tmp_path / "node1").glob("messages-*/brought"))
+    assert "the rest comes from" in notes[-1] and not list((tmp_path / "node1").glob("messages-*/brought/*"))
     for number in range(39):
         with repeated(replacement, number):
             assert torch.equal(receive(), SENT + number)
@@ -618,6 +618,7 @@ def test_a_store_that_is_away_when_it_is_needed(
         give(sender, 2, 12, Pipe())
     (tmp_path / "moved").rename(store)
     (directory,) = (tmp_path / "node1").glob("messages-*")
+    (directory / "brought").rmdir()
     (directory / "brought").touch()  # in the way
     with pytest.raises(LogError, match=r"cannot be brought to .*/brought/.*: .*Not a directory"):
         give(sender, 2, 12, Pipe())

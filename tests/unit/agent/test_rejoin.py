@@ -18,7 +18,7 @@ from swift_recovery.progress import RankReport
 def rejoin_of(supervisor: Any = None, **place: Any) -> Rejoin:
     groups = SimpleNamespace(store=place.pop("store", None))
     tracked = SimpleNamespace(messages=place.pop("messages", None))
-    made = (SimpleNamespace(**place), supervisor, groups, tracked)
+    made = (SimpleNamespace(**place), supervisor or SimpleNamespace(note=print), groups, tracked)
     return Rejoin(*cast(Any, made), torch.device("cpu"), lambda: None)
 
 
@@ -44,6 +44,7 @@ def test_a_rank_that_logs_does_not_wait_for_those_that_do_not() -> None:
 def test_a_lone_replacement_that_is_stopped_once_it_has_joined_repeats_first() -> None:
     entered: list[int] = []
     supervisor = SimpleNamespace(
+        note=print,
         peek_go=lambda: SimpleNamespace(generation=len(entered) + 2, leaves=False, keeps=False),
         enter_go=lambda go: True,
         interrupted=True,
