@@ -107,6 +107,7 @@ def test_random_moments_with_logs_in_a_store_only(
     killed = kill_at_random(agents, num_kills, random.Random(7))
     outcome = agents.wait()
     assert_only_the_killed_ended(outcome, killed)
+    assert f"the rest comes from {log_store.url}/job-" in outcome.text()
     assert_equal(outcome, undisturbed(schedule, iterations=iterations), iterations)
     log_store.assert_nothing_is_left(outcome, monkeypatch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -212,12 +213,16 @@ def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Refere
     assert_same(run(faults, nodes="abc", spares=1, num_workers=2), undisturbed("Schedule1F1B"), {2, 3})
 
 
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    ("schedule", "nodes"),
+    [("Schedule1F1B", False), ("Schedule1F1B", True), ("ScheduleInterleaved1F1B", False),
+     ("ScheduleInterleavedZeroBubble", False)],
+)  # fmt: skip
 @pytest.mark.parametrize("seed", range(3) if os.environ.get("SWIFT_TEST_ALL") else [0])
 def test_random_moments(
-    seed: int, schedule: str, make_agents: Callable[..., Agents], undisturbed: References
+    seed: int, schedule: str, nodes: bool, make_agents: Callable[..., Agents], undisturbed: References
 ) -> None:
-    """Ten kills; SWIFT_TEST_ALL=1 makes it thirty."""
+    """Ten kills, of workers or of their nodes; SWIFT_TEST_ALL=1 makes it thirty of each."""
     iterations, num_kills = 30, 10
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
@@ -225,7 +230,7 @@ def test_random_moments(
     )  # fmt: skip
     for node in "abcd":
         agents.start(node)
-    killed = kill_at_random(agents, num_kills, random.Random(seed))
+    killed = kill_at_random(agents, num_kills, random.Random(seed), nodes=nodes)
     outcome = agents.wait()
     assert_only_the_killed_ended(outcome, killed)
     assert_equal(outcome, undisturbed(schedule, iterations=iterations), iterations)
@@ -241,16 +246,25 @@ def test_schedules(schedule: str, run: Start, undisturbed: References) -> None:
     assert_same(run(faults, schedule=schedule), undisturbed(schedule), {fault["rank"] for fault in faults})
 
 
-@pytest.mark.parametrize(("scope", "iteration"), [("worker", 5), ("node", 5), ("node", 2)])
-def test_a_repetition_that_differs_is_noticed(scope: str, iteration: int, run: Start) -> None:
+@pytest.mark.parametrize(
+    ("scope", "iteration", "checkpoint"),
+    [("worker", 5, 0), ("node", 5, 0), ("node", 2, 0), ("worker", 7, 4), ("node", 7, 4)],
+)
+def test_a_repetition_that_differs_is_noticed(
+    scope: str, iteration: int, checkpoint: int, run: Start, undisturbed: References
+) -> None:
     """Also where what was sent before is lost with its node: those who have received it tell. And in the iteration in
-    which survivors have stayed."""
+    which survivors have stayed. Then all begin with the checkpoint, if there is one."""
     faults = [{"at": "backward", "iteration": iteration, "rank": 1, "scope": scope}]
-    outcome = run(faults, "abcde", spares=1, drifts=True)
+    drifts = checkpoint + 2 - (checkpoint > 0)
+    orders = {"checkpoint": checkpoint, "patient": True} if checkpoint else {}
+    outcome = run(faults, "abcde", spares=1, drifts=[1, drifts], **orders)
     text = outcome.text()
-    assert "iteration 2 cannot be repeated from logs: message " in text, text
-    assert "is not what was sent before: the repetition differs from what was done" in text
-    assert "all workers restart" in text and len(outcome.results) == 4, text
+    # The first one that such a stage sends, after those of the iterations before, eight in each.
+    first = rf"message {8 * drifts} of .*\b1\b.*\b2\b.* is not what was sent before: the repetition differs"
+    assert re.search(rf"iteration {drifts} cannot be repeated from logs: {first}", text), text
+    assert "all workers restart" in text and (not checkpoint or "all ranks begin with the checkpoint of" in text), text
+    assert_equal(outcome, undisturbed("Schedule1F1B"))
 
 
 def test_set_up_without_a_seed_cannot_be_repeated(make_agents: Callable[..., Agents]) -> None:

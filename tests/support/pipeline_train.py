@@ -263,11 +263,11 @@ def main() -> None:
             now["iteration"] = job.iteration_number
             print(job.iteration_number, os.getpid(), file=calls, flush=True)
             until_it_counts(job)
-            if ORDERS.get("drifts") and job.iteration_number == 2:
-                # Not the same in another process, as with kernels whose sums have no order.
+            if ORDERS.get("drifts") == [RANK, job.iteration_number]:
+                # Not the same in its second process, as with kernels whose sums have no order.
                 lives = len((DIR / f"pids.{RANK}").read_text().splitlines())
                 with torch.no_grad():
-                    blocks[0].layer.linear1.weight.mul_(1 + lives / 1000)
+                    blocks[0].layer.linear1.weight.mul_(1.001 if lives == 2 else 1.0)
             found: list[Tensor] = []
             for block in blocks:
                 block.calls = 0

@@ -79,30 +79,45 @@ def assert_equal(outcome: Outcome, expected: Outcome, iterations: int = ITERATIO
     assert losses(outcome.directory, iterations) == losses(expected.directory, iterations), text
 
 
-def kill_at_random(agents: Agents, num_kills: int, choose: random.Random) -> list[int]:
-    """Workers of a job that is paced, at any time, also in the recovery from the one before, but never the last one
-    that has its state; then let it go on freely. How many by rank."""
+def kill_at_random(agents: Agents, num_kills: int, choose: random.Random, *, nodes: bool = False) -> list[int]:
+    """Workers, or their *nodes*, in whose place others come, of a job that is paced: at any time, the second one in the
+    recovery from the first, but never the last one that has its state; then let it go on freely. How many by rank."""
     deadline_s = time.monotonic() + 60.0
+    num_in_recoveries = 0
     # A loss while all of them set up restarts all, and costs nothing.
     while min(begun(agents.directory)) < 0:
         assert time.monotonic() < deadline_s, agents.outcome(0).text()
         time.sleep(0.01)
     killed, lost, cut_at = [0] * 4, set[int](), 0  # lost since all were last live together, before that iteration
     while sum(killed) < num_kills:
-        time.sleep(choose.choice([choose.uniform(0.0, 0.4), choose.uniform(0.4, 1.0)]))
+        if sum(killed) != 1:
+            time.sleep(choose.choice([choose.uniform(0.0, 0.4), choose.uniform(0.4, 1.0)]))
         assert time.monotonic() < deadline_s and not list(agents.directory.glob("result.*")), agents.outcome(0).text()
         rank = choose.randrange(4)
         if min(begun(agents.directory)) > cut_at:
             lost.clear()
         process = started(agents.directory, rank)
         if process is not None and len(lost | {rank}) < 4:
-            process.kill()
+            if nodes:
+                agents.kill_node(node_of(agents, process))
+                agents.start(f"{num_kills - sum(killed)}")
+            else:
+                process.kill()
             psutil.wait_procs([process], timeout=10.0)
+            num_in_recoveries += bool(lost)
             killed[rank] += 1
             lost.add(rank)
             cut_at = max(begun(agents.directory))
     (agents.directory / "free").touch()
+    assert num_in_recoveries
+    print(f"killed by rank: {killed}, {num_in_recoveries} of them while another was being recovered")
     return killed
+
+
+def node_of(agents: Agents, worker: psutil.Process) -> str:
+    above = {process.pid for process in worker.parents()}
+    (node,) = (node for node, agent in agents.running.items() if agent.pid in above)
+    return node
 
 
 def assert_only_the_killed_ended(outcome: Outcome, killed: list[int]) -> None:
