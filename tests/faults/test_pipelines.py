@@ -260,8 +260,8 @@ def test_a_repetition_that_differs_is_noticed(
     orders = {"checkpoint": checkpoint, "patient": True} if checkpoint else {}
     outcome = run(faults, "abcde", spares=1, drifts=[1, drifts], **orders)
     text = outcome.text()
-    # The first one that such a stage sends, after those of the iterations before, eight in each.
-    first = rf"message {8 * drifts} of .*\b1\b.*\b2\b.* is not what was sent before: the repetition differs"
+    # The first one of such a stage in that iteration, after three that told shapes, and eight of each before.
+    first = rf"message {3 + 8 * drifts} of .*source=1, destination=2.* is not what was sent before: the repetition"
     assert re.search(rf"iteration {drifts} cannot be repeated from logs: {first}", text), text
     assert "all workers restart" in text and (not checkpoint or "all ranks begin with the checkpoint of" in text), text
     assert_equal(outcome, undisturbed("Schedule1F1B"))
