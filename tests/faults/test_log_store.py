@@ -142,6 +142,38 @@ def test_a_frozen_store_is_not_waited_for(
     log_store.assert_nothing_is_left(outcome, monkeypatch)
 
 
+@pytest.mark.parametrize("log_store", ["s3"], indirect=True)
+def test_a_store_that_is_away_for_too_long(
+    log_store: LogStore, make_agents: Callable[..., Agents], undisturbed: References
+) -> None:
+    """The room on the nodes is used up then, and the next checkpoint makes the logs of use again."""
+    iterations = 24
+    faults = [{"at": "backward", "iteration": 18, "rank": 2, "scope": "worker"}]
+    agents = make_agents(
+        num_nodes=4, num_workers=1, script=SCRIPT, environment=log_store.environment,
+        orders={"faults": faults, "schedule": "Schedule1F1B", "iterations": iterations, "pace_s": 0.2,
+                "checkpoint": 16, "patient": True},
+        options=("--log-store", log_store.url, "--message-log-limit", f"{ROOM / 1e9:f}"),
+    )  # fmt: skip
+    for node in "abcd":
+        agents.start(node)
+    wait_until_begun(agents, 2)
+    log_store.server.__exit__()
+    (agents.directory / "free").touch()
+    outcome = agents.wait()
+    text = outcome.text()
+    assert outcome.fired == {0}, text
+    assert_equal(outcome, undisturbed("Schedule1F1B", iterations=iterations), iterations)
+    for line in (
+        f"logs of messages may be left in {log_store.url}/job-",
+        "messages are logged no more: what --message-log-limit leaves this rank is used up",
+        "messages are logged again; with the checkpoint of iteration 16 they are of use again",
+        "load the checkpoint of iteration 16, and repeat iterations 16 to 17",
+    ):
+        assert line in text, text
+    assert "all workers restart" not in text
+
+
 @pytest.mark.parametrize("log_store", ["hdfs 2"], indirect=True)
 def test_a_data_node_is_lost_while_a_job_runs(
     log_store: LogStore, make_agents: Callable[..., Agents], undisturbed: References, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +200,8 @@ def test_a_data_node_is_lost_while_a_job_runs(
     log_store.assert_nothing_is_left(outcome, monkeypatch)
 
 
+# Of a stage between two others, for some ten of its iterations.
+ROOM = 150_000
 # Of the thread that makes copies, and of the log itself; by rank. Segments go when a checkpoint covers them.
 PLACES = {
     "the store": [
