@@ -2,9 +2,10 @@
 
 Under torchrun (`--plain`) all ranks write a checkpoint of their stage to the local disk every `--checkpoint-every`
 iterations, and all load the newest one after a restart. Under swift-run messages between stages are logged, and
-`job.checkpoint` writes as often. `--messages no` leaves the logging out; with `--messages saves` the script saves each
-message itself before it is sent, which is what SWIFT compares its asynchronous log with. Every rank appends
-"time pid iteration" to its file at the end of each iteration, and saves its stage at the end.
+`job.checkpoint` writes as often. `--messages no` leaves the logging out, and all that comes with it, `counts` the
+logging alone; with `--messages saves` the script saves each message itself before it is sent, which is what SWIFT
+compares its asynchronous log with. Every rank appends "time pid iteration" to its file at the end of each iteration,
+and saves its stage at the end.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ class Saved:
         self.count += 1
 
 
+def keep_no_messages() -> None:
+    """The log of this process stays empty, so that what it costs is seen: a lost stage could not be recovered."""
+    from swift_agent.sent_log import SentLog
+
+    def nothing(self: SentLog, *args: Any, **kwargs: Any) -> None: ...
+
+    SentLog.append = nothing  # type: ignore[method-assign]
+
+
 def write_checkpoint(trainer: Trainer, directory: Path, iteration: int) -> None:
     """All ranks; the newest counts when all parts of it are there."""
     state = {"model": trainer.stage.submod.state_dict(), "optimizer": trainer.optimizer.state_dict()}
@@ -112,7 +122,9 @@ def train_swift(args: argparse.Namespace) -> None:
     saved = Saved(args.log_to) if args.log == "saves" else None
     if args.checkpoint_every:
         job.checkpoint(args.log_to / "checkpoints", every=args.checkpoint_every)
-    job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log == "yes")
+    if args.log == "counts":
+        keep_no_messages()
+    job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log in ("yes", "counts"))
     step: Callable[[int], Any] = job.iteration(gate.timed(trainer.step) if gate else trainer.step)
     for iteration in job.iterations(args.iterations):
         if gate is not None and gate.closed():
@@ -140,7 +152,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="N")
-    parser.add_argument("--messages", dest="log", choices=("yes", "no", "saves"), default="yes",
+    parser.add_argument("--messages", dest="log", choices=("yes", "no", "counts", "saves"), default="yes",
                         help="whether they are logged")
     parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--gate", action="store_true", help="run in blocks, as told through FIFOs in that directory")
