@@ -1,11 +1,12 @@
-"""Recovery of a lost pipeline stage by replay, beside rolling the whole job back to its checkpoint with torchrun.
+"""Recovery of a lost pipeline stage by replay, beside rolling the whole job back to its checkpoint.
 
 A worker is killed 10, 50 and 100 iterations after the newest checkpoint. Measured: seconds from the SIGKILL until all
 ranks have finished the iteration after the last one that anybody had finished before it; so whatever is lost has been
 made again. Under swift-run the replacement repeats the iterations of its stage alone, from the messages that its
 neighbours have logged: with m micro-batches, p stages and one lost, (m + s - 1) / (m + p - 1) of the time, s = 1, by
-SWIFT's model (section 5), which is printed next to what was found. The final weights of all stages must be those of an
-undisturbed run, bit for bit.
+SWIFT's model (section 5), which is printed next to what was found. Beside it the whole job is rolled back: by torchrun,
+and, as that is slow to start processes, by swift-run, which does so with a script that logs no messages. The final
+weights of all stages must be those of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SCRIPT = ROOT / "benchmarks" / "train_pipeline.py"
 TIMEOUT_S = 180.0
 # After the last kill the job still has to go on for some iterations.
 NUM_AFTER = 10
+# Iterations between checkpoints; processes have to get ready before a kill, and the job must not be over by then.
+MIN_BETWEEN = 60
 
 
 @dataclass
@@ -72,15 +75,17 @@ def kill(job: Job, rank: int, measured: Measured) -> int:
     return max(entry.iteration for entry in job.log(rank) if entry.time_s <= killed_s) + 1
 
 
-def run_job(job: Job, distances: list[int], every: int, measured: dict[int, Measured], turn: int) -> None:
-    """One kill for each distance to the newest checkpoint, of another rank each time."""
+def run_job(
+    job: Job, distances: list[int], every: int, measured: dict[int, Measured], turn: int, replays: bool
+) -> None:
+    """One kill for each distance to the newest checkpoint, of another rank each time. *replays*: lost stages do."""
     with job:
         for number, distance in enumerate(distances):
             job.wait_iteration(every * (number + 1) + distance - 1, TIMEOUT_S)
             job.wait_ready()
             checkpoint = every * (number + 1)
             was_in = kill(job, (number + turn) % job.world_size, measured[distance])
-            if isinstance(job, SwiftRun):
+            if replays:
                 told = number + 1
                 job.wait_for(lambda told=told: len(job.phases()) >= told, "record of the recovery", 10.0)  # type: ignore[misc]
                 phases = job.phases()[-1]
@@ -97,24 +102,28 @@ def said(job: Job) -> str:
 
 def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict[str, Any]:
     distances = sorted(args.distances)
-    every = distances[-1] + NUM_AFTER
+    every = max(distances[-1] + NUM_AFTER, MIN_BETWEEN)
     options = ["--iterations", str(every * (len(distances) + 1)), "--checkpoint-every", str(every)]
     for name in ("layers", "width", "length", "micro_batches"):
         options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     tell("undisturbed run")
     with SwiftRun(directory, options, etcd, 0, args.workers, SCRIPT) as undisturbed:
         undisturbed.wait_end(TIMEOUT_S)
-    ours, peer = ({distance: Measured() for distance in distances} for _ in range(2))
+    ways = ("torchrun", "swift-run, rolled back", "swift-run")
+    by_way = {way: {distance: Measured() for distance in distances} for way in ways}
+    peer, rolled_back, ours = by_way.values()
     equal = True
     for turn in range(args.rounds):
-        for launcher in ("torchrun", "swift-run") if turn % 2 == 0 else ("swift-run", "torchrun"):
-            if launcher == "torchrun":
-                run_job(Torchrun(directory, options, 0, args.workers, SCRIPT), distances, every, peer, turn)
-                tell("  torchrun   " + ", ".join(f"{peer[each].recovery_s[-1]:.2f} s" for each in distances))
+        for way in ways if turn % 2 == 0 else ways[::-1]:
+            if way == "torchrun":
+                job: Job = Torchrun(directory, options, 0, args.workers, SCRIPT)
+            else:
+                keeps = "yes" if way == "swift-run" else "no"
+                job = SwiftRun(directory, [*options, "--messages", keeps], etcd, 0, args.workers, SCRIPT)
+            run_job(job, distances, every, by_way[way], turn, replays=way == "swift-run")
+            tell(f"  {way:24}" + ", ".join(f"{by_way[way][each].recovery_s[-1]:.2f} s" for each in distances))
+            if way == "torchrun":
                 continue
-            job = SwiftRun(directory, options, etcd, 0, args.workers, SCRIPT)
-            run_job(job, distances, every, ours, turn)
-            tell("  swift-run  " + ", ".join(f"{ours[each].recovery_s[-1]:.2f} s" for each in distances))
             pairs = [(undisturbed.directory / file.name, file) for file in job.directory.glob("weights*.pt")]
             equal &= len(pairs) == job.world_size and all(same_weights(*pair) for pair in pairs)
     stages, micro_batches = NUM_NODES * args.workers, args.micro_batches
@@ -128,6 +137,7 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
                 "name": f"replay/{distance}",
                 "ours_s": mine.recovery_s,
                 "peer_s": other.recovery_s,
+                "rolled_back_s": rolled_back[distance].recovery_s,
                 "ratio": statistics.median(other.recovery_s) / statistics.median(mine.recovery_s),
                 "replay_s": mine.replay_s,
                 "iteration_s": iteration_s,
@@ -146,12 +156,12 @@ def tell(text: str) -> None:
 
 
 def report(case: dict[str, Any]) -> str:
-    ours, peer = statistics.median(case["ours_s"]), statistics.median(case["peer_s"])
+    ours, peer, rolled = (statistics.median(case[key]) for key in ("ours_s", "peer_s", "rolled_back_s"))
     return (
         f"{case['name']} iterations after the checkpoint: swift-run {ours:.2f} s, torchrun {peer:.2f} s: "
-        f"{case['ratio']:.1f} times faster; an iteration of {case['iteration_s'] * 1e3:.0f} ms is repeated in "
-        f"{case['replay_share']:.2f} of its time (model: {case['model_share']:.2f}); "
-        f"weights {'equal' if case['equal'] else 'DIFFER'}"
+        f"{case['ratio']:.1f} times faster; swift-run without logs {rolled:.2f} s: {rolled / ours:.1f} times; "
+        f"an iteration of {case['iteration_s'] * 1e3:.0f} ms is repeated in {case['replay_share']:.2f} of its time "
+        f"(model: {case['model_share']:.2f}); weights {'equal' if case['equal'] else 'DIFFER'}"
     )
 
 
