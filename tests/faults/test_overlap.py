@@ -8,6 +8,8 @@ from copies, bit for bit too; else the iteration begins again within the bound o
 from __future__ import annotations
 
 import functools
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,7 @@ def test_undone_within_the_bound(optimizer: str, run: Run) -> None:
     assert set(found) == {"3", "6"} and all(values["excess"] <= 0 for values in found.values()), found
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_nothing_is_undone_that_a_survivor_has_untouched(
     optimizer: str, run: Run, of_plain_ddp: Callable[[str], str]
 ) -> None:
@@ -114,6 +116,24 @@ def test_nothing_is_undone_that_a_survivor_has_untouched(
     assert "of iteration 3 from rank 0" in text, "parameters are copied from where they are untouched"
     assert "of iteration 6 from rank" in text, "one survivor gets the rest of the update from the others"
     assert outcome.hashes == {of_plain_ddp(optimizer)}, text
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("seed", range(10) if os.environ.get("SWIFT_TEST_ALL") else [0])
+def test_any_subset_of_ranks_has_updated_any_buckets(
+    seed: int, optimizer: str, run: Run, of_plain_ddp: Callable[[str], str]
+) -> None:
+    """Four kills; with SWIFT_TEST_ALL=1 forty for each optimizer."""
+    choose, faults = random.Random(f"{optimizer} {seed}"), []
+    for iteration in range(1, ITERATIONS - 1, 2):
+        victim, bucket = choose.randrange(4), choose.randrange(4)
+        survivors = set(range(4)) - {victim}
+        refused = {str(rank): [b for b in range(bucket) if choose.random() < 0.5] for rank in survivors}
+        faults.append({"iteration": iteration, "victim": victim, "bucket": bucket, "refused": refused})
+    print(faults)
+    outcome = run(optimizer=optimizer, overlap=True, exact=True, faults=faults)
+    assert lost(outcome) == {fault["victim"] for fault in faults}, outcome.text()
+    assert outcome.hashes == {of_plain_ddp(optimizer)}, outcome.text()
 
 
 def test_who_received_an_update_passes_it_on_with_what_is_small(run: Run, of_plain_ddp: Callable[[str], str]) -> None:
