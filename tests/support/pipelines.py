@@ -79,13 +79,16 @@ def assert_equal(outcome: Outcome, expected: Outcome, iterations: int = ITERATIO
     assert losses(outcome.directory, iterations) == losses(expected.directory, iterations), text
 
 
-def kill_at_random(agents: Agents, num_kills: int, choose: random.Random, *, nodes: bool = False) -> list[int]:
-    """Workers, or their *nodes*, in whose place others come, of a job that is paced: at any time, the second one in the
-    recovery from the first, but never the last one that has its state; then let it go on freely. How many by rank."""
+def kill_at_random(
+    agents: Agents, num_kills: int, choose: random.Random, *, nodes: bool = False, begin: int = 0
+) -> list[int]:
+    """Workers, or their *nodes*, in whose place others come, of a job that is paced: at any time from iteration *begin*
+    on, the second one in the recovery from the first, but never the last one that has its state; then let it go on
+    freely. How many by rank."""
     deadline_s = time.monotonic() + 60.0
     num_in_recoveries = 0
     # A loss while all of them set up restarts all, and costs nothing.
-    while min(begun(agents.directory)) < 0:
+    while min(begun(agents.directory)) < begin:
         assert time.monotonic() < deadline_s, agents.outcome(0).text()
         time.sleep(0.01)
     killed, lost, cut_at = [0] * 4, set[int](), 0  # lost since all were last live together, before that iteration
