@@ -56,9 +56,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def starts_no_job(nodeid: str) -> bool:
-    """Those of stores start servers, and wait for them."""
-    stores = tuple(f"tests/integration/test_{name}.py" for name in ("hdfs", "libhdfs", "s3"))
-    return nodeid.startswith(("tests/model/", "tests/unit/", *stores))
+    return nodeid.startswith(("tests/model/", "tests/unit/"))
 
 
 def pytest_unconfigure() -> None:

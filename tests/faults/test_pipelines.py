@@ -39,10 +39,10 @@ Start = Callable[..., Outcome]
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(
         faults: list[dict[str, Any]], nodes: str = "abcd", schedule: str = "Schedule1F1B", spares: int = 0,
-        num_workers: int = 1, **orders: Any,
+        num_workers: int = 1, max_restarts: int = 20, **orders: Any,
     ) -> Outcome:  # fmt: skip
         return make_agents(
-            num_nodes=4 // num_workers, num_workers=num_workers, max_restarts=20, script=SCRIPT,
+            num_nodes=4 // num_workers, num_workers=num_workers, max_restarts=max_restarts, script=SCRIPT,
             orders={"faults": faults, "schedule": schedule, **orders},
             options=("--spares", str(spares)) if spares else (),
         ).run(nodes)  # fmt: skip
@@ -373,7 +373,7 @@ def test_messages_that_are_left_out_after_the_update(
 
 
 def test_a_message_that_is_sent_after_the_update_is_refused(run: Start) -> None:
-    outcome = run([], reports="late")
+    outcome = run([], max_restarts=0, reports="late")
     assert not outcome.results
     assert "a message is sent in an iteration after its update" in outcome.text()
 
