@@ -42,6 +42,11 @@ class Collectives:
         return "have taken part in a collective of it" if (self._num - self._base if aside is None else aside) else ""
 
     @property
+    def is_aside(self) -> bool:
+        """Those of now are not the script's."""
+        return self._aside is not None
+
+    @property
     def are_known(self) -> bool:
         return self._library is not None
 

@@ -35,5 +35,9 @@ class CannotReplay(SwiftError):
     """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
 
 
+class NotInLog(CannotReplay):
+    """Something that is to be repeated with is in nobody's log."""
+
+
 class CutReplay(CannotReplay):
     """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""

@@ -1,4 +1,4 @@
-"""Messages from the log of who has sent them: all of one destination in pieces over a link, or some of them by number.
+"""Messages from the log of who has sent them: all of some channels in pieces over a link, or some of them by number.
 
     segments, oldest first --thread--> pieces, some ahead --link--> files of the receiver, one after the other
 
@@ -48,14 +48,14 @@ class BytesLink(Protocol):
 
 
 def send(
-    log: SentLog, segments: Sequence[SentSegment], destination: int, before: int, ends: Mapping[Channel, int],
+    log: SentLog, segments: Sequence[SentSegment], before: int, ends: Mapping[Channel, int],
     link: BytesLink, check: Callable[[], object],
 ) -> None:  # fmt: skip
-    """What that rank was sent in the iterations before that one, up to the numbers *ends*. Raises `LogError`, and tells
-    the other side; and what *check* does, which is called in another thread.
+    """What was sent on the channels *ends* in the iterations before that one, up to these numbers. Raises `LogError`,
+    and tells the other side; and what *check* does, which is called in another thread.
 
     While a piece is on its way the next ones are put together, and what is in a store only is brought."""
-    make = partial(_pieces, log, segments, destination, before, ends, check)
+    make = partial(_pieces, log, segments, before, ends, check)
     try:
         with contextlib.closing(ahead(make, NUM_PIECES_AHEAD, filler=_ALIVE, filler_s=ALIVE_S)) as pieces:
             for piece in pieces:
@@ -104,7 +104,7 @@ def logged(
 
 
 def _pieces(
-    log: SentLog, segments: Sequence[SentSegment], destination: int, before: int, ends: Mapping[Channel, int],
+    log: SentLog, segments: Sequence[SentSegment], before: int, ends: Mapping[Channel, int],
     check: Callable[[], object], stopped: Callable[[], None],
 ) -> Generator[bytes, None, None]:  # fmt: skip
     """Each of them a whole segment."""
@@ -117,7 +117,7 @@ def _pieces(
     with contextlib.closing(log.read(segments, checks, all_of_them=True)) as logs:
         for one, segment in logs:
             checks()
-            for record in _sent_to(destination, before, one, segment.ends, ends):
+            for record in _wanted(before, one, segment.ends, ends):
                 writer.append(*record)
                 if len(piece) >= PIECE_BYTES:
                     writer.finish()
@@ -128,12 +128,12 @@ def _pieces(
         yield bytes(piece)
 
 
-def _sent_to(
-    destination: int, before: int, log: LogReader, here: Mapping[Channel, int], ends: Mapping[Channel, int]
+def _wanted(
+    before: int, log: LogReader, here: Mapping[Channel, int], ends: Mapping[Channel, int]
 ) -> Iterator[tuple[Header, memoryview]]:
     """Of one segment, where messages count below the numbers *here*; from *ends* on they will be sent again."""
     for channel, number, iteration in log.newest():
-        if channel.destination != destination or iteration >= before:
+        if iteration >= before:
             continue
         if number < min(here.get(channel, number + 1), ends.get(channel, 0)):
             yield log.read_last(channel, number)

@@ -1,4 +1,5 @@
-"""Point-to-point messages of iterations: counted, logged by their sender, and served again to a replacement.
+"""Point-to-point messages of iterations: counted, logged by their sender, and served again to a replacement; and
+beside them what collectives gave (`results`).
 
 Every Python caller of c10d's point-to-point operations (`isend`, `irecv`, `batch_isend_irecv`, object lists,
 `torch.distributed.pipelining`) ends in `ProcessGroup.send` and `recv`, which are wrapped here for all groups. Outside
@@ -37,6 +38,7 @@ from swift_agent.digests import Digests
 from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.log_serving import Gift
 from swift_agent.repetition import Connect, Repetition
+from swift_agent.results import Results
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
 from swift_agent.works import Receive, Send
@@ -93,7 +95,9 @@ class Messages:
         self._again: list[Any] = []
         self._again_before: list[Any] = []
         self._collectives = Collectives()
+        self.results = Results(rank, self._repetition, self._log)
         torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
+        torch_private.wrap_collectives(self._collective)
 
     @property
     def is_complete(self) -> bool:
@@ -113,6 +117,7 @@ class Messages:
         self._iteration, self._generation, self._has_agreed = iteration, generation, False
         self._counts.begin()
         self._collectives.begin()
+        self.results.begin(iteration)
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""
@@ -123,6 +128,7 @@ class Messages:
         self._let_go()
         self._counts.end()
         self._collectives.end()
+        self.results.end()
         # All that an iteration sends is received in it; it may not be known here yet.
         self._again_before, self._again = self._again, []
         repetition = self._repetition
@@ -143,6 +149,7 @@ class Messages:
         self._iteration = -1
         self._let_go()
         self._collectives.end()
+        self.results.end()
         self._counts.rewind()
         self._digests.keep_before(self._counts.here)
 
@@ -202,14 +209,14 @@ class Messages:
         if beginning[0] or not self.origins:
             self.origins, self.all_began_at = beginning
 
-    def gift(self, destination: int, before: int) -> Gift | None:
-        """For a replacement of rank *destination*: what it was sent in the iterations before that one, as far as this
-        rank will not send it once more; None if it was sent nothing. Any thread may call it with the link and a check;
-        see `log_transfer.send`. Raises `LogError` if there is no log."""
-        ends = dict(self._counts.sent)
-        if not any(channel.destination == destination for channel in ends):
-            return None
-        return partial(log_transfer.send, self.log, self.log.segments(), destination, before, ends)
+    def gift(self, destination: int, before: int, replays: Collection[int]) -> Gift | None:
+        """For a replacement of rank *destination*, one of *replays*: what it was sent in the iterations before that
+        one, as far as this rank will not send it once more, and the results that both had; None if there is nothing.
+        Any thread may call it with the link and a check; see `log_transfer.send`. Raises `LogError` if there is no log.
+        """
+        ends = {channel: end for channel, end in self._counts.sent.items() if channel.destination == destination}
+        ends |= self.results.ends(destination, before, replays)
+        return partial(log_transfer.send, self.log, self.log.segments(), before, ends) if ends else None
 
     def take(self, links: Mapping[int, Connect]) -> None:
         """What these ranks give, in threads. Raises `CannotReplay` if there is no place for it."""
@@ -245,6 +252,11 @@ class Messages:
         repeat theirs, too; and are sent to those only."""
         # Alone it goes on when others are lost: if that is who gives, the link tells.
         self._repetition.begin(repeating, self._check if len(repeating) > 1 else lambda: None)
+
+    @property
+    def repeating(self) -> Collection[int]:
+        """Those who repeat iterations, this rank among them."""
+        return self._repetition.together
 
     def drop_replay(self) -> None:
         """It was cut before it began."""
@@ -488,6 +500,13 @@ class Messages:
                 "could not be repeated. Name the source."
             )
         return original(group, tensors, tag)
+
+    def _collective(self, name: str, group: Any, outputs: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
+        is_one = self._iteration >= 0 and not self._collectives.is_aside and group.size() > 1
+        # Those of several threads have no order that could be repeated.
+        if not is_one or threading.get_ident() != self._thread:
+            return call()
+        return self.results.make(name, group, outputs, call)
 
 
 def _global_rank(group: Any, rank: int) -> int:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -346,10 +346,11 @@ class ProcessGroups:
                 one.end_local()
 
     @contextlib.contextmanager
-    def refused(self, why: str) -> Iterator[None]:
-        """Inside, operations of connected groups of more than one rank raise, but point-to-point ones (without the
-        native backend all return at once with local values); nobody else takes notice."""
-        everything = [one for group in self._groups for one in group.exchanges if group.pg.size() > 1]
+    def refused(self, why: str, *, among: Collection[int] = ()) -> Iterator[None]:
+        """Inside, operations of connected groups of more than one rank raise, but point-to-point ones, and those of
+        groups that have only ranks *among* those (without the native backend all return at once with local values);
+        nobody else takes notice."""
+        everything = [one for group in self._groups if not group.is_among(among) for one in group.exchanges]
         for one in everything:
             one.refuse(why)
         self._is_detached = True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.distributed as dist
 
 from swift_agent import exchange, gloo_sockets, torch_private
 from swift_agent.rebuilding import Plan
@@ -35,6 +37,11 @@ class Group:
         """("gloo" | "nccl", its exchange)"""
         for plan, one in zip(self.plans, self.exchanges, strict=True):
             yield plan.kind, one
+
+    def is_among(self, ranks: Collection[int]) -> bool:
+        """Whether it has only members of *ranks*, or one member."""
+        members = dist.get_process_group_ranks(self.pg)
+        return len(members) == 1 or set(members) <= set(ranks)
 
     def set_default(self) -> None:
         """Tell torch which backend stands for the whole group."""

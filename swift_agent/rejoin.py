@@ -227,7 +227,7 @@ class Rejoin:
             try:
                 for rank in plan.replays:
                     # Who stays in an iteration gives what it has sent in that, too.
-                    gift = messages.gift(rank, plan.iteration + plan.stays)
+                    gift = messages.gift(rank, plan.iteration + plan.stays, plan.replays)
                     where = self._log_server.serve(rank, store.local_address, gift) if gift is not None else ""
                     offer = {"beginning": messages.beginning(), "where": where}
                     PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))

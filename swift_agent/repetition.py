@@ -22,7 +22,7 @@ from torch import Tensor
 from swift_agent import log_transfer
 from swift_agent.ahead import Stopped
 from swift_agent.digests import Digests
-from swift_agent.errors import CannotReplay, LostLog
+from swift_agent.errors import CannotReplay, LostLog, NotInLog
 from swift_agent.log_transfer import BytesLink
 from swift_agent.sent_before import SentBefore
 from swift_logging_store.errors import LogError
@@ -46,7 +46,8 @@ class Repetition:
     def __init__(self, directory: Path, sent_before: SentBefore, note: Callable[[str], None]) -> None:
         self._directory, self._sent_before, self._note = directory, sent_before, note
         self._theirs = Digests()  # of what this rank, in an earlier life, has sent
-        self._together: frozenset[int] = frozenset()
+        self.together: frozenset[int] = frozenset()
+        """Those who repeat iterations, this rank among them."""
         self.is_on = False
         """There is something to repeat with."""
         self.is_whole = False
@@ -143,7 +144,7 @@ class Repetition:
         """From now on, but for messages of and to the ranks *together*, which repeat theirs, too. *check* raises when
         it is of no use to wait."""
         self._check = check
-        self._together = frozenset(together)
+        self.together = frozenset(together)
         self._sent_before.open(self._note)
         self.is_on = self.is_whole = True
 
@@ -172,12 +173,12 @@ class Repetition:
 
     def is_over(self, peer: int) -> bool:
         """Whether the messages of this iteration were exchanged before, by *peer* and the predecessor."""
-        return self.is_whole and peer not in self._together
+        return self.is_whole and peer not in self.together
 
     def gives(self, channel: Channel, number: int) -> bool:
         """Whether that message comes from what was taken (`fill`)."""
         if self.is_whole:
-            return channel.source not in self._together
+            return channel.source not in self.together
         return self._source is not None and self._source.has(channel, number)
 
     def ends(self, begins: Mapping[Channel, int]) -> dict[Channel, int]:
@@ -197,29 +198,27 @@ class Repetition:
                 "done (job.track(deterministic=True) names the operations of torch that do)"
             )
 
-    def fill(self, tensor: Tensor, channel: Channel, number: int, iteration: int) -> None:
-        """With that message, when it has come. Raises `CannotReplay`, `LostLog` if not all that was to come does, and
-        what *check* does."""
+    def fill(self, tensor: Tensor, channel: Channel, number: int, iteration: int, *, what: str = "") -> None:
+        """With that message, when it has come; *what* it is, for people. Raises `CannotReplay`, `NotInLog` if it was
+        not logged, `LostLog` if not all that was to come does, and what *check* does."""
         source = self._source
         assert source is not None
+        what = what or f"message {number} of {channel}"
         self._wait_for(lambda: source.has(channel, number) or channel.source not in self._coming)
         try:
             with self._changed:
                 header, payload = source.read(channel, number)
         except KeyError:
-            raise CannotReplay(f"message {number} of {channel} is in nobody's log") from None
+            raise NotInLog(f"{what} is in nobody's log") from None
         except LogError as error:
             raise CannotReplay(str(error)) from None
         if header.iteration != iteration:
-            raise CannotReplay(
-                f"message {number} of {channel} was sent in iteration {header.iteration}, and is waited for in "
-                f"{iteration}"
-            )
+            raise CannotReplay(f"{what} was sent in iteration {header.iteration}, and is waited for in {iteration}")
         message = tensor_of(header, payload)
         if message.dtype != tensor.dtype or message.shape != tensor.shape:
             raise CannotReplay(
-                f"message {number} of {channel} is {message.dtype} {list(message.shape)}, and what waits for it "
-                f"{tensor.dtype} {list(tensor.shape)}: the repetition differs from what was done"
+                f"{what} is {message.dtype} {list(message.shape)}, and what waits for it {tensor.dtype} "
+                f"{list(tensor.shape)}: the repetition differs from what was done"
             )
         tensor.data.copy_(message)  # what waits for an activation is a leaf that requires a gradient
 

@@ -338,7 +338,7 @@ class Protected:
         place.seeds.for_iteration(number)
         place.enter("iteration")
         try:
-            with self._groups.refused(_NOT_LOGGED), tracked.updates.repeating():
+            with self._groups.refused(_NOT_LOGGED, among=messages.repeating), tracked.updates.repeating():
                 tracked.begin(number)
                 result = call()
         except Exception as error:

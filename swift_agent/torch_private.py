@@ -469,6 +469,41 @@ def _wrap_operation(name: str, wrapper: Callable[..., Any], keywords: Sequence[s
     setattr(dist.ProcessGroup, name, operation)
 
 
+# Collectives after which all members of the group have the same, by the methods of ProcessGroup that Python calls. Logs
+# have their places in this list: new ones go to its end.
+ALIKE = (
+    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "barrier"
+)  # fmt: skip
+_OUTPUT_KEYWORDS = ("tensors", "tensor", "output_tensors", "output_tensor", "output")
+
+
+def wrap_collectives(wrapper: Callable[[str, Any, list[torch.Tensor], Callable[[], Any]], Any]) -> None:
+    """From now on those of `ALIKE` that Python calls, of all groups, are `wrapper(name, group, outputs, call)`, where
+    `call()` makes them and returns torch's work, or None where that waits by itself. C++ callers are not affected."""
+    for name in ALIKE:
+        if hasattr(dist.ProcessGroup, name):  # all_gather_single is new in torch 2.13
+            _wrap_collective(name, wrapper)
+
+
+def _wrap_collective(name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def operation(group: Any, *args: Any, **named: Any) -> Any:
+        return wrapper(name, group, _outputs(name, args, named), lambda: original(group, *args, **named))
+
+    setattr(dist.ProcessGroup, name, operation)
+
+
+def _outputs(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
+    if name == "barrier":
+        return []
+    given = args[0] if args else next(named[keyword] for keyword in _OUTPUT_KEYWORDS if keyword in named)
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return list(given[0] if name == "allgather" else given)
+
+
 @contextlib.contextmanager
 def plain_messages() -> Iterator[None]:
     """Inside, point-to-point operations are torch's own."""

@@ -139,12 +139,12 @@ def test_all_begin_with_it_if_iterations_cannot_be_repeated(
     pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
 ) -> None:
     faults = [{"at": "forward", "iteration": number, "rank": 2, "scope": "worker"} for number in (2, 5, 10)]
-    outcome = pipeline(faults, collective=True)
+    outcome = pipeline(faults, collective="compiled")
     text = outcome.text()
     assert text.count("only messages can be repeated from logs, not collectives") >= 2, text
     for begin in (3, 9):
         assert f"all ranks begin with the checkpoint of iteration {begin}" in text
-    assert_equal(outcome, expected(collective=True))
+    assert_equal(outcome, expected(collective="compiled"))
 
 
 def test_another_seed_is_noticed(pipeline: Callable[..., Outcome]) -> None:

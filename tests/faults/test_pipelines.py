@@ -296,12 +296,13 @@ def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: Refer
 def test_who_has_taken_part_in_a_collective_begins_its_iteration_anew(
     run: Start, undisturbed: References
 ) -> None:
-    """The checkpoint is of that iteration, so that no collective has to be repeated from logs."""
+    """The checkpoint is of that iteration, so that no collective has to be repeated from logs: nobody keeps what those
+    give that Python does not call."""
     faults = [
         {"at": "before_step", "iteration": 4, "rank": 2, "scope": "worker"},
         {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
     ]
-    orders = {"collective": True, "checkpoint": 4, "patient": True}
+    orders = {"collective": "compiled", "checkpoint": 4, "patient": True}
     outcome = run(faults, **orders)
     assert_same(outcome, undisturbed("Schedule1F1B", **orders), {1, 2}, anew=True)
     text = outcome.text()
@@ -378,7 +379,72 @@ def test_a_message_that_is_sent_after_the_update_is_refused(run: Start) -> None:
     assert "a message is sent in an iteration after its update" in outcome.text()
 
 
-@pytest.mark.parametrize("orders", [{"collective": True}, {"section": "communicates"}], ids=["iteration", "section"])
+COLLECTIVES = [
+    {"at": "forward", "iteration": 1, "rank": 1, "scope": "worker"},
+    {"at": "clipping", "iteration": 3, "rank": 0, "scope": "worker"},
+    {"at": "tying", "iteration": 4, "rank": 3, "scope": "worker"},
+    {"at": "clipped", "iteration": 5, "rank": 2, "scope": "worker"},
+    {"at": "agree", "iteration": 7, "rank": 3, "scope": "worker"},
+    {"at": "agreed", "iteration": 9, "rank": 1, "scope": "worker"},
+    {"at": "after_step", "iteration": 10, "rank": 0, "scope": "worker"},
+]
+
+
+@pytest.mark.parametrize("checkpoint", [0, 4], ids=["from the beginning", "from a checkpoint"])
+def test_what_collectives_gave_is_repeated(checkpoint: int, run: Start, undisturbed: References) -> None:
+    """Gradients of all stages are cut to one norm, and two stages have the same words: at each step of that a rank is
+    lost. Its replacement repeats all iterations since the checkpoint with what the others have kept."""
+    orders: dict[str, Any] = {"checkpoint": checkpoint, "patient": True} if checkpoint else {}
+    outcome = run(COLLECTIVES, clips=True, **orders)
+    assert_same(outcome, undisturbed("Schedule1F1B", clips=True), {0, 1, 2, 3}, anew=True)
+
+
+def test_neighbours_that_are_lost_together_get_what_collectives_gave(run: Start, undisturbed: References) -> None:
+    """From one of the others, both of them, while their own messages are sent once more."""
+    faults = [
+        {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
+        {"at": "clipped", "iteration": 7, "rank": 1, "scope": "node"},
+    ]
+    outcome = run(faults, nodes="abcd", spares=2, num_workers=2, clips=True)
+    assert_same(outcome, undisturbed("Schedule1F1B", clips=True), {0, 1, 2, 3}, anew=True)
+
+
+def test_a_collective_after_the_update_is_passed_over_if_it_was_cut(run: Start, undisturbed: References) -> None:
+    """Nobody has had its result, so that a replacement does without it, too; also a later one."""
+    faults = [
+        {"at": "after_step", "iteration": 4, "rank": 3, "scope": "worker"},
+        {"at": "told", "iteration": 6, "rank": 3, "scope": "worker"},
+        {"at": "forward", "iteration": 9, "rank": 2, "scope": "worker"},
+    ]
+    # (Who passes over something runs it once more, without effect.)
+    assert_same(run(faults, tells=True), undisturbed("Schedule1F1B"), {2, 3}, anew=True)
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_random_kills_with_collectives(
+    schedule: str, make_agents: Callable[..., Agents], undisturbed: References
+) -> None:
+    """Each iteration has collectives; an iteration in which one was under way is begun anew."""
+    num_kills = 10
+    agents = make_agents(
+        num_nodes=4, num_workers=1, max_restarts=2 * num_kills, script=SCRIPT,
+        orders={"schedule": schedule, "clips": True, "checkpoint": 5, "pace_s": 1.0},
+    )  # fmt: skip
+    for node in "abcd":
+        agents.start(node)
+    killed = kill_at_random(agents, num_kills, random.Random(11))
+    outcome = agents.wait()
+    assert_equal(outcome, undisturbed(schedule, clips=True))
+    text = outcome.text()
+    assert "all workers restart" not in text
+    for rank, num_killed in enumerate(killed):
+        num_replaced = len(re.findall(rf"\] rank {rank}: .*itself replaced", text))
+        assert num_killed <= len(outcome.pids[rank]) - 1 <= num_killed + num_replaced, text
+
+
+@pytest.mark.parametrize(
+    "orders", [{"collective": "compiled"}, {"section": "communicates"}], ids=["compiled", "section"]
+)
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["one is lost", "two are lost"])
 def test_collectives_cannot_be_repeated(
     num_workers: int, orders: dict[str, Any], run: Start, undisturbed: References

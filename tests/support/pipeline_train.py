@@ -2,11 +2,13 @@
 orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand"; with "seedless" each process
-begins with another state, with "collective" there is an all-reduce in each iteration, with "evaluates" an evaluation in
-some; with "reports" the last stage sends its losses to the first one, which receives them after its update, on "thread"
-in a thread that begins before; "late" sends one after the update; with "section" there is one of these now and then,
-which "communicates", has "messages", or neither; "loses_logs" names iterations after which nothing of a log is left on
-its node that is in a store.
+begins with another state, with "collective" there is an all-reduce in each iteration, which is "compiled" if Python
+does not call it; "clips" cuts the gradients of all stages to a common norm, where the first and the last one have the
+same words, and "tells" all of them what the last one has lost, after the update; with "evaluates" there is an
+evaluation in some iterations; with "reports" the last stage sends its losses to the first one, which receives them
+after its update, on "thread" in a thread that begins before; "late" sends one after the update; with "section" there is
+one of these now and then, which "communicates", has "messages", or neither; "loses_logs" names iterations after which
+nothing of a log is left on its node that is in a store.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -61,6 +64,37 @@ class Block(nn.Module):
         if x.requires_grad and self.calls % MICRO_BATCHES == 5:
             x.register_hook(lambda grad: fault("backward"))
         return x if self.head is None else self.head(x)
+
+
+class Clipping:
+    """Of the gradients of all stages to a common norm. The words of the first stage and those of the last one are the
+    same: their gradients are added."""
+
+    def __init__(self, blocks: nn.ModuleList, world_size: int) -> None:
+        self._blocks = blocks
+        self._group = dist.new_group([0, world_size - 1])
+        self._words = [layer.weight for block in blocks for layer in (block.embedding, block.head) if layer is not None]
+        for words in self._words:
+            nn.init.normal_(words, std=0.3, generator=torch.Generator().manual_seed(5))
+
+    def __call__(self) -> None:
+        for words in self._words:
+            fault("tying")
+            work = dist.all_reduce(words.grad, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed():
+                time.sleep(0.0002)
+        gradients = [parameter.grad for parameter in self._blocks.parameters()]
+        mine = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        fault("clipping")
+        squares = [torch.zeros(()) for _ in range(dist.get_world_size())]
+        dist.all_gather(squares, mine)
+        largest = mine.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        fault("clipped")
+        scale = (2.0 / (torch.stack(squares).sum().sqrt() + largest)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
 
 
 class ByHand:
@@ -237,6 +271,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
     take_checkpoints(job)
     reports = Reports(ORDERS.get("reports"), job.world_size)
+    clip = Clipping(blocks, job.world_size) if ORDERS.get("clips") else None
     if name == "ByHand":
         job.track(model=blocks, optimizer=optimizer, scheduler=scheduler, replicas=[RANK], log_messages=True)
     else:
@@ -282,11 +317,19 @@ def main() -> None:
                     *([x] if 0 in indices else []), target=y if last in indices else None,
                     losses=found if last in indices else None,
                 )  # fmt: skip
-                if ORDERS.get("collective"):
+                if ORDERS.get("collective") == "compiled":
+                    functional.wait_tensor(functional.all_reduce(torch.zeros(1), "sum", dist.group.WORLD))
+                elif ORDERS.get("collective"):
                     dist.all_reduce(torch.zeros(1))
+                if clip is not None:
+                    clip()
                 reports.send(found)
                 update([optimizer])
                 scheduler.step()
+                if ORDERS.get("tells"):
+                    mean = torch.stack(found).mean().detach() if found else torch.zeros(())
+                    dist.broadcast(mean, job.world_size - 1)
+                    fault("told")
                 return found + reports.end()
             finally:
                 reports.join()

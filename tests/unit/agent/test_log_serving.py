@@ -68,7 +68,7 @@ def server() -> Iterator[LogServer]:
 
 
 def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[..., None]:
-    return partial(log_transfer.send, log, log.segments(), 2, before, {TO_2: ends, TO_0: ends})
+    return partial(log_transfer.send, log, log.segments(), before, {TO_2: ends})
 
 
 def serve(server: LogServer, give: Callable[..., None]) -> Any:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift_agent import log_transfer, messages
+from swift_agent import log_transfer, messages, torch_private
 from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.messages import Messages
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
@@ -52,7 +52,7 @@ class Pipe:
 
 def give(sender: Messages, destination: int, before: int, link: Pipe) -> None:
     link.beginning = sender.beginning()
-    gift = sender.gift(destination, before)
+    gift = sender.gift(destination, before, [destination])
     link.is_used = gift is not None
     if gift is not None:
         gift(link, lambda: None)
@@ -72,7 +72,8 @@ def notes() -> list[str]:
 @pytest.fixture
 def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Messages]]:
     """The messages of one rank of three, for which this process stands from then on."""
-    operations = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+    names = ("send", "recv", "recv_anysource", *torch_private.ALIKE)
+    operations = {name: getattr(dist.ProcessGroup, name) for name in names}
 
     def one(rank: int) -> Messages:
         for name, original in operations.items():

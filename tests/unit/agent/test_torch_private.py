@@ -454,6 +454,42 @@ def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.Monk
     assert dist.isend(one, 0, tag=12).wait() and seen[6:] == [("send", name, 1, 0, 12)]  # type: ignore[union-attr]
 
 
+def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that Python calls, by name, with what they fill; and nothing else."""
+    for name in torch_private.ALIKE:
+        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
+    seen: list[tuple[str, list[int]]] = []
+
+    def watch(name: str, group: Any, outputs: list[torch.Tensor], call: Any) -> Any:
+        assert group is dist.group.WORLD
+        seen.append((name, [id(tensor) for tensor in outputs]))
+        return call()
+
+    torch_private.wrap_collectives(watch)
+    one, other = torch.ones(2), torch.zeros(2)
+    dist.all_reduce(one)
+    dist.all_reduce_coalesced([one, other])
+    dist.broadcast(one, 0)
+    dist.all_gather([other], one)
+    dist.all_gather_single(other, one)
+    dist.group.WORLD._allgather_base(other, one).wait()  # type: ignore[union-attr]
+    dist.barrier()
+    dist.group.WORLD.allreduce(tensor=one).wait()  # type: ignore[call-overload, union-attr]
+    both = [id(one), id(other)]
+    assert seen == [
+        ("allreduce", both[:1]), ("allreduce_coalesced", both), ("broadcast", both[:1]), ("allgather", both[1:]),
+        ("all_gather_single", both[1:]), ("_allgather_base", both[1:]), ("barrier", []), ("allreduce", both[:1]),
+    ]  # fmt: skip
+    assert other.tolist() == [1.0, 1.0] and len(seen) == 8
+    objects = [None]
+    dist.all_gather_object(objects, "anything")
+    dist.broadcast_object_list(objects, 0)
+    assert objects == ["anything"] and [name for name, _ in seen[8:]] == ["allgather"] * 2 + ["broadcast"] * 2
+    dist.reduce(one, 0)
+    dist.gather(one, [other])
+    assert len(seen) == 12
+
+
 # ------------------------------------------------------------------------------------------------ pipelining
 
 
