@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from swift_agent import gloo_sockets
 from swift_agent.errors import PeerFailure
 from swift_agent.generation_store import StoreClient
 
@@ -59,6 +60,11 @@ class SocketLink:
         self.active_at_s = time.monotonic()
         sock.settimeout(POLL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Who only receives hears of nothing else: a link, or a machine, that is gone.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, gloo_sockets.KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, gloo_sockets.KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, gloo_sockets.KEEPALIVE_PROBES)
 
     @property
     def device(self) -> torch.device:

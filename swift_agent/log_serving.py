@@ -60,8 +60,8 @@ class LogServer:
             # The other side notices, or was told, and says why.
             with contextlib.suppress(Stopped, PeerFailure, LogError), listener, listener.accepted(check) as link:
                 gift(link, check)
-        except OSError as error:
-            self._note(f"rank {rank} cannot be given what it was sent: {error}")
+        except Exception as error:  # whatever it is: the thread must not end without a word
+            self._note(f"rank {rank} cannot be given what it was sent: {error!r}")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from swift_agent.ahead import ahead
+from swift_agent.ahead import Stopped, ahead
+from swift_agent.errors import PeerFailure
 from swift_agent.sent_log import SentLog, SentSegment
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
@@ -52,7 +53,7 @@ def send(
     link: BytesLink, check: Callable[[], object],
 ) -> None:  # fmt: skip
     """What was sent on the channels *ends* in the iterations before that one, up to these numbers. Raises `LogError`,
-    and tells the other side; and what *check* does, which is called in another thread.
+    or whatever else prevents it, and tells the other side; and what *check* does, which is called in another thread.
 
     While a piece is on its way the next ones are put together, and what is in a store only is brought."""
     make = partial(_pieces, log, segments, before, ends, check)
@@ -60,8 +61,10 @@ def send(
         with contextlib.closing(ahead(make, NUM_PIECES_AHEAD, filler=_ALIVE, filler_s=ALIVE_S)) as pieces:
             for piece in pieces:
                 link.send_bytes(piece)
-    except (LogError, OSError) as error:
-        link.send_bytes(_END + (str(error) or "it cannot be read").encode())
+    except (Stopped, PeerFailure):
+        raise
+    except Exception as error:  # whatever it is: without a word the other side would try that again and again
+        link.send_bytes(_END + (str(error) or type(error).__name__).encode())
         raise
     link.send_bytes(_END)
 

@@ -249,7 +249,7 @@ class Messages:
 
     def begin_replay(self, repeating: Collection[int]) -> None:
         """From the next iteration on messages come from what is taken, but for those of the ranks *repeating*, which
-        repeat theirs, too; and are sent to those only."""
+        repeat theirs, too; and are sent to those only. Raises `LostLog` if it is known already that not all comes."""
         # Alone it goes on when others are lost: if that is who gives, the link tells.
         self._repetition.begin(repeating, self._check if len(repeating) > 1 else lambda: None)
 

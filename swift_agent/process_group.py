@@ -171,12 +171,14 @@ class ProcessGroups:
             self.rebuild(store_address, generation, connect_timeout, store_token)
 
     def rebuild(
-        self, store_address: tuple[str, int], generation: int, timeout: timedelta, store_token: bytes = b""
-    ) -> None:
+        self, store_address: tuple[str, int], generation: int, timeout: timedelta, store_token: bytes = b"", *,
+        meets: bool = False,
+    ) -> None:  # fmt: skip
         """Connect every group again, over a new client of the `generation_store` server at (host, port).
 
-        All members of a group must call it with the same generation, which must grow, within `timeout`. Groups still
-        connected are stopped first. On success the groups work, on new connections under the same objects. Raises
+        All members of a group must call it with the same generation, which must grow, within `timeout`; with *meets*,
+        which all ranks must give, it waits until all have called it, without a limit, and `timeout` begins then. Groups
+        still connected are stopped first. On success the groups work, on new connections under the same objects. Raises
         GroupsAborted (`abort` was called for this generation) or RebuildFailed; all groups then are stopped.
         """
         with self._lock:
@@ -197,7 +199,8 @@ class ProcessGroups:
             plans = [replace(plan, prefix=f"{prefix}/{plan.prefix}") for group in groups for plan in group.plans]
             attempt = rebuilding.Attempt(
                 plans, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
-                timeout=timeout, dispose=self._dispose,
+                timeout=timeout, dispose=self._dispose, rank=dist.get_rank(),
+                meets=dist.get_world_size() if meets else 0,
             )  # fmt: skip
             self._attempt = attempt
         built = self._run(attempt)

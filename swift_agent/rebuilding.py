@@ -9,6 +9,7 @@ handed over only when all are complete.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +19,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent import gloo_sockets, torch_private
 from swift_agent.generation_store import StoreClient
+
+_POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,16 @@ class Attempt:
 
     def __init__(
         self, plans: Sequence[Plan], *, store: Any, open_store: Callable[[], StoreClient] | None = None,
-        timeout: timedelta, dispose: Callable[[list[Built]], object],
+        timeout: timedelta, dispose: Callable[[list[Built]], object], rank: int = 0, meets: int = 0,
     ) -> None:  # fmt: skip
-        """The store is `store`, for which the caller is responsible, or what `open_store` connects to."""
+        """The store is `store`, for which the caller is responsible, or what `open_store` connects to. *meets*: all of
+        so many ranks, of which this is *rank*, must have connected to that before anything is made; *timeout* begins
+        then."""
         self.store = store
         self._client: StoreClient | None = None
         self._open_store, self._timeout, self._plans = open_store, timeout, plans
+        self._rank, self._meets = rank, meets
+        self._met = threading.Event()
         self._dispose = dispose
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -77,6 +84,7 @@ class Attempt:
         After an error nothing of the attempt is in use, and what it opened goes away in the background.
         """
         threading.Thread(target=self._build, name="swift-rebuild", daemon=True).start()
+        self._met.wait()
         if not self._wake.wait(self._timeout.total_seconds()):
             self.cancel(f"not done after {self._timeout.total_seconds():g} s")
             raise TimeoutError(f"{self._doing}: not done after {self._timeout.total_seconds():g} s")
@@ -100,6 +108,7 @@ class Attempt:
                 targets += [one for loop in gloo_sockets.new_loops(self._before) for one in loop]
         gloo_sockets.shut_down(targets)
         self._wake.set()
+        self._met.set()
 
     def _build(self) -> None:
         try:
@@ -108,6 +117,8 @@ class Attempt:
                 client = self._open_store()
                 with self._lock:
                     self.store = self._client = client
+                self._meet(client)
+            self._met.set()
             for plan in self._plans:
                 self._build_one(plan)
         except Exception as error:
@@ -118,8 +129,22 @@ class Attempt:
             self._finished = True
             unwanted = self._built if self._cancelled is not None or self._error is not None else []
             self._wake.set()
+            self._met.set()
         if unwanted:
             self._dispose(unwanted)
+
+    def _meet(self, client: StoreClient) -> None:
+        """Some have much to do before they come, and gloo's constructors wait for nobody longer than the group's
+        timeout. Whoever is lost is reported by its agent, which cancels this."""
+        if not self._meets:
+            return
+        here = PrefixStore("here", client)
+        here.set(str(self._rank), "")
+        everybody = [str(rank) for rank in range(self._meets)]
+        self._step("wait for all ranks to come")
+        while not here.check(everybody):
+            time.sleep(_POLL_S)
+            self._step("wait for all ranks to come")
 
     def _build_one(self, plan: Plan) -> None:
         self._step(f"connect group {plan.name!r} ({_abbreviate(plan)})")

@@ -113,7 +113,9 @@ class Rejoin:
         clock = _Clock()
         leads = place.rank not in plan.layouts
         layouts = self._tracked.layouts_for(plan.iteration) if leads else None
-        self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token)
+        # Who repeats iterations by itself does so to their end first.
+        has_messages = self._tracked.messages is not None
+        self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token, meets=has_messages)
         clock.mark("regroup")
         self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
         self._exchange_state(go)
@@ -250,18 +252,17 @@ class Rejoin:
                 links[rank] = partial(log_serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
         messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
         begin = self._restore(plan)
-        PrefixStore("loaded", store).set(str(place.rank), "")
         messages.check_origin(place.rank, has_checkpoint=begin > 0)
         if begin == messages.all_began_at and self._tracked.pipelines is not None:
             # The first steps since then are in the logs, or come.
             self._tracked.pipelines.give({})
         is_alone = len(plan.replays) == 1
         if begin == plan.iteration or not is_alone:
-            # Or this rank would hold a state, and lack messages of the iteration that was cut; or others would wait for
-            # it in an operation of the groups, which has a timeout.
+            # Or this rank would hold a state, and lack messages of the iteration that was cut; or others who repeat
+            # theirs would wait for it in an operation of the groups, which has a timeout.
             messages.wait_taken()
-            PrefixStore("taken", store).set(str(place.rank), "")
-            self._wait_for("taken", plan.replays)
+        PrefixStore("loaded", store).set(str(place.rank), "")
+        self._wait_for("loaded", plan.replays)
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=is_alone)
         self._stays = plan.stays

@@ -142,8 +142,11 @@ class Repetition:
 
     def begin(self, together: Collection[int], check: Callable[[], object]) -> None:
         """From now on, but for messages of and to the ranks *together*, which repeat theirs, too. *check* raises when
-        it is of no use to wait."""
+        it is of no use to wait. Raises `LostLog`, and nothing has begun, if it is known that not all will come."""
+        if self._error is not None:
+            raise self._error
         self._check = check
+        self.waited_s = 0.0  # so far nothing was repeated
         self.together = frozenset(together)
         self._sent_before.open(self._note)
         self.is_on = self.is_whole = True

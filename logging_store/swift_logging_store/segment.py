@@ -108,6 +108,14 @@ class Segment:
         else:
             self.entries, self.num_bytes = self._scan()
 
+    def let_go(self) -> None:
+        """Of its bytes: before the next read they must come again (`attach`)."""
+        self._data = memoryview(b"")
+
+    def attach(self, data: Buffer) -> None:
+        """The same bytes, or more."""
+        self._data = memoryview(data).cast("B")
+
     def read(self, entry: Entry) -> tuple[Header, memoryview]:
         """Header and payload of a record; the payload is a view of this segment. Raises `Damaged`."""
         header, payload, _ = self._record(entry.offset)

@@ -178,6 +178,27 @@ def test_iterations_are_repeated_while_their_logs_come(run: Start, undisturbed: 
     assert [len(outcome.pids[rank]) for rank in (1, 3)] == [2, 2], outcome.text()
 
 
+def test_who_repeats_iterations_for_long_is_waited_for(run: Start, undisturbed: References) -> None:
+    """For longer than groups may take to connect: by those who join a replacement that came later."""
+    faults = [
+        {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
+        {"at": "verify", "rank": 2, "scope": "worker", "delay_s": 0.5, "after": 0},
+        {"at": "forward", "iteration": 3, "rank": 1, "scope": "sleep", "s": 4.0, "after": 0},
+    ]
+    outcome = run(faults, connect_s=1.5)
+    assert_same(outcome, undisturbed("Schedule1F1B"), {1, 2})
+    assert [len(outcome.pids[rank]) for rank in (1, 2)] == [2, 2], outcome.text()
+
+
+def test_logs_that_take_longer_than_an_operation_may(run: Start, undisturbed: References) -> None:
+    """Two stages are lost, and take all logs before they begin: the others wait for that, and not in an operation."""
+    faults = [{"at": "backward", "iteration": 7, "rank": 2, "scope": "node"}]
+    outcome = run(faults, nodes="abc", spares=1, num_workers=2, timeout_s=2.0, piece_bytes=2000, piece_s=0.2)
+    assert_same(outcome, undisturbed("Schedule1F1B"), {2, 3})
+    phases = re.search(r"recovered: .* transfer (\d+) ms, .* logs (\d+) ms, replay", outcome.text())
+    assert phases is not None and int(phases[1]) > 2000 and int(phases[2]) < 1000, outcome.text()
+
+
 def test_who_gives_a_log_is_lost_meanwhile(run: Start, undisturbed: References) -> None:
     """Whoever takes it cannot go on with what has come."""
     faults = [

@@ -97,6 +97,8 @@ def fault(at: str, iteration: int | None = None) -> None:
             if order["scope"] == "wait":
                 wait_for(DIR / f"go.{index}", 60.0)
                 assert (DIR / f"go.{index}").exists(), f"fault {index} waits for ever"
+            elif order["scope"] == "sleep":
+                time.sleep(order["s"])
             elif order["scope"] == "go":  # on with one that waits
                 (DIR / f"go.{order['on']}").touch()
             elif at == "init" and order["scope"] == "node":

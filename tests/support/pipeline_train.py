@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import swift_agent as swift
+from swift_agent import rejoin
 from tests.support.fault_train import (
     DIR,
     ITERATIONS,
@@ -249,7 +251,9 @@ def main() -> None:
     arm_private_places()
     arm_logs()
     arm_agreement()
-    job = swift.init()
+    if "connect_s" in ORDERS:
+        rejoin.CONNECT_TIMEOUT = timedelta(seconds=ORDERS["connect_s"])
+    job = swift.init(timeout=timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None)
     name = ORDERS.get("schedule", "Schedule1F1B")
     indices = stages_of(RANK, job.world_size, name)
     last = len(indices) * job.world_size - 1

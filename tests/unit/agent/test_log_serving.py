@@ -149,8 +149,8 @@ def test_who_is_lost_before_all_has_come(
     for thread in repetition._threads:
         thread.join(10.0)
     assert repetition.is_lost and repetition._source.has(TO_2, 5)  # type: ignore[union-attr]
-    fill = partial(filled, repetition)
-    for use in (partial(fill, 0), partial(fill, 6), repetition.end_whole, partial(repetition.wait, nothing)):
+    fill, begin = partial(filled, repetition), partial(repetition.begin, [2], nothing)
+    for use in (partial(fill, 0), partial(fill, 6), repetition.end_whole, partial(repetition.wait, nothing), begin):
         with pytest.raises(LostLog, match="the log of rank 1 did not come to its end"):
             use()
 
@@ -240,17 +240,34 @@ def test_who_takes_a_log_hears_that_its_giver_lives(
     assert repetition.ends({}) == {TO_2: 20}
 
 
-def test_a_disk_that_fails_is_told_of(
-    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(OSError(errno.EIO, os.strerror(errno.EIO)), "Input/output error"), (MemoryError(), "MemoryError")],
+)
+def test_whatever_prevents_it_is_told_of(
+    error: Exception, why: str, log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Else a replacement would have itself replaced, again and again."""
+
     def failing(*args: Any) -> Iterator[bytes]:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise error
         yield b""
 
     monkeypatch.setattr(log_transfer, "_pieces", failing)
     repetition.take({1: serve(server, gift(log))})
-    with pytest.raises(CannotReplay, match=r"rank 1 cannot read what it has sent: .*Input/output error"):
+    with pytest.raises(CannotReplay, match=f"rank 1 cannot read what it has sent: .*{why}"):
         repetition.wait(nothing)
+
+
+def test_what_was_waited_for_before_is_not_counted(
+    log: SentLog, repetition: Repetition, server: LogServer
+) -> None:
+    """It is a part of another phase of the recovery."""
+    repetition.take({1: serve(server, gift(log))})
+    repetition.wait(nothing)
+    assert repetition.waited_s > 0.0
+    repetition.begin([2], nothing)
+    assert repetition.waited_s == 0.0
 
 
 def test_nothing_is_evicted_while_it_is_read(log: SentLog) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from swift_logging_store import reader
 from swift_logging_store.errors import Damaged, LogError, NotLoggable
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
@@ -157,6 +158,30 @@ def test_gaps_and_empty_directories(tmp_path: Path) -> None:
         ]  # fmt: skip
         with pytest.raises(KeyError):
             reader.read(FORTH, 2)
+
+
+def test_a_log_of_many_files_takes_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_MAPPED", 3)
+    with LogWriter(tmp_path, "w0") as writer:
+        for number in range(20):
+            append(writer, FORTH, number, torch.full((50,), float(number)))
+            writer.roll()
+
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_descriptors()
+    with LogReader(tmp_path) as log:
+        held = log.read(FORTH, 7)
+        for number in (*range(20), 3, 19, 0, 11):
+            assert tensor_of(*log.read(FORTH, number))[0].item() == number
+            assert num_descriptors() <= before + 3 + 1  # and the one of what is held
+        assert tensor_of(*held)[49].item() == 7 and [number for _, number, _ in log.newest()] == list(range(20))
+        segment_path(tmp_path, "w0", 5).unlink()
+        with pytest.raises(LogError, match=r"w0\.00000005\.seg cannot be read: "):
+            log.read(FORTH, 5)
+        del held
+    assert num_descriptors() == before
 
 
 def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
