@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from swift_agent import log_transfer, torch_private
-from swift_agent.collectives import Collectives
+from swift_agent.collectives import Collectives, Unseen
 from swift_agent.counts import Counts, Stand, Told
 from swift_agent.digests import Digests
 from swift_agent.errors import CannotReplay, UsageError
@@ -94,9 +94,15 @@ class Messages:
         # Sent again in this iteration, and in the last one: they have their memory to themselves.
         self._again: list[Any] = []
         self._again_before: list[Any] = []
-        self._collectives = Collectives()
+        self._collectives, self._unseen = Collectives(), Unseen()
+        self._has_checked_ways = False
         self.results = Results(rank, self._repetition, self._log)
-        torch_private.wrap_messages(self._send, self._recv, self._recv_from_any)
+        make = self._unseen.make
+        torch_private.wrap_messages(
+            lambda original, *its: self._send(partial(make, original), *its),
+            lambda original, *its: self._recv(partial(make, original), *its),
+            self._recv_from_any,
+        )
         torch_private.wrap_collectives(self._collective)
 
     @property
@@ -117,6 +123,7 @@ class Messages:
         self._iteration, self._generation, self._has_agreed = iteration, generation, False
         self._counts.begin()
         self._collectives.begin()
+        self._unseen.begin()
         self.results.begin(iteration)
 
     def end(self) -> None:
@@ -296,18 +303,40 @@ class Messages:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, messages and collectives are none of an iteration, although one may be under way."""
-        with self._collectives.aside(), torch_private.plain_messages(), torch.no_grad():
+        with self._collectives.aside(), self._unseen.aside(), torch_private.plain_messages(), torch.no_grad():
             yield
 
     def agreeing(self, agree: Callable[[], None]) -> Callable[[], None]:
         """*agree* to the update of an iteration, a collective that is none of the script's."""
 
         def agree_aside() -> None:
+            self._check_seen()
             self._has_agreed = True
             with self._collectives.aside():
                 agree()
 
         return agree_aside
+
+    @staticmethod
+    def check_ways() -> None:
+        """Raise `UsageError` if messages go where they are not seen."""
+        if ways := torch_private.ways_past_c10d():
+            raise UsageError(
+                f"this job logs the messages between its stages, and the script has set up {' and '.join(ways)}: what "
+                "goes that way is not logged, so a lost rank could not repeat it. Use dist.isend and dist.irecv."
+            )
+
+    def _check_seen(self) -> None:
+        """Before the update: so far nothing is lost."""
+        if not self._has_checked_ways:
+            self._has_checked_ways = True
+            self.check_ways()
+        if count := self._unseen.count:
+            raise UsageError(
+                f"{count} sends or receives of this iteration were made by C++ code (torch.ops.c10d, an extension), "
+                "past the Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. "
+                "Make them with dist.isend and dist.irecv."
+            )
 
     def told(self, iteration: int) -> dict[str, Any]:
         """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""

@@ -523,6 +523,18 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda group, *args, **named: function(group, *args, **named)
 
 
+def ways_past_c10d() -> list[str]:
+    """What of torch this process has set up that sends without process groups."""
+    found = []
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    if rpc is not None and rpc._is_current_rpc_agent_set():
+        found.append("torch.distributed.rpc")
+    symmetric = sys.modules.get("torch.distributed._symmetric_memory")
+    if symmetric is not None and symmetric._group_name_to_store:
+        found.append("symmetric memory")
+    return found
+
+
 def finished_work() -> dist.Work:
     """An operation that is done."""
     return _Finished()

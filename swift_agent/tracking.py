@@ -113,6 +113,7 @@ class Tracked:
         """The model is sharded, and no other rank holds what this one does."""
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
+            Messages.check_ways()
             self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check)
         self.pipelines = Pipelines() if supervisor is not None and torch_pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None

@@ -243,6 +243,8 @@ class ReduceScatterWork : public c10d::Work {
 
 // Operations of this process in which other ranks took part, but for sends and receives. Counted when they begin.
 std::atomic<uint64_t> num_collectives{0};
+// Its sends and receives, likewise.
+std::atomic<uint64_t> num_messages{0};
 // Who is in the rest of an iteration that others have passed over must not begin one: they would not come.
 std::atomic<bool> refuses_collectives{false};
 
@@ -307,6 +309,7 @@ class Forward : public Backend {
       connection = connection_;
       if (is_collective && getSize() > 1) begin_collective();
     }
+    if (!is_collective) num_messages.fetch_add(1);
     WorkPtr work = operation(*inner);
     if (!connection || !work) return work;
     return c10::make_intrusive<GuardedWork>(std::move(work), std::move(connection), is_collective);
@@ -493,6 +496,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("pass_messages_to", &Forward::pass_messages_to)
       .def("release", &Forward::release, py::call_guard<py::gil_scoped_release>());
   m.def("num_collectives", [] { return num_collectives.load(); });
+  m.def("num_messages", [] { return num_messages.load(); });
   m.def("refuse_collectives", [](bool refuses) { refuses_collectives.store(refuses); });
   swift_agent::bind_seeds(m);
   swift_agent::bind_watch(m);

@@ -34,6 +34,7 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
 
     from swift_agent import process_group
     from swift_agent.collectives import REFUSED
+    from swift_agent.errors import UsageError
     from swift_agent.messages import Messages
 
     me, groups, meeting = rank(), process_group.install(), control()
@@ -119,7 +120,29 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
         with messages.aside():
             dist.all_reduce(torch.zeros(1))
         messages.end()
-    return {"wrong": wrong, "received": num_received, "cuts": generation - 1}
+    agree = messages.agreeing(lambda: None)
+    refused = []
+    for compiled in (False, True):
+        messages.begin(num_iterations, generation)
+        sent, received = torch.zeros(3), torch.zeros(3)
+        thread = threading.Thread(target=lambda sent=sent: dist.send(sent, (me + 1) % 3))
+        thread.start()
+        dist.recv(received, (me - 1) % 3)
+        thread.join()
+        with messages.aside():
+            works = [dist.isend(sent, (me + 1) % 3), dist.irecv(received, (me - 1) % 3)]
+            assert all(work is not None and work.wait() for work in works)
+        if compiled:
+            group = dist.group.WORLD.boxed()  # type: ignore[union-attr]
+            work = torch.ops.c10d.send([sent], group, (me + 1) % 3, 5)
+            torch.ops.c10d.recv_([received], group, (me - 1) % 3, 5).wait()
+            work.wait()
+        try:
+            agree()
+        except UsageError as error:
+            refused.append(str(error)[:60])
+        messages.end()
+    return {"wrong": wrong, "received": num_received, "cuts": generation - 1, "refused": refused}
 
 
 def test_messages_come_once_and_in_order_whatever_is_cut(make_job: Callable[[str, int], Job], tmp_path: Path) -> None:  # noqa: F811
@@ -128,4 +151,6 @@ def test_messages_come_once_and_in_order_whatever_is_cut(make_job: Callable[[str
     logs = tmp_path / "logs"
     logs.mkdir()
     for found in job.results(job.start_all("exchange_and_be_cut", num_iterations=6, num_cuts=4, directory=str(logs))):
+        refused = found.pop("refused")
         assert found == {"wrong": [], "received": 6 * NUM_OPERATIONS, "cuts": 24}
+        assert refused == ["2 sends or receives of this iteration were made by C++ code "]

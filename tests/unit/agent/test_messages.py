@@ -311,6 +311,17 @@ def test_a_receive_from_any_source_is_refused_in_an_iteration(make: Callable[[in
         dist.irecv(torch.zeros(2))
 
 
+def test_other_ways_between_ranks_are_refused(make: Callable[[int], Messages], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the objects are tracked, and once more in the first iteration: it may have been set up since."""
+    made = make(1)
+    agree = made.agreeing(lambda: None)
+    made.begin(0, 1)
+    monkeypatch.setattr(torch_private, "ways_past_c10d", lambda: ["torch.distributed.rpc", "symmetric memory"])
+    for check in (agree, Messages.check_ways):
+        with pytest.raises(UsageError, match=r"has set up torch\.distributed\.rpc and symmetric memory"):
+            check()
+
+
 def test_a_log_that_cannot_be_written_any_more_is_given_up(
     make: Callable[[int], Messages], notes: list[str], tmp_path: Path
 ) -> None:

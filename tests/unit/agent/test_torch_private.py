@@ -490,6 +490,28 @@ def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.Mon
     assert len(seen) == 12
 
 
+def test_ways_past_process_groups() -> None:
+    """Of another process, as they cannot be left again."""
+    script = """
+import os, torch, torch.distributed as dist
+from swift_agent import torch_private
+print(torch_private.ways_past_c10d())
+import torch.distributed.rpc as rpc
+import torch.distributed._symmetric_memory as symmetric
+print(torch_private.ways_past_c10d())
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+symmetric._test_mode  # imported, and not used
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+    init_method="tcp://127.0.0.1:0"))
+print(torch_private.ways_past_c10d())
+rpc.shutdown()
+symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+print(torch_private.ways_past_c10d())
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert found.stdout.splitlines() == ["[]", "[]", "['torch.distributed.rpc']", "['symmetric memory']"], found.stderr
+
+
 # ------------------------------------------------------------------------------------------------ pipelining
 
 
