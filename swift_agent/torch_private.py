@@ -523,6 +523,23 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda group, *args, **named: function(group, *args, **named)
 
 
+_symmetric_memory_is_used = False
+
+
+def watch_symmetric_memory() -> None:
+    """From now on it is known when memory is shared between ranks; see `ways_past_c10d`."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    original = _SymmetricMemory.rendezvous
+
+    def rendezvous(*args: Any, **named: Any) -> Any:
+        global _symmetric_memory_is_used
+        _symmetric_memory_is_used = True
+        return original(*args, **named)
+
+    _SymmetricMemory.rendezvous = staticmethod(rendezvous)  # type: ignore[method-assign]
+
+
 def ways_past_c10d() -> list[str]:
     """What of torch this process has set up that sends without process groups."""
     found = []
@@ -530,7 +547,7 @@ def ways_past_c10d() -> list[str]:
     if rpc is not None and rpc._is_current_rpc_agent_set():
         found.append("torch.distributed.rpc")
     symmetric = sys.modules.get("torch.distributed._symmetric_memory")
-    if symmetric is not None and symmetric._group_name_to_store:
+    if _symmetric_memory_is_used or (symmetric is not None and symmetric._group_name_to_store):
         found.append("symmetric memory")
     return found
 

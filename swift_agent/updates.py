@@ -96,7 +96,7 @@ class UpdateTracker:
     @property
     def is_repeated(self) -> bool:
         """Inside `repeating`: all steps of the iteration are made."""
-        return self._num_repeated == len(self._optimizers)
+        return 0 < len(self._optimizers) == self._num_repeated
 
     @property
     def has_changed_nothing(self) -> bool:

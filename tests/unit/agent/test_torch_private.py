@@ -505,11 +505,19 @@ rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRp
     init_method="tcp://127.0.0.1:0"))
 print(torch_private.ways_past_c10d())
 rpc.shutdown()
+torch_private.watch_symmetric_memory()
+try:
+    symmetric.rendezvous(torch.zeros(2), dist.group.WORLD)  # which there is not for the CPU
+except RuntimeError:
+    print(torch_private.ways_past_c10d())
+torch_private._symmetric_memory_is_used = False
+print(torch_private.ways_past_c10d())
 symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
 print(torch_private.ways_past_c10d())
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert found.stdout.splitlines() == ["[]", "[]", "['torch.distributed.rpc']", "['symmetric memory']"], found.stderr
+    seen = ["[]", "[]", "['torch.distributed.rpc']", "['symmetric memory']", "[]", "['symmetric memory']"]
+    assert found.stdout.splitlines() == seen, found.stderr
 
 
 # ------------------------------------------------------------------------------------------------ pipelining
