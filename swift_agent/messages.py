@@ -532,8 +532,8 @@ class Messages:
 
     def _collective(self, name: str, group: Any, outputs: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
         is_one = self._iteration >= 0 and not self._collectives.is_aside and group.size() > 1
-        # Those of several threads have no order that could be repeated.
-        if not is_one or threading.get_ident() != self._thread:
+        # Those of several threads have no order that could be repeated; those of a backward have that of its graph.
+        if not is_one or (threading.get_ident() != self._thread and not torch_private.is_in_backward()):
             return call()
         return self.results.make(name, group, outputs, call)
 

@@ -401,6 +401,11 @@ def has_comm_hook(ddp: DDP) -> bool:
     return bool(ddp._comm_hooks) or bool(name)
 
 
+def is_in_backward() -> bool:
+    """Whether the calling thread works for a backward: the script's own, or one of torch's, while the script waits."""
+    return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined, no-any-return]
+
+
 def after_backward(action: Callable[[], None]) -> None:
     """In a communication hook: run *action* in this thread when the backward is over, DDP's own end of it included."""
     engine = torch.autograd.Variable._execution_engine

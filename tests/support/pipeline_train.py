@@ -1,7 +1,8 @@
 """The training script of test_pipelines: a transformer in stages, one per rank, with the faults of fault_train's
 orders.
 
-"schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand"; with "seedless" each process
+"schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand", or "Halves", in which each
+stage is on two ranks (tensor parallelism, by hand too); with "seedless" each process
 begins with another state, with "collective" there is an all-reduce in each iteration, which is "compiled" if Python
 does not call it; "clips" cuts the gradients of all stages to a common norm, where the first and the last one have the
 same words, and "tells" all of them what the last one has lost, after the update; with "evaluates" there is an
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ from tests.support.fault_train import (
 )
 
 WIDTH, LENGTH, WORDS, BATCH, MICRO_BATCHES = 16, 6, 20, 16, 8
+BY_HAND = {"ByHand": 1, "Halves": 2}  # ranks of a stage
 
 
 class Block(nn.Module):
@@ -99,12 +102,65 @@ class Clipping:
             gradient.mul_(scale)
 
 
-class ByHand:
-    """GPipe with blocking sends and receives, and a tag for each direction."""
+class Copied(torch.autograd.Function):
+    """What goes into the parts of a layer: their gradients are added."""
 
-    def __init__(self, block: Block, rank: int, world_size: int) -> None:
-        self._block, self._rank = block, rank
-        self._is_first, self._is_last = rank == 0, rank == world_size - 1
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Added(torch.autograd.Function):
+    """What comes out of them is added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class HalfBlock(nn.Module):
+    """One of two parts of a stage, on two ranks."""
+
+    def __init__(self, is_first: bool, is_last: bool, pair: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH) if is_first else None
+        self.head = nn.Linear(WIDTH, WORDS) if is_last else None
+        torch.manual_seed(RANK)
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+        self._pair = pair
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        self.calls += 1
+        if self.calls % MICRO_BATCHES == 3:
+            fault("forward")
+        x = x + Added.apply(self.out(F.gelu(self.into(Copied.apply(x, self._pair)))), self._pair)
+        if self.calls % MICRO_BATCHES == 5:
+            x.register_hook(lambda grad: fault("backward"))
+        return x if self.head is None else self.head(x)
+
+
+class ByHand:
+    """GPipe with blocking sends and receives, and a tag for each direction; a stage has *width* ranks."""
+
+    def __init__(self, block: nn.Module, rank: int, world_size: int, width: int = 1) -> None:
+        self._block, self._rank, self._width = block, rank, width
+        self._is_first, self._is_last = rank < width, rank >= world_size - width
 
     def step(self, x: Tensor | None = None, target: Tensor | None = None, losses: list[Tensor] | None = None) -> None:
         inputs, outputs = [], []
@@ -113,23 +169,23 @@ class ByHand:
                 inputs.append(x.chunk(MICRO_BATCHES)[number])
             else:
                 received = torch.empty(BATCH // MICRO_BATCHES, LENGTH, WIDTH)
-                dist.recv(received, self._rank - 1, tag=1)
+                dist.recv(received, self._rank - self._width, tag=1)
                 inputs.append(received.requires_grad_())
             outputs.append(self._block(inputs[-1]))
             if not self._is_last:
-                dist.send(outputs[-1].detach(), self._rank + 1, tag=1)
+                dist.send(outputs[-1].detach(), self._rank + self._width, tag=1)
         for number, output in enumerate(outputs):
             if target is not None and losses is not None:
                 losses.append(loss_of(output, target.chunk(MICRO_BATCHES)[number]))
                 (losses[-1] / MICRO_BATCHES).backward()
             else:
                 gradient = torch.empty_like(output)
-                work = dist.irecv(gradient, self._rank + 1, tag=2)
+                work = dist.irecv(gradient, self._rank + self._width, tag=2)
                 assert work is not None
                 work.wait()
                 output.backward(gradient)
             if not self._is_first:
-                dist.send(inputs[number].grad, self._rank - 1, tag=2)  # type: ignore[arg-type]
+                dist.send(inputs[number].grad, self._rank - self._width, tag=2)  # type: ignore[arg-type]
 
 
 class Reports:
@@ -189,7 +245,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def stages_of(rank: int, world_size: int, name: str) -> list[int]:
     """The indices of a rank's stages: one; two, every *world_size*; or two of a V."""
-    if name == "ByHand" or not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
+    if name in BY_HAND or not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
         return [rank]
     return [rank, 2 * world_size - 1 - rank] if "ZBV" in name else [rank, rank + world_size]
 
@@ -258,16 +314,22 @@ def main() -> None:
     indices = stages_of(RANK, job.world_size, name)
     last = len(indices) * job.world_size - 1
     stages = []
+    if name == "Halves":
+        indices, last = [RANK // 2], job.world_size // 2 - 1
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, job.world_size, 2)]
     for index in indices:
         if ORDERS.get("seedless"):
             torch.seed()
         else:
             torch.manual_seed(7 + index)
+        if name == "Halves":
+            stages.append(SimpleNamespace(submod=HalfBlock(index == 0, index == last, pairs[index])))
+            continue
         stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
     blocks = nn.ModuleList(stage.submod for stage in stages)
     blocks.to(getattr(torch, ORDERS.get("dtype", "float32")))
-    if name == "ByHand":
-        schedule: Any = ByHand(stages[0].submod, RANK, job.world_size)  # type: ignore[arg-type]
+    if name in BY_HAND:
+        schedule: Any = ByHand(stages[0].submod, RANK, job.world_size, BY_HAND[name])  # type: ignore[arg-type]
     else:
         kind = getattr(schedules, name)
         schedule = kind(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
@@ -276,7 +338,7 @@ def main() -> None:
     take_checkpoints(job)
     reports = Reports(ORDERS.get("reports"), job.world_size)
     clip = Clipping(blocks, job.world_size) if ORDERS.get("clips") else None
-    if name == "ByHand":
+    if name in BY_HAND:
         job.track(model=blocks, optimizer=optimizer, scheduler=scheduler, replicas=[RANK], log_messages=True)
     else:
         job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
@@ -341,6 +403,8 @@ def main() -> None:
         for number in job.iterations(ITERATIONS):
             x = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
             found = train(x, (x + 1) % WORDS)
+            if name == "Halves" and RANK % 2:
+                found = []  # the other half of the stage tells
             print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
             fault("between", job.iteration_number - 1)
             if number in ORDERS.get("loses_logs", ()):

@@ -490,6 +490,17 @@ def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.Mon
     assert len(seen) == 12
 
 
+def test_the_threads_of_a_backward() -> None:
+    """Of this one: those of a GPU would be torch's."""
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(torch_private.is_in_backward()))
+    assert not torch_private.is_in_backward()
+    y.sum().backward()
+    assert seen == [True] and not torch_private.is_in_backward()
+
+
 def test_ways_past_process_groups() -> None:
     """Of another process, as they cannot be left again."""
     script = """
