@@ -403,7 +403,7 @@ def has_comm_hook(ddp: DDP) -> bool:
 
 def is_in_backward() -> bool:
     """Whether the calling thread works for a backward: the script's own, or one of torch's, while the script waits."""
-    return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined, no-any-return]
+    return torch._C._current_graph_task_id() >= 0
 
 
 def after_backward(action: Callable[[], None]) -> None:
