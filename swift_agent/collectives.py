@@ -112,7 +112,8 @@ class Unseen:
 
     def begin(self) -> None:
         """An iteration begins."""
-        self._base = self._num - self._made
+        made = self._made  # first, as another thread may make one now
+        self._base = self._num - made
 
     def make(self, operation: Callable[..., Any], *its: Any) -> Any:
         """What Python makes."""
@@ -131,4 +132,5 @@ class Unseen:
         try:
             yield
         finally:
-            self._base += self._num - self._made - before
+            made = self._made
+            self._base += self._num - made - before

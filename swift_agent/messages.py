@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from swift_agent.digests import Digests
 from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.log_serving import Gift
 from swift_agent.repetition import Connect, Repetition
-from swift_agent.results import Results
+from swift_agent.results import Outputs, Results
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
 from swift_agent.works import Receive, Send
@@ -96,7 +96,10 @@ class Messages:
         self._again_before: list[Any] = []
         self._collectives, self._unseen = Collectives(), Unseen()
         self._has_checked_ways = False
-        self.results = Results(rank, self._repetition, self._log)
+        self._num_unseen = 0  # in the last iteration
+        self._results = Results(rank, self._repetition, self._log)
+        self.is_alone: Callable[[], bool] = lambda: False
+        """Whether what this process does now has no effect, and nobody else does it."""
         make = self._unseen.make
         torch_private.wrap_messages(
             lambda original, *its: self._send(partial(make, original), *its),
@@ -123,11 +126,15 @@ class Messages:
         self._iteration, self._generation, self._has_agreed = iteration, generation, False
         self._counts.begin()
         self._collectives.begin()
+        count, self._num_unseen = self._num_unseen, 0
+        if count:
+            self._refuse_unseen(count)
         self._unseen.begin()
-        self.results.begin(iteration)
+        self._results.begin(iteration)
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""
+        self._results.end()  # first: it is of this iteration what they log
         was_iteration, self._iteration = self._iteration >= 0, -1
         self.log.end_iteration()
         if not was_iteration:
@@ -135,7 +142,7 @@ class Messages:
         self._let_go()
         self._counts.end()
         self._collectives.end()
-        self.results.end()
+        self._num_unseen = self._unseen.count
         # All that an iteration sends is received in it; it may not be known here yet.
         self._again_before, self._again = self._again, []
         repetition = self._repetition
@@ -148,6 +155,7 @@ class Messages:
 
     def pass_over(self) -> None:
         """The iteration was cut after all that it had to send; the rest of it is left out."""
+        self._results.pass_over()
         self.end()
         self._counts.pass_over()
 
@@ -156,7 +164,7 @@ class Messages:
         self._iteration = -1
         self._let_go()
         self._collectives.end()
-        self.results.end()
+        self._results.cut()
         self._counts.rewind()
         self._digests.keep_before(self._counts.here)
 
@@ -222,7 +230,7 @@ class Messages:
         Any thread may call it with the link and a check; see `log_transfer.send`. Raises `LogError` if there is no log.
         """
         ends = {channel: end for channel, end in self._counts.sent.items() if channel.destination == destination}
-        ends |= self.results.ends(destination, before, replays)
+        ends |= self._results.ends(destination, before, replays)
         return partial(log_transfer.send, self.log, self.log.segments(), before, ends) if ends else None
 
     def take(self, links: Mapping[int, Connect]) -> None:
@@ -332,11 +340,15 @@ class Messages:
             self._has_checked_ways = True
             self.check_ways()
         if count := self._unseen.count:
-            raise UsageError(
-                f"{count} sends or receives of this iteration were made by C++ code (torch.ops.c10d, an extension), "
-                "past the Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. "
-                "Make them with dist.isend and dist.irecv."
-            )
+            self._refuse_unseen(count)
+
+    @staticmethod
+    def _refuse_unseen(count: int) -> NoReturn:
+        raise UsageError(
+            f"{count} sends or receives of an iteration were made by C++ code (torch.ops.c10d, an extension), past the "
+            "Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. Make them "
+            "with dist.isend and dist.irecv."
+        )
 
     def told(self, iteration: int) -> dict[str, Any]:
         """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""
@@ -530,12 +542,13 @@ class Messages:
             )
         return original(group, tensors, tag)
 
-    def _collective(self, name: str, group: Any, outputs: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
-        is_one = self._iteration >= 0 and not self._collectives.is_aside and group.size() > 1
+    def _collective(self, name: str, group: Any, outputs: Outputs, call: Callable[[], Any]) -> Any:
+        is_one = self._iteration >= 0 and not self._collectives.is_aside and not self.is_alone() and group.size() > 1
         # Those of several threads have no order that could be repeated; those of a backward have that of its graph.
         if not is_one or (threading.get_ident() != self._thread and not torch_private.is_in_backward()):
             return call()
-        return self.results.make(name, group, outputs, call)
+        self._collectives.has_any = True
+        return self._results.make(name, group, outputs, call)
 
 
 def _global_rank(group: Any, rank: int) -> int:

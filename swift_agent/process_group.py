@@ -56,7 +56,7 @@ class ProcessGroups:
         self._generation = 0
         self._dead_generation = -1
         self._connected = False
-        self._is_detached = False  # inside `local` or `refused`
+        self._refused: tuple[str, list[Any]] = ("", [])  # inside `refused`: why, and what
         self.is_local = False
         """Inside `local`."""
         self._why: str | None = None  # set while stopped
@@ -172,14 +172,15 @@ class ProcessGroups:
 
     def rebuild(
         self, store_address: tuple[str, int], generation: int, timeout: timedelta, store_token: bytes = b"", *,
-        meets: bool = False,
+        meets: Callable[[str], object] | None = None,
     ) -> None:  # fmt: skip
         """Connect every group again, over a new client of the `generation_store` server at (host, port).
 
         All members of a group must call it with the same generation, which must grow, within `timeout`; with *meets*,
-        which all ranks must give, it waits until all have called it, without a limit, and `timeout` begins then. Groups
-        still connected are stopped first. On success the groups work, on new connections under the same objects. Raises
-        GroupsAborted (`abort` was called for this generation) or RebuildFailed; all groups then are stopped.
+        which all ranks must give, it waits until all have called it, without a limit, and `timeout` begins then;
+        *meets* is told now and then for whom it waits. Groups still connected are stopped first. On success the groups
+        work, on new connections under the same objects. Raises GroupsAborted (`abort` was called for this generation)
+        or RebuildFailed; all groups then are stopped.
         """
         with self._lock:
             self.solo = False
@@ -199,8 +200,8 @@ class ProcessGroups:
             plans = [replace(plan, prefix=f"{prefix}/{plan.prefix}") for group in groups for plan in group.plans]
             attempt = rebuilding.Attempt(
                 plans, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
-                timeout=timeout, dispose=self._dispose, rank=dist.get_rank(),
-                meets=dist.get_world_size() if meets else 0,
+                timeout=timeout, dispose=self._dispose,
+                meeting=rebuilding.Meeting(dist.get_rank(), dist.get_world_size(), meets) if meets else None,
             )  # fmt: skip
             self._attempt = attempt
         built = self._run(attempt)
@@ -333,20 +334,24 @@ class ProcessGroups:
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
         """Inside, collectives of connected groups return at once with local values; nobody else takes notice. Nothing
-        changes inside another `local`, or `refused`."""
-        if self._is_detached:
+        changes inside another `local`."""
+        if self.is_local:
             yield
             return
         everything = [one for group in self._groups for one in group.exchanges]
         for one in everything:
             one.local()
-        self._is_detached = self.is_local = True
+        self.is_local = True
         try:
             yield
         finally:
-            self._is_detached = self.is_local = False
+            self.is_local = False
+            why, refused = self._refused
             for one in everything:
-                one.end_local()
+                if one in refused:
+                    one.refuse(why)
+                else:
+                    one.end_local()
 
     @contextlib.contextmanager
     def refused(self, why: str, *, among: Collection[int] = ()) -> Iterator[None]:
@@ -356,11 +361,11 @@ class ProcessGroups:
         everything = [one for group in self._groups if not group.is_among(among) for one in group.exchanges]
         for one in everything:
             one.refuse(why)
-        self._is_detached = True
+        self._refused = (why, everything)
         try:
             yield
         finally:
-            self._is_detached = False
+            self._refused = ("", [])
             for one in everything:
                 one.end_local()
 

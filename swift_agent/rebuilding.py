@@ -8,19 +8,29 @@ handed over only when all are complete.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent import gloo_sockets, torch_private
 from swift_agent.generation_store import StoreClient
 
-_POLL_S = 0.002
+_TELL = timedelta(minutes=1)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Of *num_ranks*, of which this is *rank*. *tell* tells people for whom it waits."""
+
+    rank: int
+    num_ranks: int
+    tell: Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -53,15 +63,14 @@ class Attempt:
 
     def __init__(
         self, plans: Sequence[Plan], *, store: Any, open_store: Callable[[], StoreClient] | None = None,
-        timeout: timedelta, dispose: Callable[[list[Built]], object], rank: int = 0, meets: int = 0,
+        timeout: timedelta, dispose: Callable[[list[Built]], object], meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
-        """The store is `store`, for which the caller is responsible, or what `open_store` connects to. *meets*: all of
-        so many ranks, of which this is *rank*, must have connected to that before anything is made; *timeout* begins
-        then."""
+        """The store is `store`, for which the caller is responsible, or what `open_store` connects to. *meeting*: all
+        must be there before anything is made; *timeout* begins then."""
         self.store = store
         self._client: StoreClient | None = None
         self._open_store, self._timeout, self._plans = open_store, timeout, plans
-        self._rank, self._meets = rank, meets
+        self._meeting = meeting
         self._met = threading.Event()
         self._dispose = dispose
         self._lock = threading.Lock()
@@ -136,15 +145,19 @@ class Attempt:
     def _meet(self, client: StoreClient) -> None:
         """Some have much to do before they come, and gloo's constructors wait for nobody longer than the group's
         timeout. Whoever is lost is reported by its agent, which cancels this."""
-        if not self._meets:
+        meeting = self._meeting
+        if meeting is None:
             return
         here = PrefixStore("here", client)
-        here.set(str(self._rank), "")
-        everybody = [str(rank) for rank in range(self._meets)]
-        self._step("wait for all ranks to come")
-        while not here.check(everybody):
-            time.sleep(_POLL_S)
+        here.set(str(meeting.rank), "")
+        missing = list(map(str, range(meeting.num_ranks)))
+        while missing:
             self._step("wait for all ranks to come")
+            with contextlib.suppress(dist.DistStoreError):  # not yet; or the next question says what it is
+                here.wait(missing, _TELL)
+            missing = [rank for rank in missing if not here.check([rank])]
+            if missing and meeting.rank == min(set(range(meeting.num_ranks)).difference(map(int, missing))):
+                meeting.tell(f"ranks {', '.join(missing)} have not come yet, all others wait for them")
 
     def _build_one(self, plan: Plan) -> None:
         self._step(f"connect group {plan.name!r} ({_abbreviate(plan)})")

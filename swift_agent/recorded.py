@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
 from swift_agent import exchange, gloo_sockets, torch_private
 from swift_agent.rebuilding import Plan
 
@@ -40,8 +38,8 @@ class Group:
 
     def is_among(self, ranks: Collection[int]) -> bool:
         """Whether it has only members of *ranks*, or one member."""
-        members = dist.get_process_group_ranks(self.pg)
-        return len(members) == 1 or set(members) <= set(ranks)
+        plan = self.plans[0]
+        return plan.size == 1 or set(plan.ranks or range(plan.size)) <= set(ranks)
 
     def set_default(self) -> None:
         """Tell torch which backend stands for the whole group."""

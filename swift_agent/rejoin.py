@@ -44,7 +44,7 @@ from swift_recovery.replica import GroupLink, receive, receive_state, send_state
 
 log = logging.getLogger(__name__)
 
-# The longest that survivors wait in `rebuild` for a replacement that neither comes nor is reported lost.
+# The longest that connections take once all ranks have come.
 CONNECT_TIMEOUT = timedelta(minutes=10)
 _POLL_S = 0.005
 
@@ -113,9 +113,9 @@ class Rejoin:
         clock = _Clock()
         leads = place.rank not in plan.layouts
         layouts = self._tracked.layouts_for(plan.iteration) if leads else None
-        # Who repeats iterations by itself does so to their end first.
-        has_messages = self._tracked.messages is not None
-        self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token, meets=has_messages)
+        # Who repeats iterations by itself does so to their end first, and set-up may take long.
+        note = self._supervisor.note
+        self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token, meets=note)
         clock.mark("regroup")
         self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
         self._exchange_state(go)

@@ -191,6 +191,13 @@ class Repetition:
             return {}
         return {channel: source.first_missing(channel, begins.get(channel, 0)) for channel in source.channels}
 
+    def has(self, channel: Channel, number: int) -> bool:
+        """Whether that message was taken, or comes. Raises as `fill` does."""
+        source = self._source
+        assert source is not None
+        self._wait_for(lambda: source.has(channel, number) or channel.source not in self._coming)
+        return source.has(channel, number)
+
     def check_sent(self, channel: Channel, number: int, iteration: int, tensor: Tensor) -> None:
         """Raise `CannotReplay` if another message of that number was sent before."""
         if self._theirs.differs(channel, number, tensor) or self._sent_before.differs(

@@ -50,7 +50,7 @@ _UNLOCKED = contextlib.nullcontext()
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
 
-_NOT_LOGGED = "only messages can be repeated from logs, not collectives"
+_NOT_LOGGED = "no log has what this collective gave"
 
 
 class Protected:
@@ -76,6 +76,7 @@ class Protected:
         tracked.updates.goes_on = self._goes_on
         if tracked.messages is not None:
             tracked.messages.stays, tracked.messages.was_cut = self._stays, self._was_cut_inside
+            tracked.messages.is_alone = lambda: self.ghosts.is_on
         if tracked.pipelines is not None:
             tracked.pipelines.alone = self.ghosts.without_effect
             tracked.pipelines.is_ghost = lambda: self.ghosts.is_on

@@ -477,16 +477,18 @@ def _wrap_operation(name: str, wrapper: Callable[..., Any], keywords: Sequence[s
 # Collectives after which all members of the group have the same, by the methods of ProcessGroup that Python calls. Logs
 # have their places in this list: new ones go to its end.
 ALIKE = (
-    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "barrier"
+    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "barrier",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
 )  # fmt: skip
-_OUTPUT_KEYWORDS = ("tensors", "tensor", "output_tensors", "output_tensor", "output")
+_OUTPUT_KEYWORDS = ("tensors", "tensor", "output_tensors", "output_tensor", "output", "output_lists", "outputs")
 
 
-def wrap_collectives(wrapper: Callable[[str, Any, list[torch.Tensor], Callable[[], Any]], Any]) -> None:
+def wrap_collectives(wrapper: Callable[[str, Any, Callable[[], list[torch.Tensor]], Callable[[], Any]], Any]) -> None:
     """From now on those of `ALIKE` that Python calls, of all groups, are `wrapper(name, group, outputs, call)`, where
-    `call()` makes them and returns torch's work, or None where that waits by itself. C++ callers are not affected."""
+    `call()` makes them and returns torch's work, or None where that waits by itself, and `outputs()` are the tensors
+    that they fill. C++ callers are not affected."""
     for name in ALIKE:
-        if hasattr(dist.ProcessGroup, name):  # all_gather_single is new in torch 2.13
+        if hasattr(dist.ProcessGroup, name):  # the `single` ones are new in torch 2.13
             _wrap_collective(name, wrapper)
 
 
@@ -495,7 +497,7 @@ def _wrap_collective(name: str, wrapper: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def operation(group: Any, *args: Any, **named: Any) -> Any:
-        return wrapper(name, group, _outputs(name, args, named), lambda: original(group, *args, **named))
+        return wrapper(name, group, lambda: _outputs(name, args, named), lambda: original(group, *args, **named))
 
     setattr(dist.ProcessGroup, name, operation)
 
@@ -503,10 +505,12 @@ def _wrap_collective(name: str, wrapper: Callable[..., Any]) -> None:
 def _outputs(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
     if name == "barrier":
         return []
-    given = args[0] if args else next(named[keyword] for keyword in _OUTPUT_KEYWORDS if keyword in named)
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return list(given[0] if name == "allgather" else given)
+    return _tensors(args[0] if args else next(named[keyword] for keyword in _OUTPUT_KEYWORDS if keyword in named))
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """A tensor, a list of them, or a list of lists."""
+    return [given] if isinstance(given, torch.Tensor) else [tensor for one in given for tensor in _tensors(one)]
 
 
 @contextlib.contextmanager

@@ -134,8 +134,6 @@ class Tracked:
             if overlap_update
             else UpdateTracker(optimizers, supervisor, agree)
         )
-        if self.messages is not None:
-            self.messages.results.is_updated = lambda: self.updates.is_repeated
         if overlap_update:
             torch_pipelining.watch_schedules(lambda schedule, first: _without_reduction(ddps if first else ()))
         self._sharded = _sharded_roots(pending)

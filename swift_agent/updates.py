@@ -56,7 +56,6 @@ class UpdateTracker:
         self._seen: dict[str, list[_Seen]] = {}
         self._in_step = False
         self._running = ""
-        self._num_repeated = 0
         # The usual case has nothing to keep, and must cost next to nothing.
         self._is_simple = (
             len(optimizers) == 1 and agree is None and not any(map(_cuda_device, optimizers.values()))
@@ -94,11 +93,6 @@ class UpdateTracker:
         return ()
 
     @property
-    def is_repeated(self) -> bool:
-        """Inside `repeating`: all steps of the iteration are made."""
-        return 0 < len(self._optimizers) == self._num_repeated
-
-    @property
     def has_changed_nothing(self) -> bool:
         """In this iteration, so far."""
         return not self._stepped
@@ -115,7 +109,6 @@ class UpdateTracker:
         if self._in_step:  # a step failed, and the script has caught that
             self._leave_step()
         self._stepped, self._running = [], ""
-        self._num_repeated = 0
         if self._kept:
             self._kept.clear()
         self.updated = False
@@ -296,7 +289,6 @@ class UpdateTracker:
 
     def _after(self, name: str) -> None:
         if self._finishing:
-            self._num_repeated += 1
             return
         if self._ghost:
             self._unhide()

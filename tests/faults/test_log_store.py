@@ -212,13 +212,16 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("log_store", ["s3"], indirect=True)
+@pytest.mark.parametrize(
+    "log_store", ["s3", "hdfs"] if os.environ.get("SWIFT_TEST_ALL") else ["s3"], indirect=True
+)
 @pytest.mark.parametrize("where", PLACES)
 def test_a_loss_at_each_step_of_the_retention(
     where: str, log_store: LogStore, make_agents: Callable[..., Agents], undisturbed: References,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """And now and then a neighbour is lost after that, which needs what is left of the logs."""
+    """And now and then a neighbour is lost after that, which needs what is left of the logs. With SWIFT_TEST_ALL=1 in
+    HDFS, too."""
     faults: list[dict[str, Any]] = []
     for rank, place in PLACES[where]:
         faults.append({"at": f"log: {place}", "rank": rank, "scope": "worker", "after": len(faults) - 1})

@@ -54,7 +54,10 @@ def keep_and_repeat(directory: str) -> dict[str, Any]:
         assert work is not None
         dist.all_reduce(half, dist.ReduceOp.MAX)
         work.wait()
-        dist.all_reduce_coalesced([norm, half.float()])
+        later = dist.all_reduce(norm.clone(), async_op=True)
+        assert later is not None
+        doubled = later.get_future().then(lambda done: 2 * done.value()[0]).wait()
+        dist.all_reduce_coalesced([norm, many[:5].clone()])
         whole, parts = torch.zeros(12), [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
         dist.all_gather_single(whole, torch.randn(4, generator=generator))
         dist.all_gather(parts, torch.tensor([int(100 * mine)]))
@@ -68,7 +71,7 @@ def keep_and_repeat(directory: str) -> dict[str, Any]:
         tied = torch.randn(7, generator=generator)
         if me != 1:
             dist.all_reduce(tied, group=outer)
-        return [norm, many, half, whole, *parts, told, *([tied] if me != 1 else []), said, names]
+        return [norm, many, half, doubled, whole, *parts, told, *([tied] if me != 1 else []), said, names]
 
     messages = new_messages()
     first = []

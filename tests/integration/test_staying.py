@@ -122,7 +122,7 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
         messages.end()
     agree = messages.agreeing(lambda: None)
     refused = []
-    for compiled in (False, True):
+    for compiled in ("never", "before the update", "after it"):
         messages.begin(num_iterations, generation)
         sent, received = torch.zeros(3), torch.zeros(3)
         thread = threading.Thread(target=lambda sent=sent: dist.send(sent, (me + 1) % 3))
@@ -132,16 +132,21 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
         with messages.aside():
             works = [dist.isend(sent, (me + 1) % 3), dist.irecv(received, (me - 1) % 3)]
             assert all(work is not None and work.wait() for work in works)
-        if compiled:
-            group = dist.group.WORLD.boxed()  # type: ignore[union-attr]
-            work = torch.ops.c10d.send([sent], group, (me + 1) % 3, 5)
-            torch.ops.c10d.recv_([received], group, (me - 1) % 3, 5).wait()
-            work.wait()
+        group = dist.group.WORLD.boxed()  # type: ignore[union-attr]
         try:
-            agree()
+            if compiled == "after it":
+                agree()
+            if compiled != "never":
+                work = torch.ops.c10d.send([sent], group, (me + 1) % 3, 5)
+                torch.ops.c10d.recv_([received], group, (me - 1) % 3, 5).wait()
+                work.wait()
+            if compiled != "after it":
+                agree()
+            messages.end()
+            messages.begin(num_iterations + 1, generation)
         except UsageError as error:
-            refused.append(str(error)[:60])
-        messages.end()
+            refused.append([compiled, str(error)[:58]])
+            messages.rewind()
     return {"wrong": wrong, "received": num_received, "cuts": generation - 1, "refused": refused}
 
 
@@ -153,4 +158,5 @@ def test_messages_come_once_and_in_order_whatever_is_cut(make_job: Callable[[str
     for found in job.results(job.start_all("exchange_and_be_cut", num_iterations=6, num_cuts=4, directory=str(logs))):
         refused = found.pop("refused")
         assert found == {"wrong": [], "received": 6 * NUM_OPERATIONS, "cuts": 24}
-        assert refused == ["2 sends or receives of this iteration were made by C++ code "]
+        why = "2 sends or receives of an iteration were made by C++ code "
+        assert refused == [["before the update", why], ["after it", why]]

@@ -252,7 +252,7 @@ def arm_checkpoints() -> None:
     armed(CheckpointDirectory, "commit", "commit")
     armed(CheckpointDirectory, "remove", "remove")
     # The mark of one that is removed is gone by then.
-    armed(store.LocalStore, "remove_directory", "remove directory")
+    armed(type(store.open_store(str(ORDERS.get("store", DIR)))), "remove_directory", "remove directory")
 
     write, replace = state_file._FileLink.write, os.replace
 

@@ -460,9 +460,9 @@ def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.Mon
         monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
     seen: list[tuple[str, list[int]]] = []
 
-    def watch(name: str, group: Any, outputs: list[torch.Tensor], call: Any) -> Any:
+    def watch(name: str, group: Any, outputs: Any, call: Any) -> Any:
         assert group is dist.group.WORLD
-        seen.append((name, [id(tensor) for tensor in outputs]))
+        seen.append((name, [id(tensor) for tensor in outputs()]))
         return call()
 
     torch_private.wrap_collectives(watch)
