@@ -441,16 +441,39 @@ def test_a_collective_after_the_update_is_passed_over_if_it_was_cut(run: Start, 
     assert_same(run(faults, tells=True), undisturbed("Schedule1F1B"), {2, 3}, anew=True)
 
 
-def test_stages_of_several_ranks(run: Start, undisturbed: References) -> None:
+@pytest.mark.parametrize("schedule", ["ByHandHalves", "Schedule1F1BHalves"])
+def test_stages_of_several_ranks(schedule: str, run: Start, undisturbed: References) -> None:
     """Two stages of two ranks each, with collectives in the forward and the backward. One that is lost alone has what
-    the other rank of its stage kept; two that are lost together make their collectives once more."""
+    the other rank of its stage kept; two that are lost together make their collectives once more. In a first step from
+    a checkpoint on, which a replacement makes alone, they count for nothing."""
     faults = [
         {"at": "backward", "iteration": 3, "rank": 1, "scope": "worker"},
         {"at": "forward", "iteration": 5, "rank": 2, "scope": "node"},
         {"at": "before_step", "iteration": 8, "rank": 0, "scope": "node"},
     ]
-    outcome = run(faults, nodes="abcd", spares=2, num_workers=2, schedule="Halves")
-    assert_same(outcome, undisturbed("Halves"), {0, 1, 2, 3}, anew=True)
+    outcome = run(faults, nodes="abcd", spares=2, num_workers=2, schedule=schedule, checkpoint=2, patient=True)
+    assert_same(outcome, undisturbed(schedule), {0, 1, 2, 3}, anew=True)
+    assert "load the checkpoint of iteration 2" in outcome.text()
+
+
+def test_a_job_in_which_only_some_ranks_log(make_agents: Callable[..., Agents], tmp_path: Path) -> None:
+    """All others take part in its recoveries as ever."""
+    faults = [
+        {"at": "forward", "iteration": 3, "rank": 0, "scope": "worker"},
+        {"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"},
+    ]
+    found = []
+    for some in (faults, []):
+        directory = tmp_path / f"{len(found)}"
+        directory.mkdir()
+        script = SCRIPT.with_name("mixed_train.py")
+        agents = make_agents(directory, num_nodes=3, num_workers=1, script=script, orders={"faults": some})
+        found.append(agents.run("abc"))
+    outcome, expected = found
+    assert [len(outcome.pids[rank]) for rank in range(3)] == [2, 2, 1], outcome.text()
+    assert "all workers restart" not in outcome.text()
+    for rank, result in expected.results.items():
+        assert outcome.results[rank]["hash"] == result["hash"], outcome.text()
 
 
 @pytest.mark.parametrize(

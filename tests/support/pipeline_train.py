@@ -1,8 +1,8 @@
 """The training script of test_pipelines: a transformer in stages, one per rank, with the faults of fault_train's
 orders.
 
-"schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand", or "Halves", in which each
-stage is on two ranks (tensor parallelism, by hand too); with "seedless" each process
+"schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand"; with "Halves" after it each
+stage is on two ranks (tensor parallelism, by hand too). With "seedless" each process
 begins with another state, with "collective" there is an all-reduce in each iteration, which is "compiled" if Python
 does not call it; "clips" cuts the gradients of all stages to a common norm, where the first and the last one have the
 same words, and "tells" all of them what the last one has lost, after the update; with "evaluates" there is an
@@ -48,7 +48,7 @@ from tests.support.fault_train import (
 )
 
 WIDTH, LENGTH, WORDS, BATCH, MICRO_BATCHES = 16, 6, 20, 16, 8
-BY_HAND = {"ByHand": 1, "Halves": 2}  # ranks of a stage
+BY_HAND = {"ByHand": 1, "ByHandHalves": 2}  # ranks of a stage
 
 
 class Block(nn.Module):
@@ -245,7 +245,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def stages_of(rank: int, world_size: int, name: str) -> list[int]:
     """The indices of a rank's stages: one; two, every *world_size*; or two of a V."""
-    if name in BY_HAND or not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
+    if name in BY_HAND or "Halves" in name or not issubclass(getattr(schedules, name), schedules.PipelineScheduleMulti):
         return [rank]
     return [rank, 2 * world_size - 1 - rank] if "ZBV" in name else [rank, rank + world_size]
 
@@ -314,16 +314,21 @@ def main() -> None:
     indices = stages_of(RANK, job.world_size, name)
     last = len(indices) * job.world_size - 1
     stages = []
-    if name == "Halves":
+    if "Halves" in name:
         indices, last = [RANK // 2], job.world_size // 2 - 1
         pairs = [dist.new_group([first, first + 1]) for first in range(0, job.world_size, 2)]
+        columns = [dist.new_group([*range(first, job.world_size, 2)]) for first in range(2)]
     for index in indices:
         if ORDERS.get("seedless"):
             torch.seed()
         else:
             torch.manual_seed(7 + index)
-        if name == "Halves":
-            stages.append(SimpleNamespace(submod=HalfBlock(index == 0, index == last, pairs[index])))
+        if "Halves" in name:
+            half = HalfBlock(index == 0, index == last, pairs[index])
+            if name in BY_HAND:
+                stages.append(SimpleNamespace(submod=half))  # type: ignore[arg-type]
+            else:
+                stages.append(PipelineStage(half, index, last + 1, torch.device("cpu"), group=columns[RANK % 2]))
             continue
         stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
     blocks = nn.ModuleList(stage.submod for stage in stages)
@@ -331,7 +336,7 @@ def main() -> None:
     if name in BY_HAND:
         schedule: Any = ByHand(stages[0].submod, RANK, job.world_size, BY_HAND[name])  # type: ignore[arg-type]
     else:
-        kind = getattr(schedules, name)
+        kind = getattr(schedules, name.removesuffix("Halves"))
         schedule = kind(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
@@ -403,7 +408,7 @@ def main() -> None:
         for number in job.iterations(ITERATIONS):
             x = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
             found = train(x, (x + 1) % WORDS)
-            if name == "Halves" and RANK % 2:
+            if "Halves" in name and RANK % 2:
                 found = []  # the other half of the stage tells
             print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
             fault("between", job.iteration_number - 1)
