@@ -198,10 +198,10 @@ class ProcessGroups:
             groups = list(self._groups)
             prefix = f"swift/{generation}"
             plans = [replace(plan, prefix=f"{prefix}/{plan.prefix}") for group in groups for plan in group.plans]
+            meeting = meets and rebuilding.Meeting(generation, dist.get_rank(), dist.get_world_size(), meets)
             attempt = rebuilding.Attempt(
                 plans, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
-                timeout=timeout, dispose=self._dispose,
-                meeting=rebuilding.Meeting(dist.get_rank(), dist.get_world_size(), meets) if meets else None,
+                timeout=timeout, dispose=self._dispose, meeting=meeting or None,
             )  # fmt: skip
             self._attempt = attempt
         built = self._run(attempt)

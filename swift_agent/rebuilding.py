@@ -28,6 +28,7 @@ _TELL = timedelta(minutes=1)
 class Meeting:
     """Of *num_ranks*, of which this is *rank*. *tell* tells people for whom it waits."""
 
+    generation: int
     rank: int
     num_ranks: int
     tell: Callable[[str], object]
@@ -148,7 +149,7 @@ class Attempt:
         meeting = self._meeting
         if meeting is None:
             return
-        here = PrefixStore("here", client)
+        here = PrefixStore(f"here/{meeting.generation}", client)
         here.set(str(meeting.rank), "")
         missing = list(map(str, range(meeting.num_ranks)))
         while missing:

@@ -396,6 +396,46 @@ def test_a_group_that_cannot_be_created_leaves_nothing(make_job: MakeJob, mechan
     assert names == [["1", "2"], ["1", "2"]]
 
 
+def meet_late() -> dict[str, Any]:
+    """The last rank comes when the others would have given up; then again, and is not waited for any more."""
+    from swift_agent import process_group, rebuilding
+
+    rebuilding._TELL = timedelta(seconds=0.4)
+    groups, notes, short = connect(1), [], timedelta(seconds=1)
+    groups.abort("1")
+    if rank() == 2:
+        time.sleep(1.5)
+    groups.rebuild(store_of(2), 2, short, TOKEN, meets=notes.append)
+    result = total()
+    groups.abort("2")
+    if rank() == 2:
+        hear("cut/0")
+        hear("cut/1")
+        return {"notes": notes, "total": result, "took_s": 0.0}
+    threading.Timer(0.5, lambda: groups.abort("nobody else comes", 3)).start()
+    began_s = time.monotonic()
+    with pytest.raises(process_group.GroupsAborted, match="nobody else comes"):
+        groups.rebuild(store_of(3), 3, short, TOKEN, meets=notes.append)
+    took_s = time.monotonic() - began_s
+    tell(f"cut/{rank()}")
+    return {"notes": notes, "total": result, "took_s": took_s}
+
+
+@both
+def test_all_ranks_meet_before_they_connect(make_job: MakeJob, mechanism: str) -> None:  # noqa: F811
+    """However late one of them comes: one of the others says for whom they wait."""
+    job = make_job(mechanism, 3)
+    for generation in (1, 2, 3):
+        job.open_generation(generation)
+    found = job.results(job.start_all("meet_late"))
+    assert [one["total"] for one in found] == [6.0] * 3
+    assert all(0.4 < one["took_s"] < 5.0 for one in found[:2])
+    assert not found[1]["notes"] and not found[2]["notes"]
+    assert len(found[0]["notes"]) >= 3 and set(found[0]["notes"]) == {
+        "ranks 2 have not come yet, all others wait for them"
+    }
+
+
 def settled_usage() -> list[int]:
     """Threads, open files, Python threads, once what is being released in the background has gone."""
     deadline_s = time.monotonic() + 5
