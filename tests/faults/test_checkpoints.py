@@ -153,9 +153,10 @@ def test_a_loss_at_each_step_of_a_checkpoint_in_a_store(
     with S3Server(tmp_path / "s3") if kind == "s3" else HdfsCluster(tmp_path / "hdfs", num_data_nodes=1) as server:
         url = f"s3://{BUCKET}" if isinstance(server, S3Server) else server.url
         environment = server.environment if isinstance(server, S3Server) else {}
-        outcome = start(
-            make_agents, tmp_path, environment, faults=faults, checkpoint=2, store=f"{url}/run"
-        )
+        outcome = make_agents(
+            tmp_path, num_nodes=4, num_workers=1, max_restarts=20, script=PIPELINE, environment=environment,
+            orders={"faults": faults, "checkpoint": 2, "patient": True, "store": f"{url}/run"},
+        ).run("abcd")  # fmt: skip
         assert_only({0, 3}, outcome)
         assert_equal(outcome, expected())
         for name, value in environment.items():
