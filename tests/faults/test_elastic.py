@@ -1,7 +1,8 @@
 """`--nnodes MIN:MAX` with real agents.
 
 A script that knows nothing of it trains in groups that grow and shrink: the same steps are gone through by swift-run
-and (SWIFT_TEST_ALL=1) by a stock torchrun with c10d, and must give the same groups. One that is recovered in place loses no iteration.
+and (SWIFT_TEST_ALL=1) by a stock torchrun with c10d, and must give the same groups. One that is recovered in place
+loses no iteration.
 """
 
 from __future__ import annotations

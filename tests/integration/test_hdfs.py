@@ -190,8 +190,8 @@ def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_files_are_written_while_a_data_node_is_dead(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, with SWIFT_TEST_ALL=1, frozen. One that is written when it dies; then, before the name node has missed it, and after that, checkpoints and
-    copies of logs. What was written to one node is copied to the other one."""
+    """Or, with SWIFT_TEST_ALL=1, frozen. One that is written when it dies; then, before the name node has missed it,
+    and after that, checkpoints and copies of logs. What was written to one node is copied to the other one."""
     monkeypatch.setattr(helper_process, "ANSWER_TIMEOUT_S", 5.0)  # of a frozen node, each time
     with HdfsCluster(tmp_path / "hdfs") as cluster:
         store, notes, paths = open_store(f"{cluster.url}/lost"), list[str](), []
