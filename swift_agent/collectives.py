@@ -128,7 +128,8 @@ class Unseen:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, none is counted."""
-        before = self._num - self._made
+        before = self._num
+        before -= self._begun
         try:
             yield
         finally:

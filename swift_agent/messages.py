@@ -319,6 +319,7 @@ class Messages:
 
         def agree_aside() -> None:
             self._check_seen()
+            self._results.agree()
             self._has_agreed = True
             with self._collectives.aside():
                 agree()

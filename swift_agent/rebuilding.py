@@ -8,7 +8,6 @@ handed over only when all are complete.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -154,9 +153,11 @@ class Attempt:
         missing = list(map(str, range(meeting.num_ranks)))
         while missing:
             self._step("wait for all ranks to come")
-            with contextlib.suppress(dist.DistStoreError):  # not yet; or the next question says what it is
+            try:
                 here.wait(missing, _TELL)
-            missing = [rank for rank in missing if not here.check([rank])]
+                return
+            except dist.DistStoreError:  # not yet; or the next question says what it is
+                missing = [rank for rank in missing if not here.check([rank])]
             if missing and meeting.rank == min(set(range(meeting.num_ranks)).difference(map(int, missing))):
                 meeting.tell(f"ranks {', '.join(missing)} have not come yet, all others wait for them")
 

@@ -11,6 +11,7 @@ differ from rank to rank. Must never decide who repeats what.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -49,7 +50,10 @@ class Results:
     def __init__(self, rank: int, repetition: Repetition, keep: Callable[[Channel, int, Tensor], None]) -> None:
         self._rank, self._repetition, self._keep = rank, repetition, keep
         self._members: dict[str, list[int]] = {}  # by the name of a group, those of all that were used
-        self._misses = False  # not all that the script had was kept
+        self._is_sloppy = False  # in some iteration the script had results later than it should
+        self._misses = False  # not all that it had in this one was kept
+        self._updated_at: Counter[Channel] = Counter()  # those that were begun before the update
+        self._lock = threading.RLock()  # futures are done in any thread
         self._iteration, self._run = -1, 0  # an iteration that is run again is another run
         self._begun: Counter[Channel] = Counter()
         self._kept: Counter[Channel] = Counter()
@@ -59,25 +63,32 @@ class Results:
 
     def begin(self, iteration: int) -> None:
         """An iteration begins."""
-        self._iteration = iteration
+        self._iteration, self._misses = iteration, False
         self._run += 1
+        self._updated_at.clear()
         self._begun.clear()
         self._kept.clear()
         self._held.clear()
         self._was_passed_over = False
 
+    def agree(self) -> None:
+        """All agree to the update: what was begun before should be done."""
+        self._updated_at = self._begun.copy()
+
     def end(self) -> None:
         """It is over."""
         if self._iteration < 0:
             return
-        for channel, held in self._held.items():
-            for number in sorted(held):
-                self._write(channel, number, held[number])
-        if self._was_passed_over:
-            self._tell_passed_over()
-        elif self._begun != self._kept:
-            self._misses = True  # the script waits for something later than it should
-        self.cut()
+        with self._lock:
+            self._misses = self._misses or any(self._kept[one] < num for one, num in self._updated_at.items())
+            for channel, held in self._held.items():
+                for number in sorted(held):
+                    self._write(channel, number, held[number])
+            if self._was_passed_over:
+                self._tell_passed_over()
+            elif self._begun != self._kept:
+                self._is_sloppy = True
+            self.cut()
 
     def pass_over(self) -> None:
         """It was cut, and counts; the rest of it is left out."""
@@ -147,17 +158,18 @@ class Results:
         record()
 
     def _record(self, run: int, channel: Channel, number: int, tensors: Sequence[Tensor]) -> None:
-        # Who hears later that it is done may have changed it.
-        if run != self._run or self._iteration < 0:
-            return
-        packed = _packed(tensors)
-        if number == self._kept[channel]:
-            self._write(channel, number, packed)
-            held = self._held.get(channel, {})
-            while self._kept[channel] in held:
-                self._write(channel, self._kept[channel], held.pop(self._kept[channel]))
-        else:
-            self._held.setdefault(channel, {})[number] = packed.clone() if packed is not None else None
+        with self._lock:
+            # Who hears later that it is done may have changed it.
+            if run != self._run or self._iteration < 0:
+                return
+            packed = _packed(tensors)
+            if number == self._kept[channel]:
+                self._write(channel, number, packed)
+                held = self._held.get(channel, {})
+                while self._kept[channel] in held:
+                    self._write(channel, self._kept[channel], held.pop(self._kept[channel]))
+            else:
+                self._held.setdefault(channel, {})[number] = packed.clone() if packed is not None else None
 
     def _write(self, channel: Channel, number: int, packed: Tensor | None) -> None:
         self._kept[channel] += 1
@@ -168,7 +180,7 @@ class Results:
 
     def _tell_passed_over(self) -> None:
         # Only where all that is missing was cut.
-        if not self._misses:
+        if not self._misses and not self._is_sloppy:
             self._keep(_passed_over(self._rank), self._iteration * MAX_NUMBER, torch.zeros(1, dtype=torch.uint8))
 
 
@@ -196,6 +208,7 @@ class Collective(dist.Work):
         super().__init__()
         self._inner = inner
         self._record: Callable[[], None] | None = record
+        self._lock = threading.RLock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         done = bool(self._inner.wait(timeout))
@@ -218,9 +231,11 @@ class Collective(dist.Work):
         return future.then(value)
 
     def _is_done(self) -> None:
-        record, self._record = self._record, None
-        if record is not None:
-            record()
+        # Nobody goes on before it is recorded, whoever heard of it first.
+        with self._lock:
+            record, self._record = self._record, None
+            if record is not None:
+                record()
 
     def is_success(self) -> bool:
         return bool(self._inner.is_success())

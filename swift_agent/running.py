@@ -342,7 +342,8 @@ class Protected:
             with self._groups.refused(_NOT_LOGGED, among=messages.repeating), tracked.updates.repeating():
                 tracked.begin(number)
                 result = call()
-        except Exception as error:
+        except Exception as raised:
+            error = cause_of(raised)
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
                 raise
             if isinstance(error, LostLog):
@@ -542,6 +543,20 @@ class Protected:
     def _require_tracked(self) -> Tracked:
         assert self._tracked is not None
         return self._tracked
+
+
+def cause_of(error: Exception) -> Exception:
+    """The error of ours that *error* was caused by, or of a process group; else *error* itself. A pipeline's stage
+    raises one of its own for what fails in it."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        if isinstance(found, (CannotReplay, PeerFailure)):
+            return found
+        found = found.__cause__
+    innermost = seen[-1]
+    return innermost if isinstance(innermost, Exception) and is_communication_error(innermost) else error
 
 
 def is_communication_error(error: BaseException) -> bool:

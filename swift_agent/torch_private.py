@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -402,8 +403,9 @@ def has_comm_hook(ddp: DDP) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether the calling thread works for a backward: the script's own, or one of torch's, while the script waits."""
-    return torch._C._current_graph_task_id() >= 0
+    """Whether the calling thread is one of torch's, that works for a backward while another one waits."""
+    is_theirs = isinstance(threading.current_thread(), threading._DummyThread)
+    return is_theirs and torch._C._current_graph_task_id() >= 0
 
 
 def after_backward(action: Callable[[], None]) -> None:

@@ -480,6 +480,17 @@ def test_random_kills_with_collectives(
         assert num_killed <= len(outcome.pids[rank]) - 1 <= num_killed + num_replaced, text
 
 
+def test_a_collective_of_a_stage_that_cannot_be_repeated(run: Start, undisturbed: References) -> None:
+    """torch raises an error of its own for what fails in a stage."""
+    faults = [{"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"}]
+    orders: dict[str, Any] = {"schedule": "Schedule1F1BHalves", "collective": "in a stage"}
+    outcome = run(faults, **orders)
+    text = outcome.text()
+    assert "iteration 0 cannot be repeated from logs: " in text and "no log has what this collective gave" in text
+    assert "all workers restart" in text and {len(pids) for pids in outcome.pids.values()} == {2, 3}, text
+    assert_equal(outcome, undisturbed(**orders))
+
+
 @pytest.mark.parametrize(
     "orders", [{"collective": "compiled"}, {"section": "communicates"}], ids=["compiled", "section"]
 )

@@ -2,9 +2,9 @@
 orders.
 
 "schedule" of the orders names a schedule of torch.distributed.pipelining, or is "ByHand"; with "Halves" after it each
-stage is on two ranks (tensor parallelism, by hand too). With "seedless" each process
-begins with another state, with "collective" there is an all-reduce in each iteration, which is "compiled" if Python
-does not call it; "clips" cuts the gradients of all stages to a common norm, where the first and the last one have the
+stage is on two ranks (tensor parallelism, by hand too). With "seedless" each process begins with another state, with
+"collective" there is an all-reduce in each iteration, "called" by Python or "compiled"; if that is "in a stage" those
+of the halves are. "clips" cuts the gradients of all stages to a common norm, where the first and the last one have the
 same words, and "tells" all of them what the last one has lost, after the update; with "evaluates" there is an
 evaluation in some iterations; with "reports" the last stage sends its losses to the first one, which receives them
 after its update, on "thread" in a thread that begins before; "late" sends one after the update; with "section" there is
@@ -122,6 +122,8 @@ class Added(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        if ORDERS.get("collective") == "in a stage":
+            return functional.wait_tensor(functional.all_reduce(x, "sum", group))  # type: ignore[no-any-return]
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
@@ -390,7 +392,7 @@ def main() -> None:
                 )  # fmt: skip
                 if ORDERS.get("collective") == "compiled":
                     functional.wait_tensor(functional.all_reduce(torch.zeros(1), "sum", dist.group.WORLD))
-                elif ORDERS.get("collective"):
+                elif ORDERS.get("collective") == "called":
                     dist.all_reduce(torch.zeros(1))
                 if clip is not None:
                     clip()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from swift_agent.channel import Channel
-from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.errors import LostLog, PeerFailure, UsageError
 from swift_agent.place import Place, Position, Seeds
 from swift_agent.process_group import ProcessGroups
-from swift_agent.running import Protected, is_communication_error
+from swift_agent.running import Protected, cause_of, is_communication_error
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.plan import Plan
@@ -26,6 +26,17 @@ def caused(text: str, by: Exception) -> RuntimeError:
     error = RuntimeError(text)
     error.__cause__ = by
     return error
+
+
+def test_why_a_stage_failed() -> None:
+    """It may be something of ours, several errors down."""
+    lost, own = LostLog("the log of rank 1 did not come to its end"), ValueError("the script's own")
+    cut = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")
+    assert cause_of(lost) is lost
+    assert cause_of(caused("Failed to run stage", by=caused("in its layer", by=lost))) is lost
+    assert cause_of(caused("Failed to run stage", by=cut)) is cut
+    error = caused("Failed to run stage", by=own)
+    assert cause_of(error) is error
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import inspect
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -491,14 +493,24 @@ def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.Mon
 
 
 def test_the_threads_of_a_backward() -> None:
-    """Of this one: those of a GPU would be torch's."""
+    """Those of a GPU are torch's; here one is made in their way, that Python has not started. The script's are none."""
     seen: list[bool] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(torch_private.is_in_backward()))
-    assert not torch_private.is_in_backward()
-    y.sum().backward()
-    assert seen == [True] and not torch_private.is_in_backward()
+
+    def backward() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: seen.append(torch_private.is_in_backward()))
+        y.sum().backward()
+        seen.append(torch_private.is_in_backward())
+
+    backward()
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert seen == [False] * 4
+    done = threading.Event()
+    _thread.start_new_thread(lambda: (backward(), done.set()), ())
+    assert done.wait(10.0) and seen[4:] == [True, False]
 
 
 def test_ways_past_process_groups() -> None:
