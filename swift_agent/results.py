@@ -216,10 +216,8 @@ class Collective(dist.Work):
         return done
 
     def is_completed(self) -> bool:
-        completed = bool(self._inner.is_completed())
-        if completed and self._inner.is_success():
-            self._is_done()
-        return completed
+        # One that has failed is completed, too; and who hears of that uses the tensors.
+        return bool(self._inner.is_completed()) and self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         def value(future: torch.futures.Future[Any]) -> Any:

@@ -354,6 +354,9 @@ class Protected:
         finally:
             tracked.end()
             place.leave()
+        if not place.replays_alone and self.supervisor.interrupted:
+            # What was aborted on NCCL raises nothing.
+            self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
         with place.lock:
             place.here.iteration += 1
         if not place.replays:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from swift_agent.collectives import Unseen
 from swift_agent.errors import CannotReplay, NotInLog
 from swift_agent.messages import Messages
-from swift_agent.results import giver_of
+from swift_agent.results import Collective, giver_of
 from tests.unit.agent.test_messages import (  # noqa: F401 - fixtures
     Pipe,
     make,
@@ -354,6 +354,23 @@ def test_messages_of_other_threads_are_never_taken_for_those_of_compiled_code() 
     assert unseen.count >= 1  # (one may be missed for each that came in between)
 
 
+def test_one_that_has_failed_is_no_result() -> None:
+    """It is completed, says torch; what is in the tensors is anything."""
+
+    class Failed:
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self, timeout: Any) -> bool:
+            raise RuntimeError("Connection closed by peer")
+
+    recorded: list[str] = []
+    work = Collective(Failed(), lambda: recorded.append(""))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        work.is_completed()
+    assert not recorded
+
+
 def test_is_completed_is_as_good_as_a_wait(
     make: Callable[[int], Messages], replacement: Callable[..., Messages], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
@@ -364,7 +381,6 @@ def test_is_completed_is_as_good_as_a_wait(
     assert work is not None
     # (torch's fake work never says so.)
     monkeypatch.setattr(work._inner.__class__, "is_completed", lambda self: True)
-    monkeypatch.setattr(work._inner.__class__, "is_success", lambda self: True)
     assert work.is_completed() and work.is_completed()
     tensor.zero_()
     giver.end()
