@@ -401,12 +401,14 @@ def meet_late() -> dict[str, Any]:
     from swift_agent import process_group, rebuilding
 
     rebuilding._TELL = timedelta(seconds=0.4)
-    groups, notes, short = connect(1), [], timedelta(seconds=1)
+    groups, notes, short, meeting = connect(1), [], timedelta(seconds=1), control()
+    meet(meeting, 0)  # nobody cuts what another still uses
     groups.abort("1")
     if rank() == 2:
         time.sleep(1.5)
     groups.rebuild(store_of(2), 2, short, TOKEN, meets=notes.append)
     result = total()
+    meet(meeting, 1)
     groups.abort("2")
     if rank() == 2:
         hear("cut/0")
