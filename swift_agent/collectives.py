@@ -1,17 +1,15 @@
-"""What the script has taken part in since its iteration began: collectives, and messages that C++ code has sent.
+"""Whether the script has taken part in a collective since its iteration began.
 
 Who begins the iteration anew makes its collectives again, and who stays in its middle does not: so where there was one,
 nobody may stay. And who stays after its update, where others may have passed over the rest of that iteration, can make
-none there. Operations come from C++ as well as from Python, and are counted by the compiled library: messages too, so
-that those are found which nobody logs. Must never decide who stays.
+none there. Collectives come from C++ as well as from Python, and are counted by the compiled library. Must never
+decide who stays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from swift_agent import native
 
@@ -88,50 +86,3 @@ class Collectives:
                 self._set(True)
             self._base = self._num - self._aside
             self._aside = None
-
-
-class Unseen:
-    """Sends and receives of an iteration that C++ code makes by itself. One per process."""
-
-    def __init__(self) -> None:
-        self._library = native.load()
-        self._lock = threading.Lock()
-        # Those that Python has begun to make, and those that it has made.
-        self._begun = self._made = 0
-        self._base = 0
-
-    @property
-    def _num(self) -> int:
-        total: int = self._library.num_messages() if self._library is not None else 0
-        return total
-
-    @property
-    def count(self) -> int:
-        """So many, so far; never more, whatever other threads do."""
-        return max(0, self._num - self._begun - self._base)
-
-    def begin(self) -> None:
-        """An iteration begins."""
-        made = self._made  # first, as another thread may make one now
-        self._base = self._num - made
-
-    def make(self, operation: Callable[..., Any], *its: Any) -> Any:
-        """What Python makes."""
-        with self._lock:
-            self._begun += 1
-        try:
-            return operation(*its)
-        finally:
-            with self._lock:
-                self._made += 1
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, none is counted."""
-        before = self._num
-        before -= self._begun
-        try:
-            yield
-        finally:
-            made = self._made
-            self._base += self._num - made - before

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from swift_agent import log_transfer, torch_private
-from swift_agent.collectives import Collectives, Unseen
+from swift_agent.collectives import Collectives
 from swift_agent.counts import Counts, Stand, Told
 from swift_agent.digests import Digests
 from swift_agent.errors import CannotReplay, UsageError
@@ -41,6 +41,7 @@ from swift_agent.repetition import Connect, Repetition
 from swift_agent.results import Outputs, Results
 from swift_agent.sent_before import SentBefore
 from swift_agent.sent_log import SentLog, bytes_for_logs
+from swift_agent.unseen import Unseen
 from swift_agent.works import Receive, Send
 from swift_logging_store.record import Channel
 

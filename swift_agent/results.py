@@ -255,21 +255,12 @@ class Collective(dist.Work):
         return self._inner.get_future_result()
 
 
-class Repeated(dist.Work):
+class Repeated(torch_private.Finished):
     """One that was made by others, long ago: its results are in *tensors*."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
 
     def exception(self) -> Any:
         return None

@@ -195,8 +195,8 @@ def make_nccl(
 # ------------------------------------------------------------------------------------------- DistributedDataParallel
 
 
-class _Finished(dist.Work):
-    """(torch's FakeWork says for ever that it is not done, to who asks instead of waiting.)"""
+class Finished(dist.Work):
+    """An operation that is done. (torch's FakeWork never says that it is, to who asks instead of waiting.)"""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -228,7 +228,7 @@ class _LayoutSource(dist.ProcessGroup):
             if message.shape != tensors[0].shape:
                 raise RuntimeError(f"bucket layout of {len(message)} entries for a reducer with {len(tensors[0])}")
             tensors[0].copy_(message)
-        return _Finished()
+        return Finished()
 
 
 def _parameters(ddp: DDP) -> tuple[list[torch.Tensor], list[bool]]:
@@ -565,4 +565,4 @@ def ways_past_c10d() -> list[str]:
 
 def finished_work() -> dist.Work:
     """An operation that is done."""
-    return _Finished()
+    return Finished()

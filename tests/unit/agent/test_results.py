@@ -14,10 +14,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_agent.collectives import Unseen
 from swift_agent.errors import CannotReplay, NotInLog
 from swift_agent.messages import Messages
 from swift_agent.results import Collective, giver_of
+from swift_agent.unseen import Unseen
 from tests.unit.agent.test_messages import (  # noqa: F401 - fixtures
     Pipe,
     make,
