@@ -20,9 +20,9 @@ from torch import Tensor
 
 from swift_agent.ahead import Stopped, ahead
 from swift_agent.errors import PeerFailure
-from swift_agent.sent_log import SentLog, SentSegment
+from swift_agent.sent_log import SentLog
+from swift_agent.sent_segment import SegmentReader, SentSegment
 from swift_logging_store.errors import LogError
-from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel, Header
 from swift_logging_store.segment import MAGIC, SegmentWriter
 from swift_logging_store.tensors import tensor_of
@@ -132,7 +132,7 @@ def _pieces(
 
 
 def _wanted(
-    before: int, log: LogReader, here: Mapping[Channel, int], ends: Mapping[Channel, int]
+    before: int, log: SegmentReader, here: Mapping[Channel, int], ends: Mapping[Channel, int]
 ) -> Iterator[tuple[Header, memoryview]]:
     """Of one segment, where messages count below the numbers *here*; from *ends* on they will be sent again."""
     for channel, number, iteration in log.newest():

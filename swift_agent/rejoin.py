@@ -18,7 +18,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
 
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 # The longest that connections take once all ranks have come.
 CONNECT_TIMEOUT = timedelta(minutes=10)
 _POLL_S = 0.005
+# Between two words about who is waited for.
+TELL_S = 60.0
 
 
 class Rejoin:
@@ -236,7 +238,7 @@ class Rejoin:
             except (LogError, OSError) as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
             # To load a checkpoint may take longer than an operation of the groups has time.
-            self._wait_for("loaded", plan.replays)
+            self._wait_for("loaded", plan.replays, "has not taken its checkpoint and logs yet")
             return
         if place.here.iteration > self._restored or self._tracked.updates.mixed:
             # It was cut while it repeated them together with others, and cannot begin again.
@@ -262,7 +264,7 @@ class Rejoin:
             # theirs would wait for it in an operation of the groups, which has a timeout.
             messages.wait_taken()
         PrefixStore("loaded", store).set(str(place.rank), "")
-        self._wait_for("loaded", plan.replays)
+        self._wait_for("loaded", plan.replays, "has not taken its checkpoint and logs yet")
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=is_alone)
         self._stays = plan.stays
@@ -304,16 +306,22 @@ class Rejoin:
         messages = self._tracked.messages
         if self._place.rank in plan.replays or messages is None:
             return
-        self._wait_for("replayed", plan.replays)
+        self._wait_for("replayed", plan.replays, "repeats iterations still")
         for rank in plan.replays:
             sent = PrefixStore("replayed", self._groups.store).get(str(rank))
             messages.follow(json.loads(sent), plan.iteration)
 
-    def _wait_for(self, what: str, ranks: Iterable[int]) -> None:
+    def _wait_for(self, what: str, ranks: Collection[int], doing: str) -> None:
+        """Of each of *ranks*. Without a limit: whoever is lost is reported by its agent. One rank says for whom."""
         store = PrefixStore(what, self._groups.store)
+        tells = self._place.rank == min(set(range(dist.get_world_size())).difference(ranks), default=-1)
+        told_s = time.monotonic()
         for rank in ranks:
             while not store.check([str(rank)]):
                 self._supervisor.check()
+                if tells and time.monotonic() - told_s >= TELL_S:
+                    told_s = time.monotonic()
+                    self._supervisor.note(f"rank {rank} {doing}, all others wait for it")
                 time.sleep(_POLL_S)
 
     def end_replay(self) -> None:

@@ -47,6 +47,8 @@ R = TypeVar("R")
 _OWN = "_swift_is_own"
 _UNLOCKED = contextlib.nullcontext()
 
+# Between two words of a newcomer that repeats iterations.
+TELL_S = 10.0
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
 
@@ -69,6 +71,7 @@ class Protected:
         self._phases_s: dict[str, float] = {} if started_s is None else {"start": started_s}
         self._recovered_in = 0
         self._recovered_s = 0.0
+        self._told_s = 0.0
 
     def begin(self, tracked: Tracked) -> None:
         place = self._place
@@ -359,7 +362,9 @@ class Protected:
             self._have_this_replaced(f"iteration {number}, which it repeated together with others, was cut")
         with place.lock:
             place.here.iteration += 1
-        if not place.replays:
+        if place.replays:
+            self._tell_how_far()
+        else:
             try:
                 self._rejoin.end_replay()
             except LostLog as error:
@@ -502,7 +507,7 @@ class Protected:
             self._checkpointing.recovered(self._rejoin.iteration)
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
-        self._recovered_s = time.monotonic()
+        self._recovered_s = self._told_s = time.monotonic()
         return True
 
     def _wait_quiet(self) -> None:
@@ -514,6 +519,16 @@ class Protected:
             self._tracked.reset_shards()
 
     # ---- messages ----
+
+    def _tell_how_far(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            place = self._place
+            self.supervisor.note(
+                f"has repeated the iterations before {place.here.iteration}, of those before {place.replays_before}, "
+                f"in {now_s - self._recovered_s:.0f} s"
+            )
 
     def _tell_resumed(self) -> None:
         """The first iteration (or section) after a recovery is done: that is when the job runs again."""

@@ -16,8 +16,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +24,10 @@ from torch import Tensor
 
 from swift_agent.ahead import ahead
 from swift_agent.sent_before import SENT
+from swift_agent.sent_segment import SegmentReader, SentSegment
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.errors import LogError
-from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
 from swift_logging_store.writer import SEGMENT_BYTES, LogWriter
 
@@ -36,27 +35,6 @@ from swift_logging_store.writer import SEGMENT_BYTES, LogWriter
 _NUM_SEGMENTS = 8
 # Of training for the disk, in all, that is worth a word; then twice as much, and so on.
 _FIRST_WAIT_S = 1.0
-
-
-@dataclass(frozen=True)
-class SentSegment:
-    """*ends*: by channel, the number from which on messages count not here, but in newer segments, as their iterations
-    were run again. *num_bytes*: of the newest one, how much was written; else -1, and it has its end mark."""
-
-    path: Path
-    ends: Mapping[Channel, int]
-    num_bytes: int
-
-    def check_whole(self, path: Path, log: LogReader) -> None:
-        """Raises `LogError` if *log*, in *path*, is not what was written."""
-        if self.num_bytes < 0:
-            if not log.is_closed:
-                raise LogError(f"{path} is not whole any more")
-            return
-        # Without an end mark it may be whole up to anywhere, for all that it says itself.
-        whole = path.stat().st_size - sum(tail.num_bytes for tail in log.torn)
-        if whole < self.num_bytes:
-            raise LogError(f"{path} is whole up to byte {whole} only, of {self.num_bytes} that were written")
 
 
 class SentLog:
@@ -161,10 +139,11 @@ class SentLog:
 
     def read(
         self, segments: Iterable[SentSegment], check: Callable[[], object], *, all_of_them: bool
-    ) -> Generator[tuple[LogReader, SentSegment], None, None]:
+    ) -> Generator[tuple[SegmentReader, SentSegment], None, None]:
         """Each is to be used until the next one is asked for. What is in the store only is brought; if *all_of_them*
-        are wanted, while the one before is used. To be closed, or used up; by any thread. Raises `LogError`, and what
-        *check* does, which may be called in another thread."""
+        are wanted, while the one before is used. What turns out to be damaged on this node is brought, too. To be
+        closed, or used up; by any thread. Raises `LogError`, and what *check* does, which may be called in another
+        thread."""
         brought = self._brought / uuid.uuid4().hex[:8]
         locate = partial(self._located, segments, brought, check)
         with self._lock:
@@ -172,11 +151,10 @@ class SentLog:
         try:
             with contextlib.closing(ahead(locate, 1) if all_of_them else locate(lambda: None)) as located:
                 for path, segment in located:
-                    with LogReader(path) as log:
-                        segment.check_whole(path, log)
+                    copy = partial(self._copy, segment, brought, check) if path.parent != brought else None
+                    with SegmentReader(path, segment, copy) as log:
                         yield log, segment
-                    if path.parent == brought:
-                        path.unlink()
+                    (brought / path.name).unlink(missing_ok=True)
         finally:
             with self._lock:
                 self._num_readers -= 1
@@ -201,6 +179,17 @@ class SentLog:
                         self._note(f"what was sent is not all on this node: the rest comes from {archive}")
                     path = _fetched(fetch, path.name, brought)
                 yield path, segment
+
+    def _copy(
+        self, segment: SentSegment, brought: Path, check: Callable[[], object], error: LogError
+    ) -> Path | None:
+        """That of the store, of what is damaged here; None if there is none."""
+        archive = self._archive
+        if archive is None or segment.path.name not in archive.stored:
+            return None
+        self._note(f"{error}: its copy in {archive} is used")
+        with archive.fetching(check) as fetch:
+            return _fetched(fetch, segment.path.name, brought)
 
     def forget_predecessors(self) -> None:
         """Those who had this rank before: nobody needs what they had in the store."""

@@ -174,7 +174,10 @@ class LogReader:
                 raise LogError(f"the log in {file.path} cannot be read: {error}") from error
             file.segment.attach(file.mapped)
         self._use(file)
-        return file.segment.read(entry)
+        try:
+            return file.segment.read(entry)
+        except Damaged as error:
+            raise Damaged(f"{file.path}: {error}") from None
 
     def _use(self, file: _File) -> None:
         self._mapped[file] = None

@@ -193,8 +193,16 @@ def test_who_repeats_iterations_for_long_is_waited_for(run: Start, undisturbed: 
 def test_logs_that_take_longer_than_an_operation_may(run: Start, undisturbed: References) -> None:
     """Two stages are lost, and take all logs before they begin: the others wait for that, and not in an operation."""
     faults = [{"at": "backward", "iteration": 7, "rank": 2, "scope": "node"}]
-    outcome = run(faults, nodes="abc", spares=1, num_workers=2, timeout_s=2.0, piece_bytes=2000, piece_s=0.2)
+    outcome = run(
+        faults, nodes="abc", spares=1, num_workers=2, timeout_s=2.0, piece_bytes=2000, piece_s=0.2, waits_s=0.5,
+        progress_s=0.0,
+    )  # fmt: skip
     assert_same(outcome, undisturbed("Schedule1F1B"), {2, 3})
+    text = outcome.text()
+    assert re.search(r"rank 0: rank \d has not taken its checkpoint and logs yet, all others wait for it", text), text
+    for rank in (2, 3):
+        told = re.findall(rf"rank {rank}: has repeated the iterations before (\d), of those before 7, in \d+ s", text)
+        assert told == list("123456"), text
     phases = re.search(r"recovered: .* transfer (\d+) ms, .* logs (\d+) ms, replay", outcome.text())
     assert phases is not None and int(phases[1]) > 2000 and int(phases[2]) < 1000, outcome.text()
 

@@ -30,6 +30,7 @@ from swift_recovery.checksum import checksum
 from swift_recovery.state import TrainingState
 from tests.support.etcd_cluster import free_ports
 from tests.support.hdfs_cluster import HdfsCluster, why_not
+from tests.support.relay import Relay
 from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -184,6 +185,37 @@ def test_servers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         cluster.wait_for(2)
         # The same store's connections are made again.
         assert store.names() == ["a"] and store.size("a") == len(data)
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_a_connection_to_the_name_node_that_is_lost_is_made_again(lost: str, cluster: HdfsCluster) -> None:
+    """Whatever is asked in it: it may have been done or not."""
+    with Relay(cluster.port) as relay:
+        store = open_store(f"hdfs://127.0.0.1:{relay.port}/{lost}")
+        store.put("a", b"first")
+
+        def read() -> bytes:
+            with store.reading("a") as stream:
+                return stream.read()
+
+        size, remove = partial(store.size, "a"), partial(store.remove, "a")
+        asked = [(store.names, ["a"]), (size, len(b"first")), (read, b"first"), (remove, None)]
+        for number, (ask, expected) in enumerate(asked):
+            relay.lose(lost)
+            assert ask() == expected and relay.num_lost == number + 1
+        assert store.names() == []
+        num_lost = relay.num_lost
+        for number in range(20):  # of the calls that writing a file takes
+            relay.lose(lost, number)
+            store.put("b", data := bytes([number]) * 100_000)
+            is_over = relay.num_lost < num_lost + number + 1
+            relay.lose("")
+            assert store.names() == ["b"] and store.size("b") == len(data)
+            with store.reading("b") as stream:
+                assert stream.read() == data
+            if is_over:
+                break
+        assert is_over and number >= 5
 
 
 @pytest.mark.parametrize("how", ["kill", *(["freeze"] if os.environ.get("SWIFT_TEST_ALL") else [])])

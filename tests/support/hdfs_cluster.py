@@ -46,7 +46,12 @@ class HdfsCluster:
 
     @property
     def url(self) -> str:
-        return f"hdfs://127.0.0.1:{self._ports[0]}"
+        return f"hdfs://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """Of the name node."""
+        return self._ports[0]
 
     def __enter__(self) -> HdfsCluster:
         options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import swift_agent as swift
-from swift_agent import rejoin
+from swift_agent import rejoin, running
 from tests.support.fault_train import (
     DIR,
     ITERATIONS,
@@ -271,6 +271,8 @@ def arm_logs() -> None:
     from swift_logging_store.archive import Archive
     from swift_logging_store.writer import LogWriter
 
+    running.TELL_S = ORDERS.get("progress_s", running.TELL_S)
+    rejoin.TELL_S = ORDERS.get("waits_s", rejoin.TELL_S)
     do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
     pieces = log_transfer._pieces
     log_transfer.PIECE_BYTES = ORDERS.get("piece_bytes", log_transfer.PIECE_BYTES)

@@ -1,0 +1,79 @@
+"""Between clients and a server on loopback: loses a connection in the middle of a call, when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import TracebackType
+
+
+class Relay:
+    """To the server at *to_port*. A context manager."""
+
+    def __init__(self, to_port: int) -> None:
+        self._to_port = to_port
+        self._lock = threading.Lock()
+        # Guarded by the lock.
+        self._losing, self._num_before = "", 0
+        self._sockets: list[socket.socket] = []
+        self.num_lost = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for one in self._sockets:
+            _close(one)
+        for thread in self._threads:
+            thread.join()
+
+    def lose(self, what: str, num_before: int = 0) -> None:
+        """After so many that come whole: the next "request" before it has come to the server, or its "answer"."""
+        with self._lock:
+            self._losing, self._num_before = what, num_before
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._to_port))
+            self._sockets += [client, server]
+            for what, source, sink in (("request", client, server), ("answer", server, client)):
+                self._threads.append(threading.Thread(target=self._pump, args=(what, source, sink)))
+                self._threads[-1].start()
+
+    def _pump(self, what: str, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (data := source.recv(1 << 16)) and not self._is_lost(what):
+                sink.sendall(data)
+        for one in (source, sink):
+            _close(one)
+
+    def _is_lost(self, what: str) -> bool:
+        with self._lock:
+            if self._losing != what:
+                return False
+            if self._num_before:
+                self._num_before -= 1
+                return False
+            self._losing = ""
+            self.num_lost += 1
+            return True
+
+
+def _close(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()
