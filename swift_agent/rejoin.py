@@ -238,7 +238,7 @@ class Rejoin:
             except (LogError, OSError) as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
             # To load a checkpoint may take longer than an operation of the groups has time.
-            self._wait_for("loaded", plan.replays, "has not taken its checkpoint and logs yet")
+            self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
             return
         if place.here.iteration > self._restored or self._tracked.updates.mixed:
             # It was cut while it repeated them together with others, and cannot begin again.
@@ -264,7 +264,7 @@ class Rejoin:
             # theirs would wait for it in an operation of the groups, which has a timeout.
             messages.wait_taken()
         PrefixStore("loaded", store).set(str(place.rank), "")
-        self._wait_for("loaded", plan.replays, "has not taken its checkpoint and logs yet")
+        self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=is_alone)
         self._stays = plan.stays
@@ -306,13 +306,14 @@ class Rejoin:
         messages = self._tracked.messages
         if self._place.rank in plan.replays or messages is None:
             return
-        self._wait_for("replayed", plan.replays, "repeats iterations still")
+        self._wait_for("replayed", plan.replays, "repeat iterations")
         for rank in plan.replays:
             sent = PrefixStore("replayed", self._groups.store).get(str(rank))
             messages.follow(json.loads(sent), plan.iteration)
 
     def _wait_for(self, what: str, ranks: Collection[int], doing: str) -> None:
-        """Of each of *ranks*. Without a limit: whoever is lost is reported by its agent. One rank says for whom."""
+        """Of each of *ranks*. Without a limit: whoever is lost is reported by its agent. One rank says for whom all
+        others wait."""
         store = PrefixStore(what, self._groups.store)
         tells = self._place.rank == min(set(range(dist.get_world_size())).difference(ranks), default=-1)
         told_s = time.monotonic()
@@ -321,7 +322,8 @@ class Rejoin:
                 self._supervisor.check()
                 if tells and time.monotonic() - told_s >= TELL_S:
                     told_s = time.monotonic()
-                    self._supervisor.note(f"rank {rank} {doing}, all others wait for it")
+                    missing = [str(one) for one in ranks if not store.check([str(one)])]
+                    self._supervisor.note(f"others wait for ranks that {doing}: {', '.join(missing)}")
                 time.sleep(_POLL_S)
 
     def end_replay(self) -> None:

@@ -47,7 +47,7 @@ R = TypeVar("R")
 _OWN = "_swift_is_own"
 _UNLOCKED = contextlib.nullcontext()
 
-# Between two words of a newcomer that repeats iterations.
+# At least, between two words of a newcomer that repeats iterations.
 TELL_S = 10.0
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
@@ -72,6 +72,7 @@ class Protected:
         self._recovered_in = 0
         self._recovered_s = 0.0
         self._told_s = 0.0
+        self._repeats_from = 0
 
     def begin(self, tracked: Tracked) -> None:
         place = self._place
@@ -508,6 +509,7 @@ class Protected:
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = self._told_s = time.monotonic()
+        self._repeats_from = self._place.here.iteration
         return True
 
     def _wait_quiet(self) -> None:
@@ -524,11 +526,9 @@ class Protected:
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_S:
             self._told_s = now_s
-            place = self._place
-            self.supervisor.note(
-                f"has repeated the iterations before {place.here.iteration}, of those before {place.replays_before}, "
-                f"in {now_s - self._recovered_s:.0f} s"
-            )
+            place, begin = self._place, self._repeats_from
+            num_done, num = place.here.iteration - begin, place.replays_before - begin
+            self.supervisor.note(f"has repeated {num_done} of {num} iterations in {now_s - self._recovered_s:.0f} s")
 
     def _tell_resumed(self) -> None:
         """The first iteration (or section) after a recovery is done: that is when the job runs again."""

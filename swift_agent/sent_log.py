@@ -149,10 +149,13 @@ class SentLog:
         with self._lock:
             self._num_readers += 1
         try:
-            with contextlib.closing(ahead(locate, 1) if all_of_them else locate(lambda: None)) as located:
+            with (
+                contextlib.closing(ahead(locate, 1) if all_of_them else locate(lambda: None)) as located,
+                self._copying(brought, check) as copy,
+            ):
                 for path, segment in located:
-                    copy = partial(self._copy, segment, brought, check) if path.parent != brought else None
-                    with SegmentReader(path, segment, copy) as log:
+                    is_copy = path.parent == brought
+                    with SegmentReader(path, segment, None if is_copy else partial(copy, path.name)) as log:
                         yield log, segment
                     (brought / path.name).unlink(missing_ok=True)
         finally:
@@ -180,16 +183,26 @@ class SentLog:
                     path = _fetched(fetch, path.name, brought)
                 yield path, segment
 
-    def _copy(
-        self, segment: SentSegment, brought: Path, check: Callable[[], object], error: LogError
-    ) -> Path | None:
-        """That of the store, of what is damaged here; None if there is none."""
-        archive = self._archive
-        if archive is None or segment.path.name not in archive.stored:
-            return None
-        self._note(f"{error}: its copy in {archive} is used")
-        with archive.fetching(check) as fetch:
-            return _fetched(fetch, segment.path.name, brought)
+    @contextlib.contextmanager
+    def _copying(
+        self, brought: Path, check: Callable[[], object]
+    ) -> Iterator[Callable[[str, LogError], Path | None]]:
+        """A function that brings a segment of that name, which is damaged here, from the store; None: it is not there.
+        """
+        archive, has_told = self._archive, False
+        with archive.fetching(check) if archive is not None else contextlib.nullcontext() as fetch:
+
+            def copy(name: str, error: LogError) -> Path | None:
+                nonlocal has_told
+                if archive is None or fetch is None or name not in archive.stored:
+                    return None
+                path = _fetched(fetch, name, brought)
+                if not has_told:
+                    has_told = True
+                    self._note(f"{error}: it comes from {archive}, as does what else turns out to be damaged here")
+                return path
+
+            yield copy
 
     def forget_predecessors(self) -> None:
         """Those who had this rank before: nobody needs what they had in the store."""

@@ -37,8 +37,8 @@ class SentSegment:
 
 
 class SegmentReader:
-    """Of *segment*, in the file *path*. *copy*: where its copy is now, or None if there is none; it is asked once,
-    with what is wrong here. A context manager; payloads must not be used after its end. Raises `LogError`."""
+    """Of *segment*, in the file *path*. *copy*: brings its copy, or says None if there is none; it is asked once, with
+    what is wrong here. A context manager; payloads must not be used after its end. Raises `LogError`."""
 
     def __init__(
         self, path: Path, segment: SentSegment, copy: Callable[[LogError], Path | None] | None = None
@@ -74,10 +74,13 @@ class SegmentReader:
 
     def _instead(self, error: LogError) -> LogReader:
         copy, self._copy = self._copy, None
-        path = copy(error) if copy is not None else None
-        if path is None:
-            raise error
-        return self._opened(path)
+        try:
+            path = copy(error) if copy is not None else None
+            if path is not None:
+                return self._opened(path)
+        except LogError as of_copy:
+            raise LogError(f"{error}; and its copy: {of_copy}") from of_copy
+        raise error
 
     def _opened(self, path: Path) -> LogReader:
         with contextlib.ExitStack() as opened:

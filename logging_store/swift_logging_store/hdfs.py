@@ -28,6 +28,8 @@ MAX_ATTEMPTS = 3
 MAX_ATTEMPTS_ALONE = 12
 # It may also be dead without refusing anything. Each costs the time of an answer.
 MAX_LATE = 4
+# Tries, when the connection to the name node is lost: it was restarted, or another one has taken its place.
+MAX_CUT = 3
 _PAUSE_S = 0.2
 
 T = TypeVar("T")
@@ -115,8 +117,8 @@ class HdfsStore:
 
     def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
         """What a dead data node spoils is written again, as another file: to as many nodes as the filesystem wants,
-        then to one at a time, from which the name node has the others get it."""
-        num_refused = num_late = 0
+        then to one at a time, from which the name node has the others get it. So is what was cut from the name node."""
+        num_refused = num_late = num_cut = 0
         while True:
             try:
                 with self._writing(path, num_late > 0 or num_refused >= MAX_ATTEMPTS) as stream:
@@ -125,6 +127,10 @@ class HdfsStore:
             except NoAnswer:
                 num_late += 1
                 if num_late == MAX_LATE:
+                    raise
+            except ConnectionAbortedError:
+                num_cut += 1
+                if num_cut == MAX_CUT:
                     raise
             except ConnectionError:
                 num_refused += 1
@@ -150,8 +156,16 @@ class HdfsStore:
         return f"{self._base}/{path}".rstrip("/") or "/"
 
     def _ask(self, op: str, **arguments: Any) -> Any:
-        with self._lent() as helper:
-            return helper.ask(op, **arguments)
+        """What may be asked twice: it is, by another process, when the connection to the name node was lost."""
+        num_cut = 0
+        while True:
+            try:
+                with self._lent() as helper:
+                    return helper.ask(op, **arguments)
+            except ConnectionAbortedError:
+                num_cut += 1
+                if num_cut == MAX_CUT:
+                    raise
 
     @contextlib.contextmanager
     def _lent(self) -> Iterator[Helper]:

@@ -8,18 +8,15 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import hdfs_native
 
 from swift_logging_store.hdfs_operations import answers
 from swift_logging_store.helper import serve
 
-T = TypeVar("T")
-
-# What the library says of a call in which its connection to the name node was lost, or which came just after; it may
-# have been carried out. The next one makes a new connection.
+# What the library says of a change in whose call its connection to the name node was lost, or which came just after; it
+# may have been made. Questions it asks again itself.
 _LOST_NAME_NODE = "RPC listener disconnected"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # Each block may come to a dead node, and then all is written again: so there are few.
@@ -40,14 +37,14 @@ class Server:
 
     def names(self, path: str) -> list[str]:
         try:
-            return _twice(lambda: [status.path.rpartition("/")[2] for status in self._client.list_status(path)])
+            return [status.path.rpartition("/")[2] for status in self._client.list_status(path)]
         except FileNotFoundError:
             return []
 
     def size(self, path: str) -> int:
         """-1: there is no file of that name."""
         try:
-            status = _twice(lambda: self._client.get_file_info(path))
+            status = self._client.get_file_info(path)
         except FileNotFoundError:
             return -1
         return -1 if status.isdir else int(status.length)
@@ -81,7 +78,7 @@ class Server:
         self._client.rename(path, target, overwrite=True)
 
     def open(self, path: str) -> None:
-        self._file = _twice(lambda: self._client.read(path))
+        self._file = self._client.read(path)
 
     def read(self, size: int) -> bytes:
         """Fewer bytes, or none, at the end of the file."""
@@ -92,30 +89,21 @@ class Server:
 
     def remove(self, path: str, recursive: bool) -> None:
         try:
-            _twice(lambda: self._client.delete(path, recursive))
+            self._client.delete(path, recursive)
         except FileNotFoundError:
             return
 
 
-def _twice(call: Callable[[], T]) -> T:
-    """Once more if the connection to the name node was lost: for what may be done twice."""
-    try:
-        return call()
-    except OSError as error:
-        if _LOST_NAME_NODE not in str(error):
-            raise
-    return call()
-
-
 def kind_of(error: Exception) -> str:
-    """`absent`; `connection`: the one to the name node was lost, or a data node could not be reached: another try makes
-    a new one, and may get other nodes; or ``."""
+    """`absent`; `cut`: the connection to the name node was, and another process makes a new one; `connection`: a data
+    node could not be reached, and another try may get other ones; or ``."""
     if isinstance(error, FileNotFoundError):
         return "absent"
+    if _LOST_NAME_NODE in str(error):
+        return "cut"
     number = _OS_ERROR.search(str(error))  # it is not in the exception
     is_cut = number is not None and int(number[1]) in _CUT
-    is_connection = is_cut or "DataTransferError" in str(error) or _LOST_NAME_NODE in str(error)
-    return "connection" if is_connection else ""
+    return "connection" if is_cut or "DataTransferError" in str(error) else ""
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ _CHECK_S = 0.1
 # Where this package lies. Not all of sys.path: the directory of the user's script may have a `queue.py` in it.
 _HERE = str(Path(__file__).resolve().parents[1])
 _SIZES = struct.Struct(">IQ")
-_KINDS: dict[str, type[OSError]] = {"absent": FileNotFoundError, "connection": ConnectionError, "": OSError}
+_KINDS: dict[str, type[OSError]] = {
+    "absent": FileNotFoundError, "connection": ConnectionError, "cut": ConnectionAbortedError, "": OSError,
+}  # fmt: skip
 
 
 class Helper:

@@ -33,9 +33,11 @@ class Relay:
         self._listener.close()
         self._threads[0].join()
         for one in self._sockets:
-            _close(one)
+            _cut(one)
         for thread in self._threads:
             thread.join()
+        for one in self._sockets:
+            one.close()
 
     def lose(self, what: str, num_before: int = 0) -> None:
         """After so many that come whole: the next "request" before it has come to the server, or its "answer"."""
@@ -48,8 +50,13 @@ class Relay:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._to_port))
-            self._sockets += [client, server]
+            self._sockets.append(client)
+            try:
+                server = socket.create_connection(("127.0.0.1", self._to_port))
+            except OSError:
+                _cut(client)
+                continue
+            self._sockets.append(server)
             for what, source, sink in (("request", client, server), ("answer", server, client)):
                 self._threads.append(threading.Thread(target=self._pump, args=(what, source, sink)))
                 self._threads[-1].start()
@@ -59,7 +66,7 @@ class Relay:
             while (data := source.recv(1 << 16)) and not self._is_lost(what):
                 sink.sendall(data)
         for one in (source, sink):
-            _close(one)
+            _cut(one)  # not closed: the other thread may be about to read from it
 
     def _is_lost(self, what: str) -> bool:
         with self._lock:
@@ -73,7 +80,6 @@ class Relay:
             return True
 
 
-def _close(one: socket.socket) -> None:
+def _cut(one: socket.socket) -> None:
     with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
-    one.close()
