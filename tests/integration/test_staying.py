@@ -27,7 +27,8 @@ NUM_OPERATIONS = 60
 
 
 def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> dict[str, Any]:
-    """Each of three ranks sends to the next one, in two groups and with two tags; waits come in any order."""
+    """Each of three ranks sends to the next one, in two groups and with two tags; waits come in any order, those for
+    sends among them."""
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -72,7 +73,8 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
             cut_soon()
         return True
 
-    messages.stays = stays
+    # What is cut is so by `cut_soon`: on the last connections of an iteration nothing may be.
+    messages.stays, messages.was_cut = stays, lambda error: generation < until
     wrong, num_received, done = [], 0, []
     for iteration in range(num_iterations):
         messages.begin(iteration, generation)
@@ -89,6 +91,8 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
             expected = 1000.0 * iteration + number + 0.1 * ((me - 1) % 3)
             waiting.append((dist.irecv(received, (me - 1) % 3, group=group, tag=tag), received, expected))
             time.sleep(0.0005)
+            if own.random() < 0.3:
+                sends.pop(own.randrange(len(sends)))[0].wait()
             while waiting and own.random() < 0.5:
                 work, received, expected = waiting.pop(own.randrange(len(waiting)))
                 work.wait()
