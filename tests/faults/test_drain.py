@@ -8,14 +8,11 @@ Training is slow until the test lets it go, so that no drain comes too late for 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -51,15 +48,6 @@ def wait_until(agents: Agents, what: Callable[[], Any]) -> None:
     while not what():
         assert time.monotonic() < deadline_s, agents.outcome(0.0).text()
         time.sleep(0.02)
-
-
-def kill(agents: Agents, node: str) -> None:
-    """SIGKILL of an agent and all that it has started: its machine is gone."""
-    agent = psutil.Process(agents.running[node].pid)
-    family = [agent, *agent.children(recursive=True)]
-    for process in family:
-        os.kill(process.pid, signal.SIGKILL)
-    agents.running[node].wait()
 
 
 def assert_unnoticed(outcome: Outcome, expected: str, num_processes: dict[int, int]) -> None:
@@ -201,7 +189,8 @@ def test_the_drained_node_is_lost_in_the_handover(
     wait_until(agents, lambda: (agents.directory / "fired.0").exists())
     code, text = ctl(agents, "drain", node, "--cancel")
     assert code == 1 and "too late" in text
-    kill(agents, node)
+    agents.kill_node(node)
+    agents.running[node].wait()
     wait_until(agents, lambda: status(agents)["generation"] == 3)
     (agents.directory / "go.0").touch()
     outcome = free(agents)

@@ -5,6 +5,7 @@ The test itself stays outside, at the bridge's address, which every host can rea
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -112,7 +113,8 @@ class Network:
         for host in self.hosts:
             # A process that is left in it would keep the namespace, and its address, alive.
             for pid in host.pids():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # died with its agent, which was before it
+                    os.kill(pid, signal.SIGKILL)
             _ip("route", "del", "blackhole", f"{host.address}/32", check=False)
             _ip("link", "del", host.link, check=False)
             _ip("netns", "del", host.name, check=False)

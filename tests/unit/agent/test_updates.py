@@ -301,6 +301,7 @@ def test_an_update_that_a_stopped_generation_counts_on_is_not_made(make: Callabl
         assert not worker.supervisor.is_ahead(go)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # what `die` raises
 def test_a_worker_that_has_ended_well_is_not_killed_for_what_it_is_still_asked(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
