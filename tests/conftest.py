@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.leftovers import mark_children, our_processes
 from tests.support.network import Network, why_not
+from tests.support.ports import free_ports
 
 GRACE_S = 3.0
 
@@ -115,16 +115,5 @@ def three(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """A function that returns a loopback TCP port that is free now, never the same twice in a test."""
-    given: set[int] = set()
-
-    def pick() -> int:
-        while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port: int = probe.getsockname()[1]
-            if port not in given:
-                given.add(port)
-                return port
-
-    return pick
+    """A function that returns a TCP port at which nobody listens, never the same twice in a test."""
+    return lambda: free_ports(1)[0]

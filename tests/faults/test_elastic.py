@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from tests.support.etcd_cluster import wait_for
 from tests.support.group_nodes import SCRIPT, Nodes
 from tests.support.job import ROOT
+from tests.support.ports import free_ports
 
 LAST_CALL_S = 2
 
@@ -36,9 +36,8 @@ def nodes(tmp_path: Path, etcd: str, request: pytest.FixtureRequest) -> Iterator
         if launcher == "swift-run":
             where = ["-m", "swift_agent.run", "--rdzv-endpoint", etcd]
         else:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = listener.getsockname()[1]
-            where = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+            endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+            where = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
             conf += ",keep_alive_interval=1,keep_alive_max_attempt=3"
             # Else its agents look for the store of another round where a newcomer becomes the first: no group forms.
             environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}

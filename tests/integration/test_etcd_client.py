@@ -26,7 +26,8 @@ from swift_rendezvous.kv import (
     StoreUnavailable,
     Watch,
 )
-from tests.support.etcd_cluster import EtcdCluster, free_ports, make_tls, wait_for
+from tests.support.etcd_cluster import EtcdCluster, make_tls, wait_for
+from tests.support.ports import free_ports
 
 
 class Reader:

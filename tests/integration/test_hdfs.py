@@ -28,8 +28,8 @@ from swift_recovery import state_file
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.checksum import checksum
 from swift_recovery.state import TrainingState
-from tests.support.etcd_cluster import free_ports
 from tests.support.hdfs_cluster import HdfsCluster, why_not
+from tests.support.ports import free_ports
 from tests.support.relay import Relay
 from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go
 

@@ -19,7 +19,8 @@ from swift_rendezvous import private_etcd
 from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.kv import RendezvousError
 from swift_rendezvous.private_etcd import PrivateEtcd, find_etcd
-from tests.support.etcd_cluster import etcd_binary, free_ports, wait_for
+from tests.support.etcd_cluster import etcd_binary, wait_for
+from tests.support.ports import free_ports
 
 
 @pytest.fixture(autouse=True)

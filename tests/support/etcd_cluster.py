@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -39,17 +40,6 @@ def etcd_binary() -> str:
         if candidate and os.access(candidate, os.X_OK):
             return candidate
     pytest.fail("no etcd server: run `scripts/fetch_etcd.sh .cache/etcd`")
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:

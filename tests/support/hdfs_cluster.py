@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from swift_agent.process import Guard
-from tests.support.etcd_cluster import free_ports
+from tests.support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSPATH = Path(os.environ.get("SWIFT_TEST_HDFS", ROOT / ".cache" / "hdfs")) / "classpath"

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from swift_agent.process import Guard
-from tests.support.etcd_cluster import free_ports
+from tests.support.ports import free_ports
 
 BUCKET = "checkpoints"
 

@@ -31,7 +31,8 @@ from swift_agent.torch_store import EtcdRunStore, LeasedStore
 from swift_rendezvous.etcd import EtcdConfig, EtcdStore
 from swift_rendezvous.kv import KeyValueStore, TransactionResult
 from swift_rendezvous.memory import MemoryStore
-from tests.support.etcd_cluster import EtcdCluster, free_ports
+from tests.support.etcd_cluster import EtcdCluster
+from tests.support.ports import free_ports
 
 SHORT = timedelta(milliseconds=100)
 _numbers = itertools.count()
