@@ -7,7 +7,7 @@ What a training script imports::
     job = swift.init()
     job.track(model=model, optimizer=optimizer)
 
-See README.md and DESIGN notes in the rooms. Everything listed in `__all__` is public; everything else may change.
+See README.md and those of the rooms. Everything listed in `__all__` is public; everything else may change.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 Training waits for the copy of the state only. One rank of each replica set writes it. A checkpoint counts when rank 0
 has committed it (`swift_recovery.checkpoint`), which it does once all ranks of one generation have told that store of
-the parts: a generation without all ranks, so one that has stopped, commits nothing. DESIGN has it in etcd; a worker
-does not speak to etcd, the store of a generation is fenced as well, and whoever reads the directory later, in a job of
-another day, finds in it what counts.
+the parts: a generation without all ranks, so one that has stopped, commits nothing. The first design has it in
+etcd; a worker does not speak to etcd, the store of a generation is fenced as well, and whoever reads the directory
+later, in a job of another day, finds in it what counts.
 
 This module must never decide who begins with a checkpoint.
 """

@@ -493,9 +493,12 @@ class Messages:
 
     def _log(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         num_bytes = tensor.numel() * tensor.element_size()
-        limit = log_transfer.MAX_MESSAGE_BYTES
-        if num_bytes > limit and not self.log.incomplete:
+        limit, why = log_transfer.MAX_MESSAGE_BYTES, ""
+        if not self._collectives.are_known:
+            why = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
+        elif num_bytes > limit:
             why = f"a message of {num_bytes} bytes is more than the {limit} that can be handed on"
+        if why and not self.log.incomplete:
             self.log.give_up(why, for_good=True)
         self.log.append(channel, number, tensor, iteration=self._iteration, generation=self._generation)
 

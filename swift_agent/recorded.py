@@ -18,6 +18,8 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
+# What workers have under torchrun, and so under our agent: nobody's wish.
+_TORCHRUNS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 @dataclass(eq=False)
@@ -51,7 +53,7 @@ class Group:
 def kinds_of(backend: str) -> dict[str, str]:
     """{device type: "gloo" | "nccl"} of what was asked for, {} for torch's fake backend, else ValueError.
 
-    Prepares the environment for NCCL, which reads it when the first group is made.
+    Prepares the environment for NCCL, which reads it when the first group is made. What the user has set there stays.
     """
     kinds = torch_private.backends_by_device(backend)
     if set(kinds.values()) == {"fake"}:
@@ -63,7 +65,8 @@ def kinds_of(backend: str) -> dict[str, str]:
         )
     if "nccl" in kinds.values():
         for variable, value in _NCCL_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
+            if os.environ.get(variable) == _TORCHRUNS.get(variable):
+                os.environ[variable] = value
     return kinds
 
 

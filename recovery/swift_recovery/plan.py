@@ -1,6 +1,6 @@
 """From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
 
-Order of preference per replica set (DESIGN section 5): roll forward to the newest state that a survivor has finished,
+Order of preference per replica set: roll forward to the newest state that a survivor has finished,
 or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
 survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
 all have updated: these are undone (see `consistency`; `lossy` has other ways, for who asks for them). Ranks of which

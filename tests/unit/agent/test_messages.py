@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift_agent import log_transfer, messages, torch_private
+from swift_agent import log_transfer, messages, native, torch_private
 from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.messages import Messages
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
@@ -372,6 +372,22 @@ def test_a_message_that_could_not_be_handed_on_is_told_of_now(
     assert not notes
     dist.isend(torch.zeros(7), 2)
     assert "28 bytes" in sender.log.incomplete and len(notes) == 1
+
+
+def test_without_the_compiled_library_nothing_is_logged(
+    make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be of no use; that is said with the first message, and not when a rank is lost."""
+    monkeypatch.setattr(native, "load", lambda: None)
+    sender = make(1)
+    sender.begin(0, 1)
+    assert sender.is_complete and not notes
+    send(1)
+    send(2)
+    sender.end()
+    assert not sender.is_complete and not list(sender.log._directory.glob("*"))
+    (note,) = notes
+    assert "swiftctl native build" in note and "all workers start again." in note
 
 
 def test_the_log_of_a_predecessor_on_the_same_node_goes(make: Callable[[int], Messages], tmp_path: Path) -> None:
