@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -36,6 +36,8 @@ from swift_recovery.state_file import StateCopy
 # A slow filesystem is no error; what ends the wait is the end of the generation.
 _PATIENCE = timedelta(days=7)
 _RETRY_S = 1.0
+
+_T = TypeVar("_T")
 
 
 class NotNow(SwiftError):
@@ -140,12 +142,19 @@ class Checkpoints:
 
     # ---- beginning with one ----
 
+    def is_there(self, iteration: int) -> bool:
+        """Whether that one counts still. Raises `CheckpointError`."""
+        return iteration > 0 and self._looked_up(lambda: self.directory.counts(iteration))
+
     def find(self, before: int | None = None) -> int:
         """The iteration of the newest one that counts (below *before*), 0 if there is none.
 
         Raises `CheckpointError`."""
+        return self._looked_up(lambda: self.directory.newest(before))
+
+    def _looked_up(self, look: Callable[[], _T]) -> _T:
         try:
-            return self.directory.newest(before)
+            return look()
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints in {self.directory} cannot be read ({error.strerror or error}): give job.checkpoint() a "
@@ -189,8 +198,6 @@ class Checkpoints:
         part: dict[str, Any] = {"none": task.none}
         if not task.none and not task.is_cut:
             try:
-                # What counts by now is known before this rank lets the next one count, and so lets older ones go.
-                self.newest = max(self.newest, self.directory.newest(before=task.iteration))
                 part = self._write(task)
             except Exception as error:  # whatever it is: the others wait for a word
                 part = {"none": _text(error)}
@@ -210,17 +217,18 @@ class Checkpoints:
                     task.store.close()
 
     def _agree(self, task: _Task, part: dict[str, Any]) -> bool:
-        """Whether it counts. May be repeated."""
+        """Whether it counts. May be repeated; what has been decided is only told again, as others may have heard it."""
         store, name = self._connect(task), f"checkpoint/{task.iteration}"
         store.set(f"{name}/{self._rank}", json.dumps(part))
         if self._rank == 0:
             keys = [f"{name}/{rank}" for rank in range(self._world_size)]
-            store.wait(keys, _PATIENCE)
-            counts = self._decide(task, [json.loads(data) for data in store.multi_get(keys)])
-            store.set(f"{name}/counts", "yes" if counts else "no")
+            if task.counts is None:
+                store.wait(keys, _PATIENCE)
+                task.counts = self._decide(task, [json.loads(data) for data in store.multi_get(keys)])
+            store.set(f"{name}/counts", "yes" if task.counts else "no")
             for key in keys:
                 store.delete_key(key)  # a generation may see many checkpoints
-            if counts:
+            if task.counts:
                 self._remove_old(task)
         store.wait([f"{name}/counts"], _PATIENCE)
         return store.get(f"{name}/counts") == b"yes"
@@ -234,13 +242,11 @@ class Checkpoints:
         return store
 
     def _decide(self, task: _Task, told: list[dict[str, Any]]) -> bool:
-        if task.counts is None:
-            try:
-                task.counts = self._commit(task, told)
-            except Exception as error:  # whatever it is: the others wait for a word
-                self._tell_why_not(task, _text(error))
-                task.counts = False
-        return task.counts
+        try:
+            return self._commit(task, told)
+        except Exception as error:  # whatever it is: the others wait for a word
+            self._tell_why_not(task, _text(error))
+            return False
 
     def _tell_why_not(self, task: _Task, why: str) -> None:
         self._note(f"no checkpoint of iteration {task.iteration}: {why}. Training goes on.")

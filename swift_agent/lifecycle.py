@@ -403,11 +403,11 @@ def _stop_and_go(
         and not view.released
         and (number > w.current or (lost and w.finished is None))
     ]
-    for left in sorted({w.current for w in stop}):
-        ranks = tuple(sorted(w.local_rank for w in stop if w.current == left))
-        commands.append(SendStop(ranks, left, generation.why if number > left else "a failure was reported"))
+    for ended in sorted({w.current for w in stop}):
+        ranks = tuple(sorted(w.local_rank for w in stop if w.current == ended))
+        commands.append(SendStop(ranks, ended, generation.why if number > ended else "a failure was reported"))
         # An end that was reached in the generation that is over counts no more: the worker says so again in the next.
-        state = _mark(state, ranks, stop_sent=left, stop_sent_s=now_s, finished=None)
+        state = _mark(state, ranks, stop_sent=ended, stop_sent_s=now_s, finished=None)
     hanging = [
         w.local_rank
         for w in state.workers.values()

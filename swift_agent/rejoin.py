@@ -280,9 +280,12 @@ class Rejoin:
         store = PrefixStore("replay from", self._groups.store)
         if place.rank == plan.replays[0]:
             try:
-                # What others know to count may not be seen here yet.
-                known = plan.checkpoint if plan.checkpoint <= plan.iteration else 0
-                store.set("iteration", str(max(checkpoints.find(before=plan.iteration + 1), known)))
+                # What others know to count they have begun with, or have seen it come. What is found may be newer, but
+                # also what could not be loaded then; or older, where what counts is not seen by all nodes at once.
+                begin = plan.checkpoint if plan.checkpoint <= plan.iteration else 0
+                if not checkpoints.is_there(begin):
+                    begin = max(checkpoints.find(before=plan.iteration + 1), begin)
+                store.set("iteration", str(begin))
             except CheckpointError as error:
                 raise CannotReplay(str(error)) from None
         while not store.check(["iteration"]):

@@ -59,7 +59,15 @@ class SentLog:
         self._num_logs = 0
         self._lock = threading.Lock()
         self._num_readers = 0  # guarded by the lock
-        self._writer = self._new_writer()
+        self._any_writer: LogWriter | None = None
+        with self._giving_up():  # a full disk is no reason for the job to end
+            self._any_writer = self._new_writer()
+
+    @property
+    def _writer(self) -> LogWriter:
+        """Of a log that was not given up."""
+        assert self._any_writer is not None
+        return self._any_writer
 
     def append(self, channel: Channel, number: int, tensor: Tensor, *, iteration: int, generation: int) -> None:
         """A message that is sent; nothing if this log was given up."""
@@ -74,6 +82,8 @@ class SentLog:
 
     def end_iteration(self) -> None:
         """A good moment for what takes time."""
+        if self.incomplete:
+            return
         writer = self._writer
         writer.wake()
         if writer.wait_s >= self._next_note_at_s:
@@ -82,7 +92,7 @@ class SentLog:
                 f"training has waited {writer.wait_s:.1f} s so far for the log of messages: they are sent faster than "
                 f"the disk of {self._directory} takes them (--message-log DIR: another one)"
             )
-        if self._archive is not None and not self.incomplete and self._bytes_left < self._bytes // 2:
+        if self._archive is not None and self._bytes_left < self._bytes // 2:
             with self._giving_up(), self._lock:
                 if not self._num_readers:  # else there will be another moment
                     self._make_room()
@@ -96,7 +106,7 @@ class SentLog:
         if self._for_good:
             return False
         with self._giving_up():
-            self._writer = self._new_writer()
+            self._any_writer = self._new_writer()
             self._bytes_left, self.incomplete = self._bytes, ""
             self._note(f"messages are logged again; with the checkpoint of iteration {iteration} they are of use again")
         return not self.incomplete
@@ -118,8 +128,9 @@ class SentLog:
         self._note(
             f"messages are logged no more: {why}. If a rank is lost from now on all workers start again{until}."
         )
-        with contextlib.suppress(LogError):
-            self._writer.close()
+        if self._any_writer is not None:
+            with contextlib.suppress(LogError):
+                self._any_writer.close()
         if self._archive is not None:
             self._archive.remove_all()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -16,6 +16,7 @@ Must never delete a file of the node that it has not made, nor decide which segm
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import threading
 from collections import deque
@@ -44,7 +45,10 @@ def directory_name(job_id: str, rank: int, run: str, generation: int, suffix: st
     """Of a process of *rank*, in the store, that was started in *generation*. *run*: which one of this job: a letter,
     for a kind, and a number that is larger for a later run of that kind. *suffix*: 8 hexadecimal digits, of this
     process alone."""
-    name = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', job_id)}.rank{rank}.swiftlog-{run}-{generation}-{suffix}"
+    job = re.sub(r"[^A-Za-z0-9_.-]", "-", job_id)
+    if job != job_id:  # or jobs of two names would delete each other's
+        job += f"-{hashlib.sha256(job_id.encode()).hexdigest()[:8]}"
+    name = f"{job}.rank{rank}.swiftlog-{run}-{generation}-{suffix}"
     if _NAME.fullmatch(name) is None:
         raise ValueError(f"{name} is no name for the log of a process")
     return name
@@ -117,6 +121,8 @@ class Archive:
             self._tasks.extend(_Task("remove", name) for name in names if name in known)
             for name in names:
                 self._stored.pop(name, None)
+            if not any(task.kind == "put" for task in self._tasks):
+                self._fails = False  # of what is to be copied nothing is missing
             self._changed.notify_all()
 
     def remove_all(self) -> None:
@@ -274,7 +280,8 @@ class Archive:
             is_wanted = not is_put or _Task("remove", task.name) not in self._tasks
             if is_wanted and (is_put or task.num_tries + 1 < _NUM_TRIES):
                 self._tasks.append(replace(task, num_tries=task.num_tries + 1))
-            is_new, self._fails = is_put and not self._fails, self._fails or is_put
+            is_missing = is_put and is_wanted
+            is_new, self._fails = is_missing and not self._fails, self._fails or is_missing
             self._changed.notify_all()
         if is_new:
             self._note(f"logs of messages cannot be copied to {self._url} for now, and stay on this node: {error}")

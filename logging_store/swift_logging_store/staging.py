@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swift_logging_store.errors import LogError
 from swift_logging_store.tensors import bytes_of, check_plain
 
 RING_BYTES = 256 << 20
@@ -87,14 +88,20 @@ class Staging:
         return num_bytes > self._ring.num_bytes - _ALIGNMENT
 
     def copy(self, tensor: Tensor) -> Staged | None:
-        """Begin to copy *tensor*, which may be changed then; None if there is no room now. Raises `NotLoggable`."""
+        """Begin to copy *tensor*, which may be changed then; None if there is no room now. Raises `NotLoggable`,
+        and `LogError` where the device has no memory for it."""
         check_plain(tensor)
         num_bytes = tensor.numel() * tensor.element_size()
         with self._lock:
             begin = self._ring.take(num_bytes)
         if begin is None:
             return None
-        source = bytes_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+        try:
+            source = bytes_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+        except torch.OutOfMemoryError as error:
+            with self._lock:
+                self._ring.release(begin)
+            raise LogError(f"there is no memory for a copy of a message of {num_bytes} bytes: {error}") from error
         target = self._memory[begin : begin + num_bytes]
         if self._stream is None:
             target.copy_(source)

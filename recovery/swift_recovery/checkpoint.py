@@ -109,12 +109,15 @@ class CheckpointDirectory:
 
     def committed(self) -> list[int]:
         """The iterations of the checkpoints that count, in ascending order."""
-        return [number for number in self._found() if self.store.exists(f"{_at(number)}/{_MARK}")]
+        return [number for number in self._found() if self.counts(number)]
+
+    def counts(self, iteration: int) -> bool:
+        return self.store.exists(f"{_at(iteration)}/{_MARK}")
 
     def newest(self, before: int | None = None) -> int:
         """The iteration of the newest one that counts (below *before*), 0 if there is none."""
         for number in reversed(self._found()):
-            if (before is None or number < before) and self.store.exists(f"{_at(number)}/{_MARK}"):
+            if (before is None or number < before) and self.counts(number):
                 return number
         return 0
 

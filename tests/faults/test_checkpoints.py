@@ -217,6 +217,25 @@ def test_a_damaged_one_is_not_used(
     assert iterations_in(tmp_path) == [9, 12]
 
 
+def test_a_damaged_one_is_not_used_later_either(
+    make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """It is still the newest there, as that of its iteration was not taken again: a failure came in its place."""
+    start(make_agents, tmp_path, iterations=8)
+    part = next((tmp_path / "checkpoints" / "iteration-000000000006").glob("rank-2.*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    faults = [
+        {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
+        for place, iteration, rank in (("agreed", 5, 0), ("forward", 7, 2))
+    ]
+    outcome = start(make_agents, tmp_path, faults=faults)
+    assert outcome.fired == {0, 1} and "all ranks begin with the checkpoint of iteration 3" in outcome.text()
+    assert outcome.text().count("load the checkpoint of iteration 3") == 2, outcome.text()
+    assert "load the checkpoint of iteration 6" not in outcome.text()
+    assert "all workers restart" not in outcome.text()
+    assert_equal(outcome, expected())
+
+
 FAULT_OF_A_STAGE = [{"at": "backward", "iteration": 5, "rank": 2, "scope": "worker"}]
 
 

@@ -150,6 +150,20 @@ def test_one_that_fails_counts_for_nobody(group: Group, monkeypatch: pytest.Monk
     assert group.newest == [20, 20, 20]
 
 
+def test_one_that_could_not_be_loaded_is_not_taken_for_the_newest(group: Group, tmp_path: Path) -> None:
+    """All have begun with one before it. Its logs are needed still."""
+    for iteration in (10, 20):
+        group.take(iteration)
+        group.wait()
+    for rank in group.ranks:
+        rank.load(10, state(0))
+    (tmp_path / "checkpoints" / "iteration-000000000030").touch()  # in the way
+    group.take(30)
+    group.wait()
+    assert "no checkpoint of iteration 30" in group.notes[-1] and group.newest == [10, 10, 10]
+    assert group.ranks[0].is_there(20) and not group.ranks[0].is_there(30) and not group.ranks[0].is_there(0)
+
+
 def test_training_does_not_wait_for_one_that_takes_long(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next ones are left out meanwhile, on all ranks, and said to be."""
     original, goes_on = LocalStore.writing, threading.Event()
@@ -188,6 +202,27 @@ def test_a_connection_that_breaks_is_made_again(group: Group, monkeypatch: pytes
     group.take(10)
     group.wait()
     assert not failing and group.newest == [10, 10, 10]
+
+
+def test_a_connection_that_breaks_after_the_decision_is_made_again(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ranks have told is not there any more then, and they do not tell it again."""
+    monkeypatch.setattr(checkpoints, "_RETRY_S", 0.05)
+    original, deleted = StoreClient.delete_key, list[str]()
+
+    def delete_key(store: StoreClient, key: str) -> bool:
+        found = original(store, key)
+        deleted.append(key)
+        if len(deleted) == 3:
+            raise dist.DistStoreError("timed out")
+        return found
+
+    monkeypatch.setattr(StoreClient, "delete_key", delete_key)
+    group.take(10)
+    group.wait()
+    assert len(deleted) == 6 and group.newest == [10, 10, 10]
+    assert sum("checkpoint of iteration 10" in note for note in group.notes) == 1
 
 
 def test_what_a_former_generation_had_queued_is_let_go(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

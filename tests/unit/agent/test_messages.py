@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift_agent import log_transfer, messages, native, torch_private
 from swift_agent.errors import CannotReplay, UsageError
 from swift_agent.messages import Messages
+from swift_agent.sent_log import SentLog
 from swift_agent.worker_env import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
@@ -335,6 +336,31 @@ def test_a_log_that_cannot_be_written_any_more_is_given_up(
     assert "no plain memory" in sender.log.incomplete and len(notes) == 1 and "all workers start again" in notes[0]
     send(2)
     assert len(notes) == 1 and not list((tmp_path / "node1").glob("messages-*/sent"))
+
+
+def test_a_log_that_cannot_be_begun_is_given_up_until_there_is_a_place_for_it(
+    make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on."""
+
+    def full(path: Path, *args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        log = SentLog(1, Path("nowhere"), 1 << 20, "", notes.append)
+    assert "No space left" in log.incomplete and len(notes) == 1 and "all workers start again" in notes[0]
+    with pytest.raises(LogError, match="logged no more"):
+        log.segments()
+    sender = make(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        sender.log.give_up("on purpose")
+        assert not sender.log.begin_checkpoint(3) and "No space left" in sender.log.incomplete
+    sender.begin(0, 1)
+    send(1)
+    sender.end()
+    assert sender.log.begin_checkpoint(6) and not sender.log.incomplete
 
 
 def test_what_a_log_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,7 +183,9 @@ def test_what_predecessors_have_left_goes(make: Callable[..., Archive], tmp_path
 
 
 def test_names_of_directories() -> None:
-    assert directory_name("a/b:c", 3, "e17", 2, "0123abcd") == "a-b-c.rank3.swiftlog-e17-2-0123abcd"
+    assert directory_name("a.b_c", 3, "e17", 2, "0123abcd") == "a.b_c.rank3.swiftlog-e17-2-0123abcd"
+    others = {directory_name(job, 3, "e17", 2, "0123abcd").partition(".rank3.")[0] for job in ("lr=1", "lr-1", "lr 1")}
+    assert len(others) == 3 and all(re.fullmatch("lr-1(-[0-9a-f]{8})?", other) for other in others)
     for run, suffix in (("", "0123abcd"), ("17", "0123abcd"), ("e", "0123abcd"), ("e17", "xyz")):
         with pytest.raises(ValueError, match="is no name for the log of a process"):
             directory_name("job", 3, run, 2, suffix)
@@ -370,6 +373,24 @@ def test_the_end_without_a_store(make: Callable[..., Archive], tmp_path: Path, n
     assert until(archive, lambda: notes)
     archive.close()
     assert "may be left" in notes[-1] and len(notes) == 2
+
+
+def test_the_end_when_nothing_is_wanted_any_more_of_what_could_not_be_copied(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str]
+) -> None:
+    """The store may be back, with what was copied before."""
+    archive = make()
+    archive.add(segment(tmp_path, 0))
+    assert archive.wait(SOON_S)
+    (tmp_path / "store").rename(tmp_path / "away")
+    (tmp_path / "store").touch()
+    archive.add(segment(tmp_path, 1))
+    assert until(archive, lambda: notes)
+    archive.remove_all()
+    (tmp_path / "store").unlink()
+    (tmp_path / "away").rename(tmp_path / "store")
+    archive.close()
+    assert len(notes) == 1 and in_store(tmp_path) == set()
 
 
 def test_a_script_beside_which_is_a_module_of_the_library_s_name(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swift_logging_store.errors import LogError
 from swift_logging_store.reader import LogReader
 from swift_logging_store.record import Channel
 from swift_logging_store.staging import Ring, Staging
@@ -49,6 +50,19 @@ def test_the_bytes_are_those_of_when_it_was_appended() -> None:
     tensor.zero_()
     assert torch.equal(torch.frombuffer(bytearray(staged.take()), dtype=torch.bfloat16).view(12, 5), expected)
     assert staging.is_too_large(4096) and not staging.is_too_large(4000)
+
+
+def test_a_device_without_memory_for_the_copy_loses_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, tensor = Staging(torch.device("cpu"), 4096), torch.zeros(3000, dtype=torch.uint8)
+
+    def clone(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", clone)
+        with pytest.raises(LogError, match="no memory for a copy of a message of 3000 bytes: CUDA out of memory"):
+            staging.copy(tensor)
+    assert staging.copy(tensor) is not None
 
 
 def messages(device: str) -> list[torch.Tensor]:
