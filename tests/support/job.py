@@ -53,12 +53,14 @@ class Agents:
     endpoint: str | None
     num_nodes: int = 2
     num_workers: int = 2
-    max_restarts: int = 3
+    max_restarts: int | None = 3
+    """None: the option is not given."""
     job_id: str = "faults"
     options: tuple[str, ...] = ()
     orders: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     script: Path = SCRIPT
+    script_args: tuple[str, ...] = ()
     prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """node -> what its command begins with: what puts it into a network namespace."""
     start_method: str = "forkserver"
@@ -70,9 +72,10 @@ class Agents:
 
     def start(self, node_id: str) -> subprocess.Popen[bytes] | Fork:
         where = ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.job_id] if self.endpoint else ["--standalone"]
+        restarts = () if self.max_restarts is None else ("--max-restarts", str(self.max_restarts))
         program = [
-            *self.program, "--nnodes", str(self.num_nodes), "--nproc-per-node", str(self.num_workers),
-            "--max-restarts", str(self.max_restarts), "--node-id", node_id, *where, *self.options, str(self.script),
+            *self.program, "--nnodes", str(self.num_nodes), "--nproc-per-node", str(self.num_workers), *restarts,
+            "--node-id", node_id, *where, *self.options, str(self.script), *self.script_args,
         ]  # fmt: skip
         orders = {"dir": str(self.directory), **self.orders}
         environment = {

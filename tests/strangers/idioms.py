@@ -1,0 +1,46 @@
+"""What is expected of each script in `scripts/`: equal bit for bit, or told.
+
+A new idiom is a script there and a line in `IDIOMS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Lost ranks are replaced in place, all others keep their processes, and the end is that of an undisturbed run."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A line says what cannot be recovered, and what helps.
+
+    *line*: a part of it. *when*: "start": in a run without any failure too; "failure": at the first recovery.
+    *then*: "refused": the job ends before its first iteration; "restart": all workers start again after a failure, and
+    the end is that of an undisturbed run; "ends": the job ends with a failure that names *line*.
+    """
+
+    line: str
+    when: Literal["start", "failure"]
+    then: Literal["refused", "restart", "ends"]
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """*script*: in `scripts/`; *args*: for it. *options*: for swift-run. *at*: the iterations in which something is
+    killed before, inside and after it. *workers*: on each of the two nodes."""
+
+    script: str
+    expected: Equal | Told = Equal()
+    args: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    at: tuple[int, int, int] = (3, 6, 9)
+    workers: int = 1
+
+
+IDIOMS: dict[str, Idiom] = {
+    "ddp tutorial": Idiom("ddp_tutorial.py"),
+}

@@ -1,0 +1,55 @@
+"""A trainer class around DDP, with a sampler and epochs, as introductions to DDP have it."""
+
+from __future__ import annotations
+
+import hooks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import swift_agent as swift
+
+
+class Trainer:
+    def __init__(self, job: swift.Job, model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> None:
+        self.job, self.model, self.loader, self.optimizer = job, DDP(model), loader, optimizer
+        job.track(model=self.model, optimizer=optimizer, loader=loader)
+        self.run_batch = job.iteration(self._run_batch)
+
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> float:
+        number = self.job.iteration_number
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(self.model(source), targets)
+        hooks.moment("inside", number)
+        loss.backward()
+        self.optimizer.step()
+        hooks.moment("after", number)
+        return loss.item()
+
+    def train(self, max_epochs: int) -> None:
+        for epoch in self.job.epochs(max_epochs):
+            self.loader.sampler.set_epoch(epoch)
+            for source, targets in self.job.batches(self.loader):
+                hooks.moment("before", self.job.iteration_number)
+                self.run_batch(source, targets)
+
+
+def main() -> None:
+    hooks.begin()
+    job = swift.init()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(96, 20), torch.randn(96, 1))
+    model = nn.Sequential(nn.Linear(20, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    loader = DataLoader(data, batch_size=12, shuffle=False, sampler=DistributedSampler(data))
+    trainer = Trainer(job, model, loader, optimizer)
+    trainer.train(4)
+    hooks.finish(job, trainer.model, optimizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

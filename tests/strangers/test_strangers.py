@@ -1,0 +1,135 @@
+"""Scripts in the idioms of strangers, each killed before, inside and after an iteration, a worker and a node.
+
+Equal or told: the result is bit for bit that of an undisturbed run, or the expected line is printed (`idioms`). Every
+test asserts that its faults fired.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.strangers.idioms import IDIOMS, Idiom, Told
+from tests.support.job import Agents, Outcome
+
+pytestmark = pytest.mark.timeout(300)  # most tests run a job twice
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MOMENTS = ("before", "inside", "after")
+
+
+@pytest.fixture
+def run(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
+    """Run *idiom* on two nodes, with three spares if nodes are to be lost."""
+
+    def start(idiom: Idiom, directory: Path, faults: list[dict[str, Any]]) -> Outcome:
+        directory.mkdir()
+        spares = 3 if any(fault["scope"] == "node" for fault in faults) else 0
+        agents = make_agents(
+            directory, num_workers=idiom.workers, max_restarts=9, script=SCRIPTS / idiom.script,
+            script_args=idiom.args, options=(*idiom.options, "--spares", str(spares)), orders={"faults": faults},
+        )  # fmt: skip
+        for node in "abcde"[: 2 + spares]:
+            agents.start(node)
+        return agents.wait(120)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> dict[str, dict[int, str]]:
+    """idiom -> rank -> hash at the end of a run without failure; each is run once."""
+    return {}
+
+
+@pytest.fixture
+def expected_hashes(
+    run: Callable[..., Outcome], undisturbed: dict[str, dict[int, str]], tmp_path: Path
+) -> Callable[[str], dict[int, str]]:
+    def find(name: str) -> dict[int, str]:
+        if name not in undisturbed:
+            outcome = run(IDIOMS[name], tmp_path / "undisturbed", [])
+            assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+            undisturbed[name] = hashes_of(outcome)
+            assert len(undisturbed[name]) == 2 * IDIOMS[name].workers, outcome.text()
+            _check_told_at_start(IDIOMS[name], outcome)
+        return undisturbed[name]
+
+    return find
+
+
+def hashes_of(outcome: Outcome) -> dict[int, str]:
+    return {rank: result["hash"] for rank, result in outcome.results.items()}
+
+
+def _check_told_at_start(idiom: Idiom, outcome: Outcome) -> None:
+    told = idiom.expected
+    if isinstance(told, Told) and told.when == "start":
+        assert told.line in outcome.text(), outcome.text()
+
+
+def faults_of(idiom: Idiom, scope: str) -> list[dict[str, Any]]:
+    """One at each moment, the ranks in turn."""
+    num_ranks = 2 * idiom.workers
+    return [
+        {"at": moment, "iteration": iteration, "rank": (index + 1) % num_ranks, "scope": scope}
+        for index, (moment, iteration) in enumerate(zip(MOMENTS, idiom.at, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("scope", ["worker", "node"])
+@pytest.mark.parametrize("name", IDIOMS)
+def test_stranger(
+    name: str, scope: str, run: Callable[..., Outcome], expected_hashes: Callable[[str], dict[int, str]], tmp_path: Path
+) -> None:
+    idiom = IDIOMS[name]
+    if isinstance(idiom.expected, Told) and idiom.expected.then == "refused":
+        _check_refused(idiom.expected, run(idiom, tmp_path / scope, []))
+        return
+    hashes = expected_hashes(name)
+    faults = faults_of(idiom, scope)
+    if isinstance(idiom.expected, Told):
+        faults = faults[:1]
+    outcome = run(idiom, tmp_path / scope, faults)
+    assert outcome.fired == set(range(len(faults))), f"faults that fired: {outcome.fired}\n{outcome.text()}"
+    if isinstance(idiom.expected, Told):
+        _check_told(idiom.expected, outcome, hashes)
+    else:
+        _check_equal(idiom, faults, outcome, hashes)
+
+
+def _check_equal(idiom: Idiom, faults: list[dict[str, Any]], outcome: Outcome, hashes: dict[int, str]) -> None:
+    text = outcome.text()
+    assert hashes_of(outcome) == hashes, text
+    killed = sum(fault["scope"] == "node" for fault in faults)
+    assert sorted(outcome.exit_codes.values()) == [-9] * killed + [0] * (len(outcome.exit_codes) - killed), text
+    # Whoever was not lost was not started again.
+    lost = Counter(rank for fault in faults for rank in _ranks_lost(fault, idiom.workers))
+    again = {rank: len(pids) - 1 for rank, pids in outcome.pids.items() if len(pids) > 1}
+    assert again == lost, f"processes started again: {again}, lost were {lost}\n{text}"
+
+
+def _check_told(told: Told, outcome: Outcome, hashes: dict[int, str]) -> None:
+    text = outcome.text()
+    assert told.line in text, text
+    if told.then == "restart":
+        assert hashes_of(outcome) == hashes, text
+    else:
+        assert 0 not in outcome.exit_codes.values(), text
+
+
+def _check_refused(told: Told, outcome: Outcome) -> None:
+    text = outcome.text()
+    assert told.line in text, text
+    assert not outcome.results and 0 not in outcome.exit_codes.values(), text
+
+
+def _ranks_lost(fault: dict[str, Any], workers: int) -> list[int]:
+    if fault["scope"] == "worker":
+        return [fault["rank"]]
+    first = fault["rank"] // workers * workers
+    return list(range(first, first + workers))
