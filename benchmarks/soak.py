@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with failure N of that seed")
     parser.add_argument("--workers", type=int, default=2, help="per node, of two nodes")
     parser.add_argument("--bound", type=float, default=90.0, help="seconds for the job to go on after a failure")
+    parser.add_argument("--strangers", action="store_true", help="neighbours connect, litter and use up descriptors")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new directory for logs and records; it stays")
     parser.add_argument("--json", action="store_true", help="print one object")
     args = parser.parse_args()
@@ -49,7 +50,10 @@ def main() -> int:
         directory = args.keep or Path(name)
         if args.keep:
             directory.mkdir(parents=True)
-        with soaking(directory.resolve(), seed, num_workers=args.workers, bound_s=args.bound, say=tell) as soak:
+        directory = directory.resolve()
+        with soaking(
+            directory, seed, num_workers=args.workers, bound_s=args.bound, strangers=args.strangers, say=tell
+        ) as soak:
             if soak.result.links:
                 tell(f"links are left out: {soak.result.links}")
             result = soak.run(args.failures, args.first)

@@ -24,6 +24,7 @@ import psutil
 from swift_rendezvous.private_etcd import PrivateEtcd
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.history import History
+from tests.support.hostile import Neighbours
 from tests.support.job import Agents, Outcome
 from tests.support.leftovers import names_of_networks, our_processes
 from tests.support.network import Host, Network, why_not
@@ -109,6 +110,7 @@ class Result:
     num_iterations: int = 0
     num_generations: int = 0
     equal: bool = False
+    strangers: str = ""
     longest: dict[str, Any] = field(default_factory=dict)
 
     def kinds(self) -> Counter[str]:
@@ -127,9 +129,12 @@ class Soak:
 
     def __init__(
         self, directory: Path, seed: int, *, num_workers: int = 2, stretch_s: float = 0.1, bound_s: float = 90.0,
-        say: Callable[[str], None] = print,
+        strangers: bool = False, say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
-        """*directory*: empty. *bound_s*: within which the job has to go on after a failure."""
+        """*directory*: empty. *bound_s*: within which the job has to go on after a failure. *strangers*: neighbours
+        interfere all the time, see `hostile`."""
+        self._with_strangers = strangers
+        self.neighbours: Neighbours | None = None
         self.directory, self._num_workers, self._bound_s, self._say = directory, num_workers, bound_s, say
         self._ranks = range(NUM_SLOTS * num_workers)
         self.result = Result(seed, links=why_not())
@@ -185,6 +190,14 @@ class Soak:
             self.agents.start(node)
         self._until(lambda: self._is_whole() and min(map(self._iteration, self._ranks)) >= 3, "the job to train")
         self._known_pids = {rank: len(self._pids[rank].read()) for rank in self._ranks}
+        if self._with_strangers:
+            prefixes = [host.prefix for host in self.hosts.values()] or [()]
+            neighbours = Neighbours(self.result.seed, endpoints, JOB_ID, prefixes, self._living)
+            self.neighbours = self._stack.enter_context(neighbours)
+
+    def _living(self) -> list[int]:
+        running = self.agents.running.items()
+        return [agent.pid for node, agent in running if node not in self._killed and agent.poll() is None]
 
     def close(self) -> None:
         """End all that still runs, frozen or not."""
@@ -498,6 +511,9 @@ class Soak:
 
     def _finish(self) -> Outcome:
         self._until(self._is_whole, "all nodes to be there")
+        if self.neighbours is not None:
+            self.neighbours.stop()
+            self.result.strangers = self.neighbours.summary()
         last = (max(map(self._iteration, self._ranks)) // EPOCH + 20) * EPOCH
         (self.directory / "last.new").write_text(str(last))
         (self.directory / "last.new").rename(self.directory / "last")
@@ -616,6 +632,8 @@ def summary(result: Result) -> str:
             lines.append(f"  {kind:12} {statistics.median(values):6.2f} {max(values):6.2f}  ({len(values)})")
     lines.append(f"{result.num_iterations} iterations, {result.num_generations} generations; "
                  f"weights {'equal' if result.equal else 'NOT shown to be equal'}")  # fmt: skip
+    if result.strangers:
+        lines.append(result.strangers)
     lines.append(f"the agent that lived through most: {result.longest}")
     lines += [f"WRONG: {text}" for text in result.wrong] or ["nothing is wrong"]
     return "\n".join(lines)
