@@ -43,4 +43,9 @@ class Idiom:
 
 IDIOMS: dict[str, Idiom] = {
     "ddp tutorial": Idiom("ddp_tutorial.py"),
+    "image classifier": Idiom("image_classifier.py"),
+    "endless iterator": Idiom("endless_iterator.py"),
+    "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),
+    "fsdp x tp": Idiom("sharded_transformer.py", args=("tp",), workers=2),
+    "per-step fault tolerance": Idiom("fault_tolerant_ddp.py"),
 }
