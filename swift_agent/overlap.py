@@ -236,7 +236,7 @@ class OverlappedUpdates(UpdateTracker):
     # ---- hooks of the optimizers ----
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        return lambda *_: self._before(name), lambda *_: self._after(name)
+        return lambda _, args, named: self._on_step(name, args, named), lambda *_: self._after(name)
 
     def _before(self, name: str) -> None:
         if self._ghost or not self._in_iteration or name in self._stepped:

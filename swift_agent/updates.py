@@ -4,7 +4,7 @@ With one optimizer an iteration is untouched before its step and complete after 
 the report of the supervisor make that exact. With several, an iteration may be cut between two steps: unless their
 steps follow each other without a backward in between (then no peer failure can be noticed between them), the
 parameters and state that an earlier step overwrites are kept until the last one is done, so that the iteration can be
-taken back.
+taken back. A step that is given a closure is untouched until that has returned (`closures`).
 
 This module must never communicate.
 """
@@ -12,6 +12,7 @@ This module must never communicate.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from swift_agent.closures import StepClosure, closure_of, is_torchs_own, with_closure
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.supervisor import Supervisor
 from swift_recovery.patch import copy_of, put_back
@@ -56,6 +58,9 @@ class UpdateTracker:
         self._seen: dict[str, list[_Seen]] = {}
         self._in_step = False
         self._running = ""
+        self._closing: StepClosure | None = None
+        # Whether an optimizer changes parameters before a call of its closure; unknown counts as yes.
+        self._within = {name: agree is None and not is_torchs_own(each) for name, each in optimizers.items()}
         # The usual case has nothing to keep, and must cost next to nothing.
         self._is_simple = (
             len(optimizers) == 1 and agree is None and not any(map(_cuda_device, optimizers.values()))
@@ -108,7 +113,7 @@ class UpdateTracker:
         self._agreed = self._goes_on = self._is_at_end = self.reduced = False
         if self._in_step:  # a step failed, and the script has caught that
             self._leave_step()
-        self._stepped, self._running = [], ""
+        self._stepped, self._running, self._closing = [], "", None
         if self._kept:
             self._kept.clear()
         self.updated = False
@@ -118,6 +123,7 @@ class UpdateTracker:
         if not self._is_simple:
             for name in self._stepped:
                 self._apart.setdefault(name, False)
+        if self._kept:
             self._kept.clear()
         self._in_iteration, self._ghost = False, False
         self.updated = self.reduced = False
@@ -200,6 +206,9 @@ class UpdateTracker:
                     self._kept[name].put_back(self._optimizers[name])
                 else:
                     self.mixed = True
+        if self._ghost:
+            for name, kept in self._kept.items():
+                kept.put_back(self._optimizers[name])
         self._kept.clear()
         self._in_iteration, self._ghost = False, False
         self._running = ""
@@ -211,18 +220,18 @@ class UpdateTracker:
         """What is called in every iteration, with cold caches: for the usual case in as few steps as can be."""
         supervisor = self._supervisor
         if not self._is_simple or supervisor is None:
-            return lambda *_: self._before(name), lambda *_: self._after(name)
+            return lambda _, args, named: self._on_step(name, args, named), lambda *_: self._after(name)
 
-        def before(*_: Any) -> None:
-            if self._ghost or not self._in_iteration or self._stepped:
-                self._before(name)
-                return
+        def before(_: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if self._ghost or not self._in_iteration or self._stepped or len(args) > 1 or named:
+                return self._on_step(name, args, named)
             if not self._in_step:  # else the class calls the step of another one, which has hooks of its own
                 supervisor.enter_step()
             self._in_step, self._running = True, name
+            return None
 
         def after(*_: Any) -> None:
-            if self._ghost:
+            if self._ghost or self._closing is not None:
                 self._after(name)
                 return
             self._running = ""
@@ -232,6 +241,72 @@ class UpdateTracker:
                 supervisor.leave()
 
         return before, after
+
+    def _on_step(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A step begins; returns what it is to be called with, None for what it was."""
+        closure = closure_of(args, named)
+        if isinstance(closure, StepClosure):
+            return None  # the class calls the step of another one
+        if closure is None or self._supervisor is None or self._finishing or not (self._in_iteration or self._ghost):
+            self._before(name)
+            return None
+        optimizer = self._optimizers[name]
+        if not self._within[name]:
+            begins = functools.partial(self._closed, name)
+            self._closing = StepClosure(optimizer, closure, begins, self._in_between(name))
+        else:
+            if not self._ghost:
+                self._before(name)
+            # Its step may fail without gradients, so a ghost's is made, and taken back.
+            self._kept[name] = _Kept(optimizer, every=True)
+            self._closing = StepClosure(optimizer, closure, None, self._in_between(name))
+        return with_closure(self._closing, args, named)
+
+    def _closed(self, name: str, closing: StepClosure) -> None:
+        """The closure has returned for the first time: the update begins."""
+        if closing.is_late:
+            self._note_within(name)
+        self._before(name)
+
+    def _in_between(self, name: str) -> Callable[[Callable[[], Any]], Any]:
+        """How a closure is called with the update begun: it may be cut if what was overwritten is kept."""
+
+        def call(closure: Callable[[], Any]) -> Any:
+            if self._ghost:
+                return closure()
+            if name not in self._kept:
+                self._note_within(name)
+                return closure()
+            self._leave_step()
+            result = closure()
+            self._wait_for_gradients(name)
+            assert self._supervisor is not None
+            self._supervisor.enter_step()
+            self._in_step = True
+            return result
+
+        return call
+
+    def _note_within(self, name: str) -> None:
+        if self._agree is not None:
+            raise UsageError(
+                f"optimizer '{name}' changes parameters before it calls its closure, or calls it again: where ranks "
+                "hold different parts of a model such an update could not be recovered. Make it in two iterations."
+            )
+        self._within[name] = True  # from the next step on, what it overwrites is kept
+
+    def _check_closed(self, name: str) -> None:
+        """A step that was given a closure is over."""
+        closing, self._closing = self._closing, None
+        if closing is None:
+            return
+        if not closing.num_calls:
+            raise UsageError(
+                f"optimizer '{name}' has made a step without calling its closure: call the closure before the step, "
+                "and the step without it."
+            )
+        if closing.is_plain:
+            self._within[name] = False
 
     def _before(self, name: str) -> None:
         if self._finishing:
@@ -290,8 +365,11 @@ class UpdateTracker:
     def _after(self, name: str) -> None:
         if self._finishing:
             return
+        self._check_closed(name)
         if self._ghost:
             self._unhide()
+            if name in self._kept:
+                self._kept.pop(name).put_back(self._optimizers[name])
             return
         self._running = ""
         self._stepped.append(name)
@@ -387,8 +465,9 @@ class _Seen:
 class _Kept:
     """Parameters and state of one optimizer before its step."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def __init__(self, optimizer: Optimizer, *, every: bool = False) -> None:
+        """Of parameters with a gradient, or of *every* one."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if every or p.grad is not None]
         self._copies = [(parameter, copy_of(optimizer, parameter)) for parameter in parameters]
 
     def put_back(self, optimizer: Optimizer) -> None:

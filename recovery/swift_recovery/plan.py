@@ -283,7 +283,10 @@ def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
     begun = sorted(rank for rank, report in by_rank.items() if report.status != "fresh")
     if not begun:
         return Plan("fresh", "no rank has begun: all set up together")
-    return Plan("restart", f"ranks {begun} were cut before the first iteration: no rank holds a complete state")
+    where = "before the first iteration"
+    if mixed := {report.iteration for report in by_rank.values() if report.status == "empty" and report.iteration}:
+        where = f"in the middle of update {max(mixed)}, which cannot be taken back"
+    return Plan("restart", f"ranks {begun} were cut {where}: no rank holds a complete state")
 
 
 def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tuple[int, ...]]:

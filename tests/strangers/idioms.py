@@ -48,4 +48,6 @@ IDIOMS: dict[str, Idiom] = {
     "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),
     "fsdp x tp": Idiom("sharded_transformer.py", args=("tp",), workers=2),
     "per-step fault tolerance": Idiom("fault_tolerant_ddp.py"),
+    "step with a closure": Idiom("closure_step.py"),
+    "step with a closure, hsdp": Idiom("closure_step.py", args=("hsdp",), workers=2),
 }

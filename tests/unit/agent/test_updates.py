@@ -572,3 +572,127 @@ def test_a_stop_between_agreement_and_step_leaves_the_same(make: Callable[..., W
         worker.optimizers[0].step()
     worker.tracker.cut()
     assert worker.tracker.reduced and worker.values() == before
+
+
+def with_closure(worker: Worker, on_call: Callable[[int], None] = lambda number: None) -> Callable[[], float]:
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        worker.backward(0)
+        on_call(calls)
+        return 1.0
+
+    return closure
+
+
+def test_a_closure_that_is_cut_has_changed_nothing(make: Callable[..., Worker]) -> None:
+    """The backward is in it; the report does not wait for the step either."""
+    worker = make()
+    worker.iteration()
+    before = worker.values()
+
+    def cut(number: int) -> None:
+        worker.stop()
+        assert worker.reported() == {"updated": False, "mixed": False, "state": before}
+        raise RuntimeError("a collective was aborted")
+
+    worker.tracker.begin()
+    with pytest.raises(RuntimeError, match="aborted"):
+        worker.optimizers[0].step(with_closure(worker, cut))
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.updated and not worker.tracker.mixed
+
+
+def test_a_stop_at_the_end_of_a_closure_lets_no_update_begin(make: Callable[..., Worker]) -> None:
+    worker = make()
+    before = worker.values()
+    worker.tracker.begin()
+    with pytest.raises(PeerFailure):
+        worker.optimizers[0].step(closure=with_closure(worker, lambda number: worker.stop()))
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.mixed
+    assert worker.reported() == {"updated": False, "mixed": False, "state": before}
+
+
+def test_after_its_closure_a_step_is_an_update_as_any(make: Callable[..., Worker]) -> None:
+    worker = make()
+    worker.tracker.begin()
+    worker.optimizers[0].step(with_closure(worker))
+    assert worker.tracker.updated and worker.tracker.num_steps == 1
+    worker.stop()
+    assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
+
+
+def test_a_ghosts_closure_changes_nothing(make: Callable[..., Worker]) -> None:
+    """Its backward gives new gradients after the step has begun."""
+    worker = make()
+    worker.iteration()
+    before = worker.values()
+    worker.tracker.begin(ghost=True)
+    worker.optimizers[0].step(with_closure(worker))
+    worker.tracker.cut()
+    assert worker.values() == before
+
+
+def test_all_agree_when_the_closure_has_returned(make: Callable[..., Worker]) -> None:
+    told: list[str] = []
+    worker = make(agree=lambda: told.append("agreed"))
+    worker.tracker.begin()
+    worker.optimizers[0].step(with_closure(worker, lambda number: told.append("backward")))
+    worker.tracker.finish()
+    assert told == ["backward", "agreed"]
+
+
+class Sharpness(torch.optim.SGD):
+    """Goes up along the gradient, calls its closure there, goes back, and makes its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        moved = [(p, p.grad.clone()) for p in self.param_groups[0]["params"]]
+        with torch.no_grad():
+            for p, grad in moved:
+                p.add_(grad, alpha=0.1)
+            with torch.enable_grad():
+                closure()
+            for p, grad in moved:
+                p.sub_(grad, alpha=0.1)
+        super().step()
+
+
+def test_an_update_with_a_closure_in_its_middle_is_taken_back(make: Callable[..., Worker]) -> None:
+    worker = make(lambda p: Sharpness(p, lr=0.1))
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # its step is wrapped, too
+    worker.tracker.begin()
+    worker.optimizers[0].step(with_closure(worker))
+    worker.tracker.finish()
+    before = worker.values()
+
+    def cut(number: int) -> None:
+        if number == 2:
+            worker.stop()
+            assert worker.reported()["updated"] is False
+            raise RuntimeError("a collective was aborted")
+
+    worker.tracker.begin()
+    with pytest.raises(RuntimeError, match="aborted"):
+        worker.optimizers[0].step(with_closure(worker, cut))
+    worker.tracker.cut()
+    assert worker.values() == before and not worker.tracker.mixed
+    worker.tracker.begin(ghost=True)
+    worker.optimizers[0].step(with_closure(worker))
+    worker.tracker.cut()
+    assert worker.values() == before
+
+
+def test_a_step_that_leaves_its_closure_out_is_refused(make: Callable[..., Worker]) -> None:
+    class Idle(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    worker = make(lambda p: Idle(p, lr=0.1))
+    worker.tracker.begin()
+    with pytest.raises(UsageError, match="without calling its closure"):
+        worker.optimizers[0].step(lambda: 1.0)

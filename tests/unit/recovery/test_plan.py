@@ -65,6 +65,12 @@ def test_before_the_first_iteration() -> None:
     assert plan.kind == "restart" and "[0, 2]" in plan.why
 
 
+def test_a_half_done_update_is_named_where_nobody_holds_a_state() -> None:
+    cut = [RankReport(0, "empty", 30), RankReport(1, "empty", 30), RankReport(2, "fresh")]
+    assert "[0, 1] were cut in the middle of update 30" in make_plan(cut, 3).why
+    assert "before the first iteration" in make_plan([RankReport(0, "setup"), RankReport(1, "fresh")], 2).why
+
+
 def test_a_lost_replica_set_asks_for_a_restart_and_says_which() -> None:
     plan = make_plan([holding(0, 5, (0, 1)), holding(1, 5, (0, 1)), RankReport(2, "fresh"), RankReport(3, "fresh")], 4)
     assert plan.kind == "restart" and "[2, 3]" in plan.why
