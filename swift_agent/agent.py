@@ -356,7 +356,8 @@ class Agent:
             case msg.HostStore(generation):
                 self._host_store(generation)
             case msg.WriteFailure(generation, failure):
-                log.info("generation %d: lost %s: %s", generation, failure.kind, failure.evidence)
+                lost = "" if failure.kind == "again" else f"lost {failure.kind}: "
+                log.info("generation %d: %s%s", generation, lost, failure.evidence)
             case msg.ForgetSpare(node_id, incarnation):
                 log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation].evidence)
             case msg.Reclaim():

@@ -27,6 +27,10 @@ class ReplicaMismatch(SwiftError):
     """Replicas that must be equal are not. The job stops rather than train on."""
 
 
+class CannotConnect(SwiftError):
+    """This process cannot be connected with the others, again and again: it has to be replaced."""
+
+
 class LostLog(PeerFailure):
     """What a peer was handing on of its log did not come to its end."""
 

@@ -83,14 +83,16 @@ def new_loops(before: set[int]) -> list[list[Socket]]:
 def connections(before: set[int], num_peers: int) -> list[Socket]:
     """The connections of the gloo group that was made since `before` and has `num_peers` other members.
 
-    Fewer, when a peer has gone again already. Raises ConnectionError if they cannot be told: such a group could not be
-    interrupted.
+    Fewer, when a peer has gone again already. More, when strangers have connected to its listener: gloo keeps whoever
+    says nothing. To cut those with the others harms nobody; to leave one out that is a member's could not be mended.
+    Raises ConnectionError if they cannot be told: such a group could not be interrupted.
     """
     if num_peers == 0:
         return []
     loops = new_loops(before)
-    fitting = [loop for loop in loops if len(loop) == num_peers] or loops
-    if len(fitting) != 1 or len(fitting[0]) > num_peers:
+    fitting = [loop for loop in loops if len(loop) == num_peers]
+    fitting = fitting or [loop for loop in loops if len(loop) > num_peers] or loops
+    if len(fitting) != 1:
         sizes = [len(loop) for loop in loops]
         raise ConnectionError(f"cannot find gloo's {num_peers} connections: new event loops have {sizes}")
     return fitting[0]

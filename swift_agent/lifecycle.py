@@ -45,6 +45,7 @@ from swift_agent.lifecycle_messages import (
     StartWorkers,
     Tick,
     ViewChanged,
+    WorkerApart,
     WorkerAt,
     WorkerExited,
     WorkerFinished,
@@ -83,6 +84,7 @@ class Worker:
     *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that
     one. *asked*, *promised_in*, *told*, *parked*: the generation in which that part of a drain was last done; *keeps*:
     that in which it was told to keep its state in a file. *holds*: it has the state of some iteration, whichever.
+    *apart*: the last generation in which it could not be connected with the others.
     """
 
     local_rank: int
@@ -107,6 +109,8 @@ class Worker:
     keeps: int = 0
     released: bool = False
     unfit: str = ""
+    apart: int = 0
+    apart_why: str = ""
     killed: bool = False
     exit: WorkerExit | None = None
 
@@ -211,6 +215,8 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return replace(_update(state, local_rank, pid), kept=Held(FILE, iteration, sections))
         case WorkerUnfit(local_rank, pid, why):
             return _update(state, local_rank, pid, unfit=why)
+        case WorkerApart(local_rank, pid, generation, why):
+            return _update(state, local_rank, pid, apart=generation, apart_why=why)
         case WorkerExited(exit_):
             return _update(state, exit_.local_rank, exit_.pid, exit=exit_)
         case PeerLost(incarnation):
@@ -382,6 +388,11 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         evidence = f"ranks {[_rank(generation, slot, w) for w in gone]} had exited before the job was finished"
         failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
+    apart = [w for w in state.workers.values() if w.alive and w.apart == w.current == generation.number]
+    if apart and slot not in view.failures:
+        evidence = "; ".join(f"rank {_rank(generation, slot, w)} cannot be connected: {w.apart_why}" for w in apart)
+        failure = FailureRecord("again", slot, state.incarnation, (), evidence, state.node_id, left)
+        return _issue(state, commands, ("again",), WriteFailure(generation.number, failure))
     return state
 
 

@@ -114,6 +114,16 @@ class WorkerUnfit:
 
 
 @dataclass(frozen=True)
+class WorkerApart:
+    """It could not be connected with the others in that generation, and no peer is known to have failed."""
+
+    local_rank: int
+    pid: int
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class WorkerExited:
     exit: WorkerExit
 
@@ -165,6 +175,7 @@ Event = (
     | WorkerKept
     | WorkerAt
     | WorkerUnfit
+    | WorkerApart
     | WorkerExited
     | PeerLost
     | PeerDoubted

@@ -39,6 +39,10 @@ class RebuildFailed(RuntimeError):
     """Connecting the groups failed or took too long; they are stopped. Call `rebuild` with a larger generation."""
 
 
+class WornOut(RebuildFailed):
+    """Nothing can be connected in this process any more: it must be replaced."""
+
+
 class ProcessGroups:
     """All process groups of this process; made by `install()`."""
 
@@ -191,7 +195,7 @@ class ProcessGroups:
             if generation <= self._generation:
                 raise ValueError(f"rebuild of generation {generation} after {self._generation}: it must grow")
             if self.swaps_left == 0:
-                raise RebuildFailed("process groups cannot be exchanged again in this process: it must be replaced")
+                raise WornOut("process groups cannot be exchanged again in this process: it must be replaced")
             self._generation = generation
             self._why = self._why or "not connected yet"
             self._groups = [group for group in self._groups if torch_private.is_registered(group.pg)]
@@ -210,7 +214,7 @@ class ProcessGroups:
             self._finish(attempt, built)
             if not quiet:
                 in_background(lambda: self._dispose(built))
-                raise RebuildFailed("operations of the stopped groups do not end: this process must be replaced")
+                raise WornOut("operations of the stopped groups do not end: this process must be replaced")
             if self._store is not None:
                 self._store.close()
                 self._old_stores.append(self._store)

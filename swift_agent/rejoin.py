@@ -29,11 +29,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from swift_agent import handover, kept_state, log_serving
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.ddp import Layout
-from swift_agent.errors import CannotReplay, CutReplay, PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.errors import CannotConnect, CannotReplay, CutReplay, PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.generation_store import StoreClient
 from swift_agent.overlap import OverlappedUpdates, Resumption
 from swift_agent.place import Place
-from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
+from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
 from swift_agent.repetition import Connect
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
@@ -92,13 +92,21 @@ class Rejoin:
             except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, RuntimeError) as error:
                 if isinstance(error, SwiftError) and not isinstance(error, PeerFailure):
                     raise
-                if not self._supervisor.confirm(error):
+                if not self._hears_of_another(error):
                     raise
                 del error  # its traceback holds tensors of the cut transfer
                 self._wait_quiet()
                 if self._place.replays and self._place.replays_alone:
                     self.iteration = self._place.replays_before
                     return True
+
+    def _hears_of_another(self, error: RuntimeError) -> bool:
+        """Whether there is, or will be, another generation to enter; False: the error is this process's own."""
+        if not isinstance(error, RebuildFailed):
+            return self._supervisor.confirm(error)
+        if isinstance(error, WornOut) or not self._supervisor.reconnect(error):
+            raise CannotConnect(str(error)) from error
+        return True
 
     def accepts(self, go: Go) -> bool:
         """Whether this worker stays where it is: in the middle of the plan's iteration, or after the update of the one

@@ -30,11 +30,11 @@ from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.collectives import REFUSED
-from swift_agent.errors import CannotReplay, CutReplay, LostLog, PeerFailure, SwiftError, UsageError
+from swift_agent.errors import CannotConnect, CannotReplay, CutReplay, LostLog, PeerFailure, SwiftError, UsageError
 from swift_agent.ghosts import Ghosts
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
-from swift_agent.process_group import ProcessGroups
+from swift_agent.process_group import ProcessGroups, RebuildFailed
 from swift_agent.rejoin import Rejoin
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
@@ -483,7 +483,9 @@ class Protected:
             return False
         if not is_communication_error(error) or getattr(error, _OWN, False):
             return False
-        if self.supervisor.confirm(error):
+        # A group that the script makes is connected, too.
+        hears = self.supervisor.reconnect if isinstance(error, RebuildFailed) else self.supervisor.confirm
+        if hears(error):
             return True
         setattr(error, _OWN, True)  # nobody shall wait for that once more
         return False
@@ -500,7 +502,7 @@ class Protected:
             with aside:
                 if not self._rejoin.run(staying=staying):
                     return False
-        except (CutReplay, LostLog) as error:
+        except (CannotConnect, CutReplay, LostLog) as error:
             self._have_this_replaced(str(error))
         except CannotReplay as error:
             self._give_up(str(error))
@@ -580,7 +582,7 @@ def cause_of(error: Exception) -> Exception:
 def is_communication_error(error: BaseException) -> bool:
     """Whether *error* is what torch raises when a connection of a process group breaks, or is caused by that: a
     pipeline's stage raises an error of its own for what fails in its backward."""
-    if isinstance(error, (dist.DistError, PeerFailure)):
+    if isinstance(error, (dist.DistError, PeerFailure, RebuildFailed)):
         return True
     if isinstance(error, SwiftError):
         return False  # its text may name our package, as that of our stores' errors does

@@ -157,7 +157,8 @@ def _create_groups(
                     place.status = "setup"
                     return
         except (GroupsAborted, RebuildFailed) as error:
-            if not supervisor.confirm(error):
+            hears = supervisor.reconnect if isinstance(error, RebuildFailed) else supervisor.confirm
+            if not hears(error):
                 raise
 
 

@@ -38,6 +38,12 @@ log = logging.getLogger(__name__)
 # The time runs in slices: that in which this process was paused does not count.
 CONFIRM_TIMEOUT_S = 30.0
 CONFIRM_SLICE_S = 0.5
+# Groups that could not be connected: so long for the word that a peer is the reason, then another try is asked for. A
+# dead peer is told of much sooner; for a slower word the try is in vain, and harms nobody.
+AGAIN_AFTER_S = 5.0
+# Tries that are asked for within this time, before it is this process that has to be replaced.
+MOST_AGAIN = 3
+AGAIN_WITHIN_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class Supervisor:
         self._waits_for_leave = False
         self._released = False
         self._patience_s = 0.0
+        self._asked_again_s: list[float] = []
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int
@@ -185,12 +192,29 @@ class Supervisor:
 
         As long as the agent says that it cannot know (see `patience`) the time does not run.
         """
+        return self._hear_of(error, CONFIRM_TIMEOUT_S)
+
+    def reconnect(self, error: BaseException) -> bool:
+        """The groups could not be connected. As `confirm`; but if no peer failed, another generation is asked for, in
+        which all try again. False: that was asked for too often, and it is this process that has to be replaced."""
+        if self._hear_of(error, AGAIN_AFTER_S):
+            return True
+        now_s = time.monotonic()
+        self._asked_again_s = [at_s for at_s in self._asked_again_s if now_s - at_s < AGAIN_WITHIN_S]
+        if len(self._asked_again_s) == MOST_AGAIN:
+            return False
+        self._asked_again_s.append(now_s)
+        self.send({"op": "again", "generation": self._entered, "why": _text(error)})
+        return self._wait_interrupted(CONFIRM_TIMEOUT_S)
+
+    def _hear_of(self, error: BaseException, patience_s: float) -> bool:
         if not self.interrupted:
-            # What pybind11 appends to an error that has passed through Python is of no use to people.
-            why = str(error).partition("\n\nAt:\n")[0]
-            self.send({"op": "suspect", "why": why[-300:]})
+            self.send({"op": "suspect", "why": _text(error)})
+        return self._wait_interrupted(patience_s)
+
+    def _wait_interrupted(self, patience_s: float) -> bool:
         with self.changed:
-            self._patience_s = CONFIRM_TIMEOUT_S
+            self._patience_s = patience_s
             while not self.interrupted and self._patience_s > 0:
                 self.changed.wait_for(lambda: self.interrupted, CONFIRM_SLICE_S)
                 self._patience_s -= CONFIRM_SLICE_S
@@ -330,6 +354,11 @@ class Supervisor:
             self._waits_for_leave = False
             report = self._report()
         self.send({"op": "report", "generation": generation, "report": report})
+
+
+def _text(error: BaseException) -> str:
+    """What pybind11 appends to an error that has passed through Python is of no use to people."""
+    return str(error).partition("\n\nAt:\n")[0][-300:]
 
 
 def _read_go(message: Message) -> Go:

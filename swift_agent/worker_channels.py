@@ -138,6 +138,10 @@ class WorkerChannels:
             case "suspect":
                 log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
                 self._patience.suspected(local_rank, time.monotonic())
+            case "again":
+                generation, why = int(message["generation"]), str(message["why"])
+                self._patience.suspected(local_rank, time.monotonic())  # it waits for the next generation
+                self._on_event(msg.WorkerApart(local_rank, pid, generation, why))
             case "modules":
                 self._on_modules(local_rank, message["names"])
             case "note":

@@ -122,7 +122,7 @@ class GenerationRecord:
         return None
 
 
-FailureKind = Literal["node", "workers", "restart"]
+FailureKind = Literal["node", "workers", "restart", "again"]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class FailureRecord:
     `node`: the whole node; *is_dead*: its kernel has closed the connection and refuses another one; *is_empty*: the
     reporter's workers hold no state. `workers`: processes of a healthy
     node. `restart`: the processes live, but the job cannot go on in place (a collective outside an iteration was cut,
-    for example).
+    for example). `again`: nothing is lost, but processes could not be connected with each other.
     """
 
     kind: FailureKind

@@ -132,11 +132,13 @@ class Losses:
     """slot -> evidence"""
     workers: dict[int, FailureRecord] = field(default_factory=dict)
     restart: FailureRecord | None = None
+    again: dict[int, str] = field(default_factory=dict)
+    """slot -> evidence: nothing is lost there, but all have to be connected anew"""
     handovers: dict[int, str] = field(default_factory=dict)
     """slot -> evidence: a drained node that was lost before its successor trained"""
 
     def __bool__(self) -> bool:
-        return bool(self.nodes or self.workers or self.restart or self.handovers)
+        return bool(self.nodes or self.workers or self.restart or self.again or self.handovers)
 
 
 @once_per_view
@@ -226,6 +228,7 @@ def _losses(view: View, with_absent: bool) -> Losses:
     nodes: dict[int, str] = {}
     workers: dict[int, FailureRecord] = {}
     restart: FailureRecord | None = None
+    again: dict[int, str] = {}
     failures = believed_failures(view)
     for slot, owner in enumerate(generation.slots):
         failure = failures.get(slot)
@@ -244,7 +247,9 @@ def _losses(view: View, with_absent: bool) -> Losses:
             workers[slot] = failure
         elif failure is not None and failure.kind == "restart":
             restart = failure
-    return Losses(nodes, workers, restart, draining.broken_handovers(view, with_absent))
+        elif failure is not None and failure.kind == "again":
+            again[slot] = failure.evidence
+    return Losses(nodes, workers, restart, again, draining.broken_handovers(view, with_absent))
 
 
 def spares(view: View) -> list[NodeRecord]:
@@ -551,6 +556,7 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
     parts += [failure.evidence for _, failure in sorted(lost.workers.items())]
     if lost.restart is not None:
         parts.append(lost.restart.evidence)
+    parts += [evidence for _, evidence in sorted(lost.again.items())]
     parts += [evidence for _, evidence in sorted(lost.handovers.items())]
     return "; ".join(parts)
 

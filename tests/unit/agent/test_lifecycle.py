@@ -435,6 +435,22 @@ def test_an_unfit_worker_asks_for_a_restart_of_all() -> None:
     assert agent.state.restarts_used == 1
 
 
+def test_a_worker_that_cannot_be_connected_asks_for_another_generation_of_the_same_processes() -> None:
+    agent = training()
+    assert agent.tell(lc.WorkerApart(0, 100, 0, "late")) == []  # of a generation that is over
+    record = only(agent.tell(lc.WorkerApart(0, 100, 1, "store at h:1: reset")), lc.WriteFailure).failure
+    assert (record.kind, record.local_ranks) == ("again", ())
+    assert record.evidence == "rank 0 cannot be connected: store at h:1: reset"
+    stop = only(agent.change(failures={0: record}), lc.SendStop)
+    assert stop.local_ranks == (0, 1)
+    next_generation(agent)
+    agent.report(0, 1)
+    assert only(agent.report(1, 1), lc.WriteProgress).generation == 2
+    assert only(planned(agent), lc.SendGo).local_ranks == (0, 1)
+    none_of(agent.given, lc.StartWorkers, lc.KillWorkers)
+    assert agent.state.restarts_used == 0
+
+
 def test_a_restart_waits_for_the_new_store() -> None:
     agent = Agent()
     agent.see(view(tracked=False, store=STORE))

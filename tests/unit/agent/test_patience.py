@@ -98,6 +98,27 @@ def test_an_error_that_nobody_confirms_is_the_workers_own(line: tuple[Supervisor
     assert answers == [False]
 
 
+def test_who_cannot_be_connected_asks_for_another_try_but_not_for_ever(
+    line: tuple[Supervisor, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "AGAIN_AFTER_S", 0.1)
+    worker, agent = line
+    assert agent.receive()["op"] == "hello"
+    for generation in range(1, supervisor.MOST_AGAIN + 1):
+        worker._entered, worker.interrupted = generation, False
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda found=answers: found.append(worker.reconnect(OSError("reset"))))
+        thread.start()
+        assert agent.receive()["op"] == "suspect"
+        assert agent.receive() == {"op": "again", "generation": generation, "why": "reset"}
+        agent.send({"op": "stop", "generation": generation, "why": "rank 0 cannot be connected: reset"})
+        assert agent.receive()["op"] == "report"
+        thread.join(10.0)
+        assert answers == [True]
+    worker._entered, worker.interrupted = generation + 1, False
+    assert not worker.reconnect(OSError("reset"))  # it is this process
+
+
 def test_the_time_of_a_worker_begins_anew_as_long_as_its_agent_cannot_know(line: tuple[Supervisor, Channel]) -> None:
     worker, agent = line
     thread, answers = ask(worker)

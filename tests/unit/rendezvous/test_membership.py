@@ -212,6 +212,16 @@ def test_an_unfit_worker_restarts_all_while_restarts_are_left() -> None:
     assert result(ask(view(failures={0: failure("restart", 0, left=0)}))).state == "failed"
 
 
+def test_who_cannot_be_connected_costs_nobody_a_process_or_a_restart() -> None:
+    found = ask(view(failures={1: failure("again", 1, left=0)}, plan=None))
+    new = published(found)
+    assert (new.number, new.mode, new.lost, new.bare, new.num_restarts) == (2, "replace", {}, {}, 0)
+    assert new.slots == generation().slots and "evidence again 1" in found.why
+    # What is lost as well counts.
+    both = published(ask(view(failures={0: failure("workers", 0, (1,)), 1: failure("again", 1)})))
+    assert (both.number, both.lost) == (2, {0: (1,)})
+
+
 def test_the_earliest_failure_is_the_root_cause() -> None:
     v = view(tracked=False, failures={
         0: failure("workers", 0, (0,), left=0, when_s=50), 1: failure("workers", 1, (1,), left=0, when_s=40)})
