@@ -33,7 +33,7 @@ from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import raise_outcome
 from swift_agent.patience import Patience, probe
 from swift_agent.presence import RETURN_S, Listeners, Presence
-from swift_agent.process import become_subreaper, expect_children, reap_strangers
+from swift_agent.process import expecting_children
 from swift_agent.rate import TELL_S
 from swift_agent.signals import CaughtSignals
 from swift_agent.standby import StandbyServer
@@ -63,8 +63,9 @@ SUCCESS_GRACE_S = 5.0
 
 class Agent:
     def __init__(
-        self, config: AgentConfig, store: KeyValueStore, directories: Directories, signals: CaughtSignals
-    ) -> None:
+        self, config: AgentConfig, store: KeyValueStore, directories: Directories, signals: CaughtSignals,
+        all_children_are_ours: bool = False,
+    ) -> None:  # fmt: skip
         self._config, self._store = config, store
         self._keys = Keys(config.job_id)
         self._host = host.local_host(config)
@@ -72,7 +73,7 @@ class Agent:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._directory, self._message_log = directories.socket, directories.messages
-        self._workers = Workers(config, self._host)
+        self._workers = Workers(config, self._host, all_children_are_ours)
         self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
         self._channels = WorkerChannels(
             self._directory, self._selector, self._workers, self._patience,
@@ -93,10 +94,21 @@ class Agent:
     # ---- life ----
 
     def run(self) -> None:
+        try:
+            self._run()
+        except Exception:
+            if self._end is None:
+                raise
+            log.warning("the job has ended; this agent could not close all that it had opened", exc_info=True)
+        assert self._end is not None
+        self._signals.raise_first()
+        raise_outcome(self._end, self._config)
+
+    def _run(self) -> None:
+        """Until the end of the job is known; then all of this agent is closed, as far as it can be."""
         config = self._config
-        expect_children()
-        become_subreaper()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(expecting_children())
             stack.callback(self._close)
             stack.enter_context(self._signals.listening(self._on_signal))
             self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
@@ -116,8 +128,6 @@ class Agent:
                 self._presence.abandon()
                 raise
             self._leave()
-        self._signals.raise_first()
-        raise_outcome(self._end, self._config)
 
     def _enter(self, known_job: int | None) -> None:
         """Become a node of the job. What it looks like is `first_view` of the presence."""
@@ -192,8 +202,7 @@ class Agent:
             self._last_reap_s = now_s
             self._workers.check_server(now_s)
             self._patience.tick(now_s)
-            if self._workers.may_reap_strangers():
-                reap_strangers(self._own_pids())
+            self._workers.reap_orphans()
             self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
             self._event(msg.RateTick())
 
@@ -219,12 +228,6 @@ class Agent:
             return self._selector.get_key(key.fileobj).data is key.data
         except (KeyError, ValueError):
             return False
-
-    def _own_pids(self) -> set[int]:
-        pids = {process.pid for process in self._workers.processes.values()}
-        if self._workers.server is not None:
-            pids.add(self._workers.server.pid)
-        return pids
 
     # ---- what happens ----
 

@@ -1,7 +1,8 @@
 """The agent's temporary directories: for its socket, for logs of messages, and for its workers' output if the user has
 named no directory.
 
-An agent that is killed leaves them; the next one that starts on the machine removes them. Must never touch a directory
+An agent that is killed leaves them; the next one that starts on the machine removes them. What stays of those that were
+closed is what a failed worker has written of its failure. Must never touch a directory
 that the user has named, but for what agents of this machine have made below it.
 """
 
@@ -12,6 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from swift_agent.config import AgentConfig, ConfigError
@@ -31,6 +33,7 @@ class Directories:
 
     def __init__(self, config: AgentConfig) -> None:
         self._paths: list[Path] = []
+        self._kept: frozenset[str] = frozenset()
         self._locks: list[int] = []
         try:
             self._make(config)
@@ -71,13 +74,33 @@ class Directories:
         if self._paths[-1].is_dir():
             self._locks.append(own(self._paths[-1]))
 
+    def keep(self, files: Iterable[str]) -> None:
+        """`close` leaves these, as torch's launcher does: somebody will be told where they are."""
+        self._kept = frozenset(os.path.realpath(file) for file in files if os.path.isfile(file))
+
     def close(self) -> None:
         """May be called twice."""
         with contextlib.ExitStack() as stack:  # whatever happens in one of these, the others are done
             while self._locks:
                 stack.callback(os.close, self._locks.pop())
             for path in self._paths:
-                stack.callback(shutil.rmtree, path, ignore_errors=True)
+                stack.callback(_remove, path, self._kept)
+
+
+def _remove(path: Path, kept: Collection[str]) -> None:
+    """All that is in *path*, but for the files *kept*."""
+    within = os.path.join(os.path.realpath(path), "")
+    if not any(file.startswith(within) for file in kept):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    for place, directories, files in os.walk(os.path.realpath(path), topdown=False):
+        with contextlib.suppress(OSError):
+            for file in files:
+                if os.path.join(place, file) not in kept:
+                    os.unlink(os.path.join(place, file))
+        for directory in directories:
+            with contextlib.suppress(OSError):  # something is kept below it
+                os.rmdir(os.path.join(place, directory))
 
 
 def _directory_for_socket() -> str:

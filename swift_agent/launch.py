@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent import job_secret
 from swift_agent.agent import Agent
@@ -19,30 +24,52 @@ from swift_rendezvous.private_etcd import PrivateEtcd
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def launch_agent(config: AgentConfig, signals: CaughtSignals) -> None:
-    """Run one node of the job to its end. *signals* have been entered by the caller.
+
+def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_ours: bool = False) -> None:
+    """Run one node of the job to its end. *signals* have been entered by the caller. *all_children_are_ours*: this
+    process has no other purpose, so that all its children are waited for; else only those that the agent has made.
 
     Returns when all workers of the job have succeeded. Raises `ChildFailedError` with the root cause if a worker ended
     it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
-    signalled. In every case no process, socket, directory or key of this agent is left.
+    signalled. In every case no process, socket or key of this agent is left, and no directory but the error files of
+    the workers that failed: `ChildFailedError` names them.
     """
-    with contextlib.closing(Directories(config)) as directories:
+    with _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent") as directories:
         signals.raise_first()
         show_decisions(config.node_id)
         open_to_all = job_secret.warning(config.key)
         if open_to_all:
             log.warning("%s", open_to_all)
-        if config.etcd is None:
-            with PrivateEtcd() as server, EtcdStore(server.config) as store:
-                signals.raise_first()
-                Agent(config, store, directories, signals).run()
-            return
         try:
-            with EtcdStore(config.etcd) as store:
-                Agent(config, store, directories, signals).run()
+            with contextlib.ExitStack() as stack:
+                etcd = config.etcd
+                if etcd is None:
+                    etcd = stack.enter_context(_closed_at_last(PrivateEtcd(), "the private etcd")).config
+                store = stack.enter_context(_closed_at_last(EtcdStore(etcd), "the connection to etcd"))
+                signals.raise_first()
+                Agent(config, store, directories, signals, all_children_are_ours).run()
+        except ChildFailedError as error:
+            directories.keep(failure.error_file for failure in error.failures.values())
+            raise
         except PermissionDenied as error:
+            if config.etcd is None:
+                raise
             raise PermissionDenied(_describe_denied(error, config.etcd, Keys(config.job_id).prefix)) from None
+
+
+@contextlib.contextmanager
+def _closed_at_last(resource: AbstractContextManager[T], what: str) -> Iterator[T]:
+    """Within *resource*. How the job ended is not hidden by what goes wrong when that is closed."""
+    opened = resource.__enter__()
+    try:
+        yield opened
+    finally:
+        try:
+            resource.__exit__(None, None, None)
+        except Exception as error:
+            log.warning("%s could not be closed: %s: %s", what, type(error).__name__, error)
 
 
 def _describe_denied(error: PermissionDenied, etcd: EtcdConfig, prefix: str) -> str:

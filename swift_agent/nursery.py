@@ -200,8 +200,10 @@ class Nursery:
 
 
 def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
-    """A forked process: wait for an assignment, then be that worker."""
-    os.setsid()
+    """A forked process: wait for an assignment, then be that worker.
+
+    Until then it is in the group of the server, by which the agent, whose child it is, finds it when it has ended.
+    """
     while os.getppid() == parent_pid:  # the middle process has not ended yet
         os.sched_yield()
     die_with_parent(agent_pid)  # exits if the agent has died meanwhile and another subreaper took this process
@@ -210,6 +212,7 @@ def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
         assignment = channel.receive()
     except ChannelClosed:
         os._exit(1)  # never for the end of a script
+    os.setsid()
     channel.sock.close()
     become_worker(assignment)
 

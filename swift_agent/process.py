@@ -12,10 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,10 +39,28 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def expect_children() -> None:
-    """An inherited SIGCHLD that is ignored would have the kernel throw away how children end."""
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+@contextlib.contextmanager
+def expecting_children() -> Iterator[None]:
+    """While entered this process is a subreaper, and is told how its children end; then as it was before.
+
+    An inherited SIGCHLD that is ignored would have the kernel throw away how children end. Outside of the main thread
+    that stays so: Python allows no change there.
+    """
+    was_subreaper = ctypes.c_int()
+    if _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was_subreaper), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    was_ignored = in_main_thread and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if was_ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    become_subreaper()
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, was_subreaper.value)
+        if was_ignored:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def reap(pid: int) -> int | None:
@@ -54,20 +74,6 @@ def reap(pid: int) -> int | None:
     return None if waited == 0 else os.waitstatus_to_exitcode(status)
 
 
-def reap_strangers(known: set[int]) -> list[int]:
-    """Reap ended children that are not *known*: orphans of workers that this process inherited. Returns their ids."""
-    reaped: list[int] = []
-    while True:
-        try:
-            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return reaped
-        if info is None or info.si_pid in known:
-            return reaped
-        os.waitpid(info.si_pid, 0)
-        reaped.append(info.si_pid)
-
-
 def signal_group(pid: int, signum: int) -> None:
     """Signal the process group that *pid* leads: a worker and what it started. A group that is gone is no error."""
     with contextlib.suppress(ProcessLookupError):
@@ -79,7 +85,7 @@ def signal_living(pid: int, signum: int) -> None:
     try:
         os.killpg(pid, signum)
     except ProcessLookupError:
-        # A standby that was forked a moment ago leads no group yet; it must not escape.
+        # A standby that has got its assignment a moment ago leads no group yet; it must not escape.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
 

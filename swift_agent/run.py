@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import Any
 
 import click
@@ -23,12 +24,14 @@ from swift_agent.signals import CaughtSignals
 from swift_rendezvous.kv import RendezvousError
 
 
-def run(ns: argparse.Namespace) -> None:
+def run(ns: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:
     """Run the job that *ns* (of `swift_agent.options.parse_args`) describes, and return when it has succeeded.
 
     Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
     when the workers failed, `swift_agent.errors.JobStopped` when the job could not go on for want of a node,
-    and `swift_rendezvous.kv.RendezvousError` when etcd refuses or another job has this id.
+    and `swift_rendezvous.kv.RendezvousError` when etcd refuses or another job has this id. Children of the caller, its
+    signal handlers and its being a subreaper or not are left as they are. *all_children_are_ours*: the caller has
+    none, so that every orphan of a worker can be waited for.
     """
     if ns.rdzv_backend != SWIFT_BACKEND:
         with job_secret.hidden():
@@ -41,7 +44,7 @@ def run(ns: argparse.Namespace) -> None:
         # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
         with job_secret.hidden():
-            launch_agent(config, signals)
+            launch_agent(config, signals, all_children_are_ours)
 
 
 def _torchrun(ns: argparse.Namespace) -> None:
@@ -67,7 +70,7 @@ def main(args: list[str] | None = None) -> None:
 def _launch(**options: Any) -> None:
     # Exit codes are torchrun's: 1 with the traceback and the summary of a ChildFailedError, 2 for a wrong command line.
     try:
-        record(run)(argparse.Namespace(**options))
+        record(partial(run, all_children_are_ours=True))(argparse.Namespace(**options))
     except ConfigError as error:
         raise _Refused(str(error)) from None
     except (JobStopped, RendezvousError) as error:

@@ -1,4 +1,5 @@
-"""Runs a user's script inside a process that was forked from the standby server, as `python -u` would have run it.
+"""Runs a user's script inside a process of ours: in one that was forked from the standby server as `python -u` would
+have run it, or, with `--run-path`, in one of its own as torch's launcher does.
 
 This module must never import more than the interpreter has loaded anyway: its time is part of every recovery.
 """
@@ -9,12 +10,14 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 
-def run(kind: str, target: str, args: list[str]) -> None:
+def run(kind: str, target: str, args: list[str]) -> NoReturn:
     """Run script or module *target* as `__main__` with *args*, then exit the process as the interpreter would."""
-    code = 0
-    try:
+
+    def as_main() -> None:
         _seed_like_a_new_process()
         sys.argv = [target, *args]
         if kind == "module":
@@ -23,6 +26,23 @@ def run(kind: str, target: str, args: list[str]) -> None:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
             runpy.run_path(target, run_name="__main__")
+
+    _run(as_main)
+
+
+def run_path(args: list[str]) -> NoReturn:
+    """Run a script, *args* begin with its path, as torch's launcher does with `--run-path`: how it fails is recorded,
+    and its groups of processes are not taken down when it ends, which aborts one whose peers have ended already."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.run import run_script_path
+
+    _run(lambda: record(run_script_path)(*args))
+
+
+def _run(main: Callable[[], object]) -> NoReturn:
+    code = 0
+    try:
+        main()
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as error:
@@ -64,6 +84,7 @@ def _finish(code: int) -> int:
     """What the interpreter does at exit: wait for threads, run `atexit`, flush. os._exit follows, since the fork's
     own shutdown would run the standby server's handlers."""
     import atexit
+    import ctypes
     import threading
 
     try:
@@ -79,4 +100,5 @@ def _finish(code: int) -> int:
             stream.flush()
         except (OSError, ValueError):
             code = code or 120
+    ctypes.CDLL(None).fflush(None)  # what compiled code has printed
     return code

@@ -26,6 +26,7 @@ from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 from swift_agent import torch_private
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
+from swift_agent.orphans import Orphans
 from swift_agent.process import Guard, reap, signal_group, signal_living
 from swift_agent.standby import StandbyServer
 from swift_agent.trial import is_below
@@ -41,7 +42,7 @@ KILL_TIMEOUT_S = 10.0
 # Of a worker's error message, from its begin and from its end.
 MESSAGE_CHARS = 8000
 # How torchrun runs a script with --run-path: inside a fresh interpreter, without the script's directory on sys.path.
-_RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_RUN_PATH = "import sys; from swift_agent.worker_main import run_path; run_path(sys.argv[1:])"
 
 
 @dataclass
@@ -59,9 +60,11 @@ class WorkerProcess:
 class Workers:
     """*processes*: the newest process of each local rank, ended or not."""
 
-    def __init__(self, config: AgentConfig, host: str) -> None:
+    def __init__(self, config: AgentConfig, host: str, all_are_ours: bool = False) -> None:
+        """*all_are_ours*: see `orphans`."""
         self._config = config
         self._host = host
+        self._orphans = Orphans(all_are_ours)
         self._dest: LogsDest | None = None
         self._dest_attempt = -1
         self._tails: list[TailLog] = []
@@ -152,6 +155,7 @@ class Workers:
     ) -> WorkerProcess:
         error_file = env.get("TORCHELASTIC_ERROR_FILE", "")
         pidfd = os.pidfd_open(pid)
+        self._orphans.expect(pid)
         process = WorkerProcess(local_rank, place.rank(local_rank), place.generation, pid, pidfd, error_file, popen)
         self.processes[local_rank] = process
         return process
@@ -162,6 +166,7 @@ class Workers:
         """Start the standby server if it does not run; it is ready a second or two later. None if it cannot be."""
         if self.server is None and self._server_deaths < MAX_SERVER_DEATHS:
             self.server = StandbyServer()
+            self._orphans.expect(self.server.pid)
         return self.server
 
     def prepare(self, num_standbys: int, modules: Sequence[str]) -> None:
@@ -209,11 +214,11 @@ class Workers:
         """Those that may be imported by the standby server."""
         return tuple(name for name in modules if not is_below(name, tuple(self._not_ahead)))
 
-    def may_reap_strangers(self) -> bool:
-        """False while a worker may exist whose process id is not known yet: its end must not be taken for an
-        orphan's.
-        """
-        return self.server is None or not self.server.open_orders()
+    def reap_orphans(self) -> None:
+        """Not while a worker may exist whose process id is not known yet: its end must not be taken for an orphan's."""
+        if self.server is None or not self.server.open_orders():
+            known = {process.pid for process in self.processes.values()}
+            self._orphans.reap(known if self.server is None else {*known, self.server.pid})
 
     def on_server_death(self) -> list[WorkerProcess]:
         """The standby server is gone: start cold what it still owed."""
@@ -246,7 +251,10 @@ class Workers:
             process.popen.returncode = code
         signal_group(process.pid, signal.SIGKILL)
         message, timestamp_s = _root_cause(process.error_file)
-        return WorkerExit(process.rank, process.local_rank, process.pid, code, self._host, message, timestamp_s)
+        error_file = process.error_file if os.path.isfile(process.error_file) else ""
+        return WorkerExit(
+            process.rank, process.local_rank, process.pid, code, self._host, message, timestamp_s, error_file
+        )
 
     def signal(self, local_rank: int, signum: int) -> None:
         process = self.processes.get(local_rank)
@@ -288,6 +296,7 @@ class Workers:
         if self.server is not None:
             self.server.close()
             self.server = None
+        self._orphans.end(KILL_TIMEOUT_S)
         self.close_logs()
 
     def _wait_ends(self, processes: Sequence[WorkerProcess], timeout_s: float, in_hurry: Callable[[], bool]) -> None:

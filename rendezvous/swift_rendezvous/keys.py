@@ -66,7 +66,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker process ended. *exit_code* is negative for a signal, as in `subprocess`."""
+    """How one worker process ended. *exit_code* is negative for a signal, as in `subprocess`. *error_file*: where, on
+    its host, it has written how it failed."""
 
     rank: int
     local_rank: int
@@ -75,6 +76,7 @@ class WorkerExit:
     host: str
     message: str = ""
     timestamp_s: int = 0
+    error_file: str = ""
 
 
 GenerationMode = Literal["start", "replace", "restart", "resize"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -15,10 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.run import main
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SWIFT_RUN = (sys.executable, "-m", "swift_agent.run")
-TIMEOUT_S = 60
+from tests.support.launchers import SWIFT_RUN, TORCHRUN, environment, launch
 
 # Differ from run to run under torchrun as well.
 PER_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OUT", "TMPDIR"}
@@ -55,29 +51,6 @@ def script(tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text(SCRIPT)
     return path
-
-
-def environment(out: Path) -> dict[str, str]:
-    drop = ("PET_", "SWIFT_ETCD_", "TORCH", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    (out / "tmp").mkdir(parents=True)
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**kept, "PYTHONPATH": path, "OUT": str(out), "TMPDIR": str(out / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def launch(launcher: tuple[str, ...], args: list[str], script: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run the launcher in the directory of *script*; return how it ended and where the workers wrote."""
-    out = script.parent.parent / launcher[-1]
-    done = subprocess.run(
-        [*launcher, *args],
-        cwd=script.parent,
-        env=environment(out),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-    )
-    return done, out
 
 
 def seen(out: Path) -> dict[str, Any]:

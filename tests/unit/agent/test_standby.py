@@ -19,7 +19,7 @@ from swift_agent import workers as workers_module
 from swift_agent.channel import ChannelClosed
 from swift_agent.config import AgentConfig
 from swift_agent.options import parse_args
-from swift_agent.process import become_subreaper, reap, reap_strangers
+from swift_agent.process import become_subreaper, reap
 from swift_agent.worker_env import Placement
 from swift_agent.workers import MAX_SERVER_DEATHS, WorkerProcess, Workers
 
@@ -102,10 +102,6 @@ def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
     made.workers.close()
     # The orphans of other tests are none of this process's.
     process_module._prctl(process_module._PR_SET_CHILD_SUBREAPER, 0)
-    deadline_s = time.monotonic() + 10.0
-    while set(psutil.Process().children()) - before and time.monotonic() < deadline_s:
-        reap_strangers({process.pid for process in before})
-        time.sleep(0.01)
     assert set(psutil.Process().children()) - before == set()
 
 
