@@ -74,7 +74,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._directory, self._message_log = directories.socket, directories.messages
         self._workers = Workers(config, self._host, all_children_are_ours)
-        self._patience = Patience(self._probe_store, lambda ranks: self._send(ranks, {"op": "wait"}))
+        self._patience = Patience(self._probe_store, self._tell_to_wait)
         self._channels = WorkerChannels(
             self._directory, self._selector, self._workers, self._patience,
             lambda event: self._event(event), self._on_modules,
@@ -202,6 +202,7 @@ class Agent:
             self._last_reap_s = now_s
             self._workers.check_server(now_s)
             self._patience.tick(now_s)
+            self._channels.tick(now_s, self._state.stop_deadline_s, self._state.paused)
             self._workers.reap_orphans()
             self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
             self._event(msg.RateTick())
@@ -463,6 +464,9 @@ class Agent:
 
     def _send(self, local_ranks: tuple[int, ...], message: Message) -> None:
         self._channels.send(local_ranks, message)
+
+    def _tell_to_wait(self, local_ranks: tuple[int, ...]) -> None:
+        self._channels.send(local_ranks, {"op": "wait"}, may_skip=True)
 
     def _go_message(self, number: int) -> dict[str, Any]:
         view = self._state.view

@@ -14,10 +14,14 @@ import os
 import socket
 import struct
 import threading
+import time
 from typing import Any
 
 ENV_SOCKET = "SWIFT_AGENT_SOCKET"
 MAX_MESSAGE_BYTES = 64 << 20
+# Of messages that the other side does not take.
+MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES
+_PIECE_BYTES = 1 << 16
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]
@@ -28,24 +32,54 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One connected socket. `send` may be called from any thread; `receive` from one."""
+    """One connected socket. `send` may be called from any thread; `receive` from one. Who must not wait for the other
+    side, an agent for a worker that is stopped, uses `post` and `flush` instead of `send`, in one thread.
+
+    *stuck_since_s*: on the monotonic clock, since when the other side has taken nothing of what is kept for it; None:
+    nothing is.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
+        self._unsent = bytearray()
+        self.stuck_since_s: float | None = None
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def send(self, message: Message) -> None:
         """Raises `ChannelClosed`."""
-        data = json.dumps(message, separators=(",", ":")).encode()
         try:
             with self._send_lock:
-                self.sock.sendall(_LENGTH.pack(len(data)) + data)
+                self.sock.sendall(_frame(message))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
+
+    def post(self, message: Message) -> None:
+        """Returns at once; what the other side does not take now is kept for `flush`. Raises `ChannelClosed`, also if
+        too much is."""
+        self._unsent += _frame(message)
+        self.flush()
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise ChannelClosed(f"the other side has not taken {len(self._unsent)} bytes")
+
+    def flush(self) -> None:
+        """Send what can be sent now. Raises `ChannelClosed`."""
+        num_before = len(self._unsent)
+        while self._unsent:
+            try:
+                num_sent = self.sock.send(self._unsent[:_PIECE_BYTES], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise ChannelClosed(str(error)) from None
+            del self._unsent[:num_sent]
+        if not self._unsent:
+            self.stuck_since_s = None
+        elif self.stuck_since_s is None or len(self._unsent) < num_before:
+            self.stuck_since_s = time.monotonic()
 
     def receive(self) -> Message:
         """Block for one message. Raises `ChannelClosed` at end-of-file or on a malformed message."""
@@ -56,8 +90,8 @@ class Channel:
             self._fill()
 
     def receive_ready(self) -> list[Message]:
-        """All complete messages after one read of a readable socket; for an event loop. Raises `ChannelClosed`."""
-        self._fill()
+        """All complete messages after one read of what is there; for an event loop. Raises `ChannelClosed`."""
+        self._fill(socket.MSG_DONTWAIT)
         return self._take(None)
 
     def close(self) -> None:
@@ -65,9 +99,11 @@ class Channel:
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
-    def _fill(self) -> None:
+    def _fill(self, flags: int = 0) -> None:
         try:
-            chunk = self.sock.recv(1 << 16)
+            chunk = self.sock.recv(1 << 16, flags)
+        except BlockingIOError:
+            return
         except OSError as error:
             raise ChannelClosed(str(error)) from None
         if not chunk:
@@ -92,6 +128,11 @@ class Channel:
             del self._buffer[:end]
             messages.append(message)
         return messages
+
+
+def _frame(message: Message) -> bytes:
+    data = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(data)) + data
 
 
 class Listener:

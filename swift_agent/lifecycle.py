@@ -47,6 +47,7 @@ from swift_agent.lifecycle_messages import (
     ViewChanged,
     WorkerApart,
     WorkerAt,
+    WorkerDeaf,
     WorkerExited,
     WorkerFinished,
     WorkerHolds,
@@ -109,6 +110,7 @@ class Worker:
     keeps: int = 0
     released: bool = False
     unfit: str = ""
+    deaf_for_s: float = 0.0
     apart: int = 0
     apart_why: str = ""
     killed: bool = False
@@ -171,7 +173,7 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     if generation is None or first is None or generation.slot_of(state.incarnation) != 0:
         return step
     # Whoever has rank 0 keeps an eye on the speed of the job.
-    trains = first.alive and first.hello and first.current == generation.number
+    trains = first.alive and first.hello and first.current == generation.number and not step.state.paused
     meter, commands = rate.watch(step.state.rate, event, first.pid, generation.number, trains, now_s)
     return Step(replace(step.state, rate=meter), (*step.commands, *commands))
 
@@ -215,6 +217,8 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return replace(_update(state, local_rank, pid), kept=Held(FILE, iteration, sections))
         case WorkerUnfit(local_rank, pid, why):
             return _update(state, local_rank, pid, unfit=why)
+        case WorkerDeaf(local_rank, pid, for_s):
+            return _update(state, local_rank, pid, deaf_for_s=for_s)
         case WorkerApart(local_rank, pid, generation, why):
             return _update(state, local_rank, pid, apart=generation, apart_why=why)
         case WorkerExited(exit_):
@@ -419,6 +423,10 @@ def _stop_and_go(
         commands.append(SendStop(ranks, ended, generation.why if number > ended else "a failure was reported"))
         # An end that was reached in the generation that is over counts no more: the worker says so again in the next.
         state = _mark(state, ranks, stop_sent=ended, stop_sent_s=now_s, finished=None)
+    for w in [w for w in state.workers.values() if w.alive and not w.killed and w.deaf_for_s]:
+        why = f"it hangs: it has taken no message for {w.deaf_for_s:g} s"
+        commands.append(KillWorkers((w.local_rank,), why, graceful=False))
+        state = _mark(state, (w.local_rank,), killed=True)
     hanging = [
         w.local_rank
         for w in state.workers.values()

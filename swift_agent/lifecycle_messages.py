@@ -114,6 +114,15 @@ class WorkerUnfit:
 
 
 @dataclass(frozen=True)
+class WorkerDeaf:
+    """It has taken nothing of what it was told for that long, though it is not paused."""
+
+    local_rank: int
+    pid: int
+    for_s: float
+
+
+@dataclass(frozen=True)
 class WorkerApart:
     """It could not be connected with the others in that generation, and no peer is known to have failed."""
 
@@ -176,6 +185,7 @@ Event = (
     | WorkerAt
     | WorkerUnfit
     | WorkerApart
+    | WorkerDeaf
     | WorkerExited
     | PeerLost
     | PeerDoubted

@@ -1,8 +1,9 @@
 """How fast a job trains, as rank 0's agent sees it. Pure.
 
-The agent asks its worker of rank 0 where it is, every `ASK_S`; the worker's listening thread answers, so the training
-itself does nothing for it. Every `TELL_S` the agent has the result written. Times are seconds of one monotonic clock.
-Must never read that clock, nor send anything: times come in, commands go out.
+The agent asks its worker of rank 0 where it is, every `ASK_S`, and again only when it has answered: it may be stopped.
+The worker's listening thread answers, so the training itself does nothing for it. Every `TELL_S` the agent has the
+result written. Times are seconds of one monotonic clock. Must never read that clock, nor send anything: times come in,
+commands go out.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Meter:
 
     seen: tuple[Sighting, ...] = ()
     asked_s: float | None = None
+    asked_pid: int = 0
+    """Whose answer is still to come, 0 if nobody's."""
     told_s: float | None = None
     told_iteration: int = -1
 
@@ -67,9 +70,9 @@ def watch(
     """What *event* means for the meter, and what has to be done. *pid*: of rank 0; *trains*: it can be asked."""
     match event:
         case WorkerAt(0, sender, iteration) if sender == pid:
-            meter = see(meter, iteration, now_s)
-        case RateTick() if trains and ask_due(meter, now_s):
-            return replace(meter, asked_s=now_s), (AskIteration((0,)),)
+            meter = replace(see(meter, iteration, now_s), asked_pid=0)
+        case RateTick() if trains and meter.asked_pid != pid and ask_due(meter, now_s):
+            return replace(meter, asked_s=now_s, asked_pid=pid), (AskIteration((0,)),)
         case _:
             return meter, ()
     if not tell_due(meter, now_s):

@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift_agent.channel import Channel, Message
+from swift_agent.channel import Channel, ChannelClosed, Message
 from swift_agent.worker_env import Placement
 
 # A fork takes milliseconds, and so does an order to a server that is ready; longer than that, and an import of the
 # script's modules hangs. Until it is ready it imports torch: a process that is started cold would be no faster.
 ANSWER_TIMEOUT_S = 15.0
 READY_TIMEOUT_S = 120.0
+# The longest that a server which is stopped can keep the agent, when its socket is full.
+SEND_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class StandbyServer:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = start_process(theirs)
+        ours.settimeout(SEND_TIMEOUT_S)
         self._channel = Channel(ours)
         self._orders: dict[int, Order] = {}
         self._num_orders = 0
@@ -68,16 +71,23 @@ class StandbyServer:
     def want(self, count: int) -> None:
         """Keep *count* standbys ready."""
         self.num_wanted = count
-        self._channel.send({"op": "standbys", "count": count})
+        self._send({"op": "standbys", "count": count})
 
     def preload(self, modules: Sequence[str]) -> None:
         self.preloaded = tuple(modules)
-        self._channel.send({"op": "preload", "modules": list(modules)})
+        self._send({"op": "preload", "modules": list(modules)})
 
     def order(self, place: Placement, local_rank: int, env: Mapping[str, str], assignment: Mapping[str, Any]) -> None:
         self._num_orders += 1
-        self._channel.send({"op": "start", "ticket": self._num_orders, "assignment": assignment})
+        self._send({"op": "start", "ticket": self._num_orders, "assignment": assignment})
         self._orders[self._num_orders] = Order(place, local_rank, env, time.monotonic())
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            self.kill()  # it may be alive, and have got a part of it
+            raise
 
     def receive(self) -> list[Message]:
         """What it has said; for an event loop."""

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -303,32 +304,42 @@ class Supervisor:
                 if self._released:
                     return
                 _die("its agent is gone")
-            match message.get("op"):
-                case "stop":
-                    self._on_stop(int(message["generation"]), str(message["why"]))
-                case "go":
-                    go = _read_go(message)
-                    with self.changed:
-                        self._go = go
+            try:
+                self._follow(message)
+            except Exception as error:
+                # Deaf, it would hold up all others for ever.
+                traceback.print_exc()
+                why = f"{str(message.get('op'))!r} of its agent cannot be followed: {error!r}"
+                self.note(f"{why}; this worker ends")
+                _die(why)
+
+    def _follow(self, message: Message) -> None:
+        match message.get("op"):
+            case "stop":
+                self._on_stop(int(message["generation"]), str(message["why"]))
+            case "go":
+                go = _read_go(message)
+                with self.changed:
+                    self._go = go
+                    self.changed.notify_all()
+            case "wait":
+                with self.changed:
+                    self._patience_s = CONFIRM_TIMEOUT_S
+            case "pause":
+                self._on_pause(int(message["generation"]))
+            case "boundary":
+                with self.changed:
+                    if self._pause_in == int(message["generation"]):
+                        self._boundary = int(message["iteration"])
                         self.changed.notify_all()
-                case "wait":
-                    with self.changed:
-                        self._patience_s = CONFIRM_TIMEOUT_S
-                case "pause":
-                    self._on_pause(int(message["generation"]))
-                case "boundary":
-                    with self.changed:
-                        if self._pause_in == int(message["generation"]):
-                            self._boundary = int(message["iteration"])
-                            self.changed.notify_all()
-                case "where":
-                    with self.fence:
-                        iteration = self._position()
-                    self.send({"op": "at", "iteration": iteration})
-                case "release":
-                    with self.changed:
-                        self._released = True
-                        self.changed.notify_all()
+            case "where":
+                with self.fence:
+                    iteration = self._position()
+                self.send({"op": "at", "iteration": iteration})
+            case "release":
+                with self.changed:
+                    self._released = True
+                    self.changed.notify_all()
 
     def _on_pause(self, generation: int) -> None:
         with self.changed:

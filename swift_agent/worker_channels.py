@@ -2,7 +2,8 @@
 
     connect --> (stranger) --first message names the worker--> bound to a local rank --> closed
 
-Every message becomes an event of the `lifecycle`, or a call of *tell*. Must never start or end a process.
+Every message becomes an event of the `lifecycle`, or a call of *tell*. Must never start or end a process, nor wait for
+a worker: what that does not take is kept for it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class WorkerChannels:
         self._on_event, self._on_modules = on_event, on_modules
         self._listener = Listener(directory)
         self._channels: dict[int, Channel] = {}  # by local rank
+        self._pids: dict[int, int] = {}
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
@@ -41,16 +43,37 @@ class WorkerChannels:
         """Where workers connect to."""
         return self._listener.path
 
-    def send(self, local_ranks: tuple[int, ...], message: Message) -> None:
-        """To those that are connected. Who is gone is heard of through its process."""
+    def send(self, local_ranks: tuple[int, ...], message: Message, *, may_skip: bool = False) -> None:
+        """To those that are connected. Who is gone is heard of through its process. *may_skip*: it comes again, and
+        need not be kept for who has not taken what was sent before."""
         for local_rank in local_ranks:
             channel = self._channels.get(local_rank)
-            if channel is None:
+            if channel is None or (may_skip and channel.stuck_since_s is not None):
                 continue
             try:
-                channel.send(message)
+                channel.post(message)
             except ChannelClosed:
                 self.drop(local_rank)
+            else:
+                self._watch(local_rank, channel)
+
+    def tick(self, now_s: float, deadline_s: float, paused: bool) -> None:
+        """Tell of workers that have taken nothing for *deadline_s*, once each. *paused*: they cannot."""
+        for local_rank, channel in self._channels.items():
+            if channel.stuck_since_s is None:
+                continue
+            if paused:
+                channel.stuck_since_s = now_s
+            elif now_s - channel.stuck_since_s >= deadline_s:
+                channel.stuck_since_s = now_s
+                self._on_event(msg.WorkerDeaf(local_rank, self._pids[local_rank], deadline_s))
+
+    def _watch(self, local_rank: int, channel: Channel) -> None:
+        """Be called when it can be read, and written if something is kept for it."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.stuck_since_s is not None else 0)
+        key = self._selector.get_key(channel)
+        if key.events != wanted:
+            self._selector.modify(channel, wanted, key.data)
 
     def drop(self, local_rank: int) -> None:
         channel = self._channels.pop(local_rank, None)
@@ -95,7 +118,7 @@ class WorkerChannels:
             return
         self.drop(local_rank)
         pid = process.pid
-        self._channels[local_rank] = channel
+        self._channels[local_rank], self._pids[local_rank] = channel, pid
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
         self._on_event(msg.HelloReceived(local_rank, pid))
         for message in messages[1:]:
@@ -103,6 +126,8 @@ class WorkerChannels:
 
     def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
         try:
+            channel.flush()
+            self._watch(local_rank, channel)
             messages = channel.receive_ready()
         except ChannelClosed:
             self.drop(local_rank)  # its death is seen through its pidfd

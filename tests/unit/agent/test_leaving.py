@@ -250,6 +250,21 @@ def test_rank_0_is_asked_now_and_then_and_its_speed_told() -> None:
     assert told == [msg.TellRate(1, 15, 2.0), msg.TellRate(1, 25, 2.0)]
 
 
+def test_a_worker_that_does_not_answer_or_is_paused_is_not_asked_again() -> None:
+    agent = training()
+    assert agent.tell(msg.RateTick()) == [msg.AskIteration((0,))]
+    agent.now_s += 100 * rate.ASK_S
+    assert agent.tell(msg.RateTick()) == []
+    agent.tell(msg.WorkerAt(0, agent.pid(0), 10), msg.Tick(lease_overdue_s=1.0, silence_s=99.0))
+    agent.now_s += rate.ASK_S
+    assert agent.state.paused and agent.tell(msg.RateTick()) == []
+    assert only(agent.tell(msg.Tick()), msg.ResumeWorkers)
+    assert agent.tell(msg.RateTick()) == [msg.AskIteration((0,))]
+    # Another process in its place has not been asked yet.
+    changed = rate.watch(agent.state.rate, msg.RateTick(), 999, 1, True, agent.now_s + rate.ASK_S)
+    assert changed[1] == (msg.AskIteration((0,)),)
+
+
 def test_a_job_that_stands_tells_nothing_new_and_a_restart_begins_anew() -> None:
     meter = rate.see(rate.see(rate.Meter(), 10, 0.0), 20, 5.0)
     assert meter.per_s == 2.0 and rate.tell_due(meter, 5.0)

@@ -451,6 +451,13 @@ def test_a_worker_that_cannot_be_connected_asks_for_another_generation_of_the_sa
     assert agent.state.restarts_used == 0
 
 
+def test_a_worker_that_takes_no_message_is_ended_as_one_that_hangs() -> None:
+    agent = training()
+    kill = only(agent.tell(lc.WorkerDeaf(1, agent.pid(1), 10.0)), lc.KillWorkers)
+    assert kill == lc.KillWorkers((1,), "it hangs: it has taken no message for 10 s", graceful=False)
+    assert only(agent.exit(1, -9), lc.WriteFailure).failure.local_ranks == (1,)
+
+
 def test_a_restart_waits_for_the_new_store() -> None:
     agent = Agent()
     agent.see(view(tracked=False, store=STORE))

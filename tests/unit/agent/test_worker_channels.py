@@ -1,0 +1,111 @@
+"""The agent's end of its workers' sockets: what a worker that is stopped, or is none, does to it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swift_agent import lifecycle_messages as msg
+from swift_agent.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
+from swift_agent.patience import Patience
+from swift_agent.worker_channels import WorkerChannels
+
+
+class Line:
+    """The sockets of an agent whose local ranks 0 and 1 are processes of this test."""
+
+    def __init__(self, directory: Path, pids: dict[int, int]) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.events: list[msg.Event] = []
+        self.processes: dict[int, Any] = {
+            rank: SimpleNamespace(pid=pid, generation=1, exit_code=None) for rank, pid in pids.items()
+        }
+        workers: Any = SimpleNamespace(processes=self.processes)
+        patience = Patience(lambda: None, lambda ranks: None)
+        self.channels = WorkerChannels(
+            str(directory), self.selector, workers, patience, self.events.append, lambda rank, names: None
+        )
+
+    def turn(self, timeout_s: float = 0.1) -> None:
+        for key, _ in self.selector.select(timeout_s):
+            key.data()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline_s
+            self.turn()
+
+    def hello(self, rank: int) -> Channel:
+        worker = connect(self.channels.path)
+        worker.send({"op": "hello", "local_rank": rank, "generation": 1})
+        known = len(self.events)
+        self.until(lambda: len(self.events) > known)
+        assert isinstance(self.events[-1], msg.HelloReceived) and self.events[-1].local_rank == rank
+        return worker
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    made = Line(tmp_path, {0: os.getpid(), 1: os.getpid()})
+    yield made
+    made.channels.close()
+    made.selector.close()
+
+
+def test_a_worker_that_does_not_read_keeps_neither_the_agent_nor_others_waiting(line: Line) -> None:
+    stopped, well = line.hello(0), line.hello(1)
+    large = {"op": "go", "plan": "x" * 300_000}
+    for number in range(1000):
+        line.channels.send((0, 1), {"op": "stop", "generation": number, "why": ""})
+        assert well.receive()["generation"] == number
+    line.channels.send((0,), large)
+    line.channels.send((0,), {"op": "wait"}, may_skip=True)  # it comes again
+    line.channels.send((0,), {"op": "release"})
+    line.turn()
+    # It goes on: all that counts is there, in its order.
+    came: list[dict[str, Any]] = []
+    while not came or came[-1]["op"] != "release":
+        came += stopped.receive_ready()
+        line.turn(0.0)
+    assert [message["op"] for message in came] == ["stop"] * 1000 + ["go", "release"]
+    assert came[1000] == large
+    line.channels.tick(time.monotonic() + 100, 10.0, paused=False)
+    assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
+    stopped.close()
+    well.close()
+
+
+def test_a_worker_that_takes_nothing_for_long_is_told_of_unless_it_is_paused(line: Line) -> None:
+    worker = line.hello(0)
+    line.channels.send((0,), {"op": "go", "plan": "x" * 1_000_000})
+    now_s = time.monotonic()
+    line.channels.tick(now_s + 9, 10.0, paused=False)
+    line.channels.tick(now_s + 500, 10.0, paused=True)
+    line.channels.tick(now_s + 509, 10.0, paused=False)
+    assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
+    for _ in range(2):
+        line.channels.tick(now_s + 511, 10.0, paused=False)
+    assert [event for event in line.events if isinstance(event, msg.WorkerDeaf)] == [
+        msg.WorkerDeaf(0, os.getpid(), 10.0)
+    ]
+    worker.close()
+
+
+def test_what_is_kept_for_a_worker_is_bounded(line: Line) -> None:
+    worker = line.hello(0)
+    for _ in range(4):
+        line.channels.send((0,), {"op": "go", "plan": "x" * (MAX_MESSAGE_BYTES * 3 // 4)})
+    with pytest.raises(ChannelClosed):
+        while True:
+            line.turn(0.0)
+            worker.receive_ready()
+            time.sleep(0.0)
+    worker.close()
