@@ -88,6 +88,8 @@ class Checkpoints:
         """The iteration of the newest one that this process knows to count, 0 if there is none."""
         self.due = self.every
         """One is to be taken at the first point from this iteration on."""
+        self.why_not: Callable[[int], str] = lambda iteration: ""
+        """Why the state before that iteration must not count, '' if it may. Called in the thread, and may wait."""
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()  # the first is under way
         self._thread: threading.Thread | None = None
@@ -254,6 +256,8 @@ class Checkpoints:
     def _write(self, task: _Task) -> dict[str, Any]:
         if task.copy is None:
             return {}
+        if why := self.why_not(task.iteration):
+            return {"none": why}
         path, copy = self.directory.new_part(task.iteration, self._rank), task.copy
         written = self.directory.store.write(path, lambda stream: state_file.write(stream, copy))
         return Part(path.rpartition("/")[2], tuple(self._replicas), written).to_json()

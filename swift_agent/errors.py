@@ -24,7 +24,7 @@ class JobStopped(SwiftError):
 
 
 class ReplicaMismatch(SwiftError):
-    """Replicas that must be equal are not. The job stops rather than train on."""
+    """Replicas that must be equal are not. All workers start again rather than train on."""
 
 
 class CannotConnect(SwiftError):

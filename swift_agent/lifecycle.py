@@ -113,6 +113,7 @@ class Worker:
     deaf_for_s: float = 0.0
     apart: int = 0
     apart_why: str = ""
+    is_hopeless: bool = False
     killed: bool = False
     exit: WorkerExit | None = None
 
@@ -215,12 +216,12 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return _update(state, local_rank, pid, parked=generation)
         case WorkerKept(local_rank, pid, iteration, sections):
             return replace(_update(state, local_rank, pid), kept=Held(FILE, iteration, sections))
-        case WorkerUnfit(local_rank, pid, why):
-            return _update(state, local_rank, pid, unfit=why)
         case WorkerDeaf(local_rank, pid, for_s):
             return _update(state, local_rank, pid, deaf_for_s=for_s)
         case WorkerApart(local_rank, pid, generation, why):
             return _update(state, local_rank, pid, apart=generation, apart_why=why)
+        case WorkerUnfit(local_rank, pid, why, is_hopeless):
+            return _update(state, local_rank, pid, unfit=why, is_hopeless=is_hopeless)
         case WorkerExited(exit_):
             return _update(state, exit_.local_rank, exit_.pid, exit=exit_)
         case PeerLost(incarnation):
@@ -380,7 +381,10 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
     unfit = [w for w in state.workers.values() if w.alive and w.unfit and w.generation >= generation.epoch]
     if unfit:
         evidence = "; ".join(f"rank {_rank(generation, slot, w)}: {w.unfit}" for w in unfit)
-        failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
+        is_final = any(w.is_hopeless for w in unfit)
+        failure = FailureRecord(
+            "restart", slot, state.incarnation, (), evidence, state.node_id, left, is_final=is_final
+        )  # fmt: skip
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
     gone: list[Worker] = []
     if generation.mode == "replace" and not view.released:

@@ -106,11 +106,12 @@ class WorkerAt:
 
 @dataclass(frozen=True)
 class WorkerUnfit:
-    """The worker lives but cannot go on in place."""
+    """The worker lives but cannot go on in place. *is_hopeless*: nor would workers that are started again."""
 
     local_rank: int
     pid: int
     why: str
+    is_hopeless: bool = False
 
 
 @dataclass(frozen=True)

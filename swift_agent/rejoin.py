@@ -29,7 +29,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from swift_agent import handover, kept_state, log_serving
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.ddp import Layout
+from swift_agent.deviation import Fingerprint, all_differences, describe
 from swift_agent.errors import CannotConnect, CannotReplay, CutReplay, PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.fingerprints import Fingerprints
 from swift_agent.generation_store import StoreClient
 from swift_agent.overlap import OverlappedUpdates, Resumption
 from swift_agent.place import Place
@@ -383,8 +385,16 @@ class Rejoin:
         everyone = self._groups.all_gather_ints([mine])
         differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
         if differing:
-            found = {rank: f"{everyone[rank][0] & (1 << 64) - 1:016x}" for rank in self._tracked.replicas}
-            raise ReplicaMismatch(f"replicas differ after the recovery, checksums by rank: {found}")
+            raise ReplicaMismatch(f"replicas differ after the recovery: {self._name_differences()}")
+
+    def _name_differences(self) -> str:
+        """All replicas tell each other what they hold."""
+        store = PrefixStore("prints", self._groups.store)
+        store.set(str(self._place.rank), json.dumps(Fingerprints(self._tracked.state).take(whole=True).to_json()))
+        told = {rank: json.loads(store.get(str(rank))) for rank in self._tracked.replicas}
+        prints = {rank: Fingerprint.from_json(data) for rank, data in told.items()}
+        strict = [one for one in all_differences(prints) if one.kind != "buffer"]
+        return describe(strict) or "their checksums"
 
     def _pay_debt(self, iteration: int) -> None:
         """An update that was promised by a replica which is lost as well is made after all."""

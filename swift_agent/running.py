@@ -30,7 +30,19 @@ from swift_agent import tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.collectives import REFUSED
-from swift_agent.errors import CannotConnect, CannotReplay, CutReplay, LostLog, PeerFailure, SwiftError, UsageError
+from swift_agent.comparison import NEVER, Comparison
+from swift_agent.deviation import summarised
+from swift_agent.errors import (
+    CannotConnect,
+    CannotReplay,
+    CutReplay,
+    LostLog,
+    PeerFailure,
+    ReplicaMismatch,
+    SwiftError,
+    UsageError,
+)
+from swift_agent.fingerprints import Fingerprints
 from swift_agent.ghosts import Ghosts
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
@@ -51,6 +63,9 @@ _UNLOCKED = contextlib.nullcontext()
 TELL_S = 10.0
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
+
+# Of what a rank tells at its end: it goes into etcd, for each rank.
+MAX_PARTS = 32
 
 _NOT_LOGGED = "no log has what this collective gave"
 
@@ -73,6 +88,8 @@ class Protected:
         self._recovered_s = 0.0
         self._told_s = 0.0
         self._repeats_from = 0
+        self._comparison: Comparison | None = None
+        self._compare_at = NEVER  # so many finished iterations
 
     def begin(self, tracked: Tracked) -> None:
         place = self._place
@@ -85,15 +102,18 @@ class Protected:
             tracked.pipelines.alone = self.ghosts.without_effect
             tracked.pipelines.is_ghost = lambda: self.ghosts.is_on
         if tracked.has_shards_alone and place.rank == 0:
-            begin = "the newest checkpoint" if tracked.checkpoints is not None else "what the script loads"
             self.supervisor.note(
                 "the model is sharded, and no rank holds a replica of another one's shards: if one is lost all workers "
-                f"start again, with {begin}. On a mesh of two dimensions (replicate, shard) they go on."
+                f"start again, with {self._begin_with}. On a mesh of two dimensions (replicate, shard) they go on."
             )
         if tracked.checkpoints is not None:
             note = self.supervisor.note
             self._checkpointing = Checkpointing(tracked.checkpoints, place, tracked, self._groups, note)
         self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet)
+        if len(tracked.replicas) > 1:
+            self._comparison = Comparison(place, self.supervisor, self._groups, tracked, self._tell_deviation)
+            if tracked.checkpoints is not None:
+                tracked.checkpoints.why_not = self._comparison.why_not_kept
         if place.status == "empty":
             self._origin()
             self._phases_s["set-up"] = time.monotonic() - self._created_s
@@ -118,6 +138,7 @@ class Protected:
                 self._checkpointing.begin([(told[2], told[3]) for told in everyone])
             with place.lock:
                 place.status = "holding"
+            self._compare_from(place.here.iteration, undisturbed=True)
         except Exception as error:
             if not self._was_cut(error):
                 raise
@@ -219,6 +240,8 @@ class Protected:
                 self._tell_resumed()
             if not self._modules_sent:
                 self._send_modules()
+            if number >= self._compare_at - 1:
+                self._compare(number + 1)
             return result
 
     def _complete_iteration(self) -> None:
@@ -506,8 +529,11 @@ class Protected:
             self._have_this_replaced(str(error))
         except CannotReplay as error:
             self._give_up(str(error))
+        except ReplicaMismatch as error:
+            self._give_up(f"{error}. All workers have to start again, with {self._begin_with}")
         if self._checkpointing is not None:
             self._checkpointing.recovered(self._rejoin.iteration)
+        self._compare_from(self._rejoin.iteration, undisturbed=False)
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = self._told_s = time.monotonic()
@@ -521,6 +547,31 @@ class Protected:
             self._have_this_replaced("operations of the stopped process groups do not end")
         if self._tracked is not None:
             self._tracked.reset_shards()
+
+    # ---- replicas ----
+
+    def _compare_from(self, iteration: int, *, undisturbed: bool) -> None:
+        if self._comparison is not None:
+            self._comparison.begin(iteration, undisturbed=undisturbed)
+            self._compare_at = self._comparison.due
+
+    def _compare(self, number: int) -> None:
+        """So many iterations are done, on all ranks alike."""
+        assert self._comparison is not None
+        self._comparison.take(number)
+        self._compare_at = self._comparison.due
+
+    def _tell_deviation(self, why: str, is_hopeless: bool) -> None:
+        """In a thread: replicas differ, and nothing in place helps. *is_hopeless*: nor does another start."""
+        if not is_hopeless:
+            why = f"{why}. All workers have to start again, with {self._begin_with}"
+        self.supervisor.send({"op": "unfit", "why": why, "hopeless": is_hopeless})
+
+    @property
+    def _begin_with(self) -> str:
+        """What all workers would begin with that are started again."""
+        tracked = self._tracked
+        return "the newest checkpoint" if tracked is not None and tracked.checkpoints else "what the script loads"
 
     # ---- messages ----
 
@@ -558,6 +609,8 @@ class Protected:
             "iteration": self._place.here.iteration,
             "replicas": ranges_of(self._tracked.replicas),
             "checksum": f"{self._tracked.checksum():016x}",
+            # Of these it says which differ, should the checksums do.
+            "parts": summarised(Fingerprints(self._tracked.state).take(whole=True), MAX_PARTS),
         }
 
     def _require_tracked(self) -> Tracked:

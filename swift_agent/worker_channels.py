@@ -159,7 +159,8 @@ class WorkerChannels:
             case "at":
                 self._on_event(msg.WorkerAt(local_rank, pid, int(message["iteration"])))
             case "unfit":
-                self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"])))
+                is_hopeless = bool(message.get("hopeless"))
+                self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"]), is_hopeless))
             case "suspect":
                 log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
                 self._patience.suspected(local_rank, time.monotonic())

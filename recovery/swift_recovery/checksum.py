@@ -60,6 +60,16 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return _signed(mixed)
 
 
+def checksum_of(tensor: Tensor) -> int:
+    """As :func:`checksum` of one tensor, but another number: unsigned, and cheaper where there are many small ones."""
+    if tensor.device.type != "cpu":
+        return checksum([tensor]) & ((1 << 64) - 1)
+    layout_of(tensor)
+    with torch.no_grad():
+        value: int = xxhash.xxh3_64_intdigest(logical_bytes(tensor).numpy().data)
+    return value
+
+
 class _Stream(Protocol):
     """The bytes of all tensors of one device."""
 

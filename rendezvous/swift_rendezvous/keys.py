@@ -147,6 +147,8 @@ class FailureRecord:
     exits: tuple[WorkerExit, ...] = ()
     is_dead: bool = False
     is_empty: bool = False
+    is_final: bool = False
+    """Of a `restart`: the workers would come to the same, so that the job ends."""
 
 
 @dataclass(frozen=True)

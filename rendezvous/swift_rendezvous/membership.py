@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swift_rendezvous import draining, resizing
 from swift_rendezvous.accusations import bare_ranks, believed
@@ -29,6 +30,8 @@ from swift_rendezvous.keys import (
 )
 from swift_rendezvous.view import View, once_per_view
 
+# Parts of a state of which it says that they differ; the others are counted.
+MAX_NAMED = 5
 LEASE_IS_GONE = "its lease in etcd is gone"
 
 
@@ -423,18 +426,35 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
 def _release(view: View) -> Decision:
     """All have reached the end: compare the replicas one last time, then let the workers exit."""
     seen: dict[str, dict[str, list[int]]] = {}
+    ends: dict[int, dict[str, Any]] = {}
     for record in view.finished.values():
         for rank, end in record.checksums.items():
+            ends[rank] = end
             held = f"iteration {end.get('iteration')}, checksum {end.get('checksum')}"
             seen.setdefault(str(end.get("replicas")), {}).setdefault(held, []).append(rank)
     for held_by in seen.values():
         if len(held_by) > 1:
             found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())
-            why = f"the replicas differ at the end of the run: {found}"
+            what = _differing({rank: ends[rank] for ranks in held_by.values() for rank in ranks})
+            why = f"the replicas differ at the end of the run: {what}{found}"
             return Decision((PublishResult(ResultRecord("failed", why)),), why=why)
     checked = sum(len(ranks) for held_by in seen.values() for ranks in held_by.values())
     why = "all workers reached their end" + (f"; {checked} replicas have equal checksums" if checked else "")
     return Decision((PublishRelease(),), why=why)
+
+
+def _differing(ends: Mapping[int, Mapping[str, Any]]) -> str:
+    """Of replicas, by rank: the parts of their state that are not alike, with what is told of each."""
+    parts = {rank: end.get("parts") or {} for rank, end in ends.items()}
+    clauses = []
+    for name in dict.fromkeys(name for one in parts.values() for name in one):
+        by_value: dict[str, list[int]] = {}
+        for rank in sorted(parts):
+            by_value.setdefault(str(parts[rank].get(name)), []).append(rank)
+        if len(by_value) > 1:
+            clauses.append(f"{name} ({', '.join(f'{value} on ranks {ranks}' for value, ranks in by_value.items())})")
+    more = f" and {len(clauses) - MAX_NAMED} more" if len(clauses) > MAX_NAMED else ""
+    return f"{', '.join(clauses[:MAX_NAMED])}{more}; " if clauses else ""
 
 
 def _lost_after_release(view: View, lost: Losses) -> Decision:
@@ -464,6 +484,9 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     )
     free = spares(view)
     vacant = sorted(lost.nodes)
+    if lost.restart is not None and lost.restart.is_final:
+        why = lost.restart.evidence
+        return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
     worn = [slot for slot, failure in sorted(lost.workers.items()) if failure.restarts_left <= 0]
     restart = not view.tracked or lost.restart is not None
     resizes = resizing.is_under_way(view) and not restart

@@ -50,4 +50,8 @@ IDIOMS: dict[str, Idiom] = {
     "per-step fault tolerance": Idiom("fault_tolerant_ddp.py"),
     "step with a closure": Idiom("closure_step.py"),
     "step with a closure, hsdp": Idiom("closure_step.py", args=("hsdp",), workers=2),
+    "learning rate by a counter": Idiom("counted_rate.py", Told("lr of optimizer is", "failure", "restart")),
+    "statistics of each rank": Idiom("own_statistics.py", args=("hand",)),
+    "statistics that ddp leaves alone": Idiom("own_statistics.py", args=("ddp",)),
+    "local sgd": Idiom("local_sgd.py", Told("Nothing has failed", "start", "refused")),
 }

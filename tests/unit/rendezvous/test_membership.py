@@ -116,8 +116,22 @@ def test_replicas_that_differ_at_the_end_fail_the_job() -> None:
     for difference in ({"checksum": "ab"}, {"iteration": 6}):
         decision = ask(view(finished={0: _finished(0), 1: _finished(1, **difference)}))
         assert result(decision).state == "failed" and "differ" in result(decision).why
+    parts = {"lr of optimizer": "0.1", "parameter model.weight": "ab12"}
+    ends = {0: _finished(0, parts=parts), 1: _finished(1, checksum="ab", parts={**parts, "lr of optimizer": "0.2"})}
+    said = result(ask(view(finished=ends))).why
+    assert "lr of optimizer (0.1 on ranks [0, 1], 0.2 on ranks [2, 3])" in said and "weight" not in said
     shards = view(finished={0: _finished(0, replicas=[0, 1]), 1: _finished(1, checksum="ab", replicas=[2, 3])})
     assert ask(shards).commands == (PublishRelease(),)
+
+
+def test_what_a_restart_would_not_mend_ends_the_job() -> None:
+    for is_final in (False, True):
+        failure = FailureRecord("restart", 0, "n0.1", (), "rank 0: replicas differ", "n0", 3, is_final=is_final)
+        decision = ask(view(failures={0: failure}))
+        if is_final:
+            assert result(decision).state == "failed" and result(decision).why == "rank 0: replicas differ"
+        else:
+            assert published(decision).mode == "restart"
 
 
 def test_the_job_succeeds_when_all_have_exited() -> None:

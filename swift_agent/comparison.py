@@ -1,0 +1,200 @@
+"""Compares replicas while they train: after the first, second, fourth ... iteration that follows a recovery.
+
+    end of an iteration --fingerprint--> thread: digest --> store of the generation --> equal
+                                                                             '-- not: fingerprints --> what differs
+
+What ranks tell each other goes through the store of their generation, which is fenced; a failure ends the comparison,
+and the next generation begins its own. The first rank of a replica set judges. In the first iterations of an
+undisturbed run the same shows what is alike by nature, and whether these are replicas at all.
+
+This module must never communicate in a process group, nor decide what is wrong: `deviation` does.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from swift_agent import deviation
+from swift_agent.deviation import Fingerprint
+from swift_agent.fingerprints import Fingerprints
+from swift_agent.generation_store import StoreClient
+from swift_agent.place import Place
+from swift_agent.process_group import ProcessGroups
+from swift_agent.supervisor import Supervisor
+from swift_agent.tracking import Tracked
+
+NEVER = sys.maxsize
+_CONNECT = timedelta(seconds=10)
+_SLICE = timedelta(seconds=2)
+# The others have made the same iteration, so they come soon. Who does not is no business of this module.
+PATIENCE_S = 600.0
+_RETRY_S = 0.1
+
+
+@dataclass
+class _Task:
+    number: int
+    print: Fingerprint
+    generation: int
+    connect: Callable[[], StoreClient]
+    undisturbed: bool
+    settled: threading.Event = field(default_factory=threading.Event)
+    differs: bool = False
+
+
+class Comparison:
+    """One per worker with replicas. *give_up* is called in a thread, with what people are told, and
+    whether workers that are started again would come to the same.
+
+    *due*: the number of finished iterations at which `take` is to be called; all ranks have the same.
+    """
+
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked,
+        give_up: Callable[[str, bool], None],
+    ) -> None:  # fmt: skip
+        self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
+        self._give_up = give_up
+        self._prints = Fingerprints(tracked.state)
+        self._queue: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._base, self._undisturbed, self._tasks = 0, True, list[_Task]()
+        self._apart: frozenset[str] | None = None
+        self._equal_after: int | None = None
+        self._began_in = 0
+        self.due = NEVER
+
+    @property
+    def _every(self) -> int:
+        checkpoints = self._tracked.checkpoints
+        return checkpoints.every if checkpoints is not None else 0
+
+    def begin(self, iteration: int, *, undisturbed: bool) -> None:
+        """All ranks begin a generation with that iteration. *undisturbed*: all have just begun."""
+        self._base, self._undisturbed, self._tasks = iteration, undisturbed, []
+        self._equal_after = None
+        self._began_in = self._began_in or self._supervisor.generation
+        self._prints.restart()
+        self._find_next(iteration)
+
+    def _find_next(self, number: int) -> None:
+        alone = len(self._tracked.replicas) == 1
+        due = deviation.next_due(self._base, number, undisturbed=self._undisturbed, every=self._every)
+        self.due = NEVER if due is None or alone else due
+
+    def take(self, number: int) -> None:
+        """After so many iterations: keep the fingerprint, and have it compared."""
+        self._find_next(number)
+        store = self._groups.store
+        taken = replace(self._prints.take(), began_in=self._began_in)
+        task = _Task(number, taken, self._supervisor.generation, lambda: store.clone(_CONNECT), self._undisturbed)
+        self._tasks = [one for one in self._tasks if not one.settled.is_set() or one.number >= number - self._every]
+        self._tasks.append(task)
+        self._queue.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="swift-comparison", daemon=True)
+            self._thread.start()
+
+    def why_not_kept(self, number: int) -> str:
+        """Why the state after so many iterations must not be kept as a checkpoint, '' if it may; waits until that is
+        known. From any thread."""
+        task = next((one for one in reversed(self._tasks) if one.number <= number), None)
+        if task is None:
+            return ""
+        while not task.settled.wait(_RETRY_S):
+            if not self._is_current(task):
+                return "the replicas could not be compared before the next failure"
+        return "the replicas differ" if task.differs else ""
+
+    def wait(self, timeout_s: float) -> None:
+        """For those that are under way, at the end of the run."""
+        deadline_s = time.monotonic() + timeout_s
+        for task in self._tasks:
+            task.settled.wait(max(0.0, deadline_s - time.monotonic()))
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            task = self._queue.get()
+            try:
+                self._settle(task)
+            except (dist.DistStoreError, ValueError, KeyError):
+                pass  # the generation has ended, or its store has
+            finally:
+                task.settled.set()
+
+    def _is_current(self, task: _Task) -> bool:
+        supervisor = self._supervisor
+        return supervisor.generation == task.generation and not supervisor.interrupted
+
+    def _settle(self, task: _Task) -> None:
+        replicas, rank, name = self._tracked.replicas, self._place.rank, f"comparison/{task.number}"
+        if not self._is_current(task):
+            return
+        store = task.connect()
+        try:
+            judge = replicas[0]
+            store.set(f"{name}/{rank}", task.print.digest())
+            if rank == judge:
+                keys = [f"{name}/{one}" for one in replicas]
+                if not self._wait(store, task, keys):
+                    return
+                equal = len(set(store.multi_get(keys))) == 1
+                store.set(f"{name}/verdict/{judge}", json.dumps(equal))
+            elif not self._wait(store, task, [f"{name}/verdict/{judge}"]):
+                return
+            else:
+                equal = json.loads(store.get(f"{name}/verdict/{judge}"))
+            if not equal:
+                self._name(store, task, f"{name}/print")
+            elif task.undisturbed:
+                self._apart = self._apart or frozenset()
+            if not task.differs and self._is_current(task):
+                self._equal_after = task.number
+            store.delete_key(f"{name}/{rank}")
+        finally:
+            store.close()
+
+    def _name(self, store: StoreClient, task: _Task, name: str) -> None:
+        """All tell all that they have; each finds the same."""
+        replicas, rank = self._tracked.replicas, self._place.rank
+        mine = replace(task.print, apart=self._apart)
+        store.set(f"{name}/{rank}", json.dumps(mine.to_json()))
+        keys = [f"{name}/{one}" for one in replicas]
+        if not self._wait(store, task, keys):
+            return
+        told = [json.loads(text) for text in store.multi_get(keys)]
+        prints = {one: Fingerprint.from_json(data) for one, data in zip(replicas, told, strict=True)}
+        wrong, by_design = deviation.compare(prints, undisturbed=task.undisturbed)
+        if task.undisturbed or self._apart is not None:
+            self._apart = by_design
+        task.differs = bool(wrong)
+        if wrong and rank == replicas[0] and self._is_current(task):
+            self._give_up(
+                deviation.sentence(
+                    prints, wrong, iteration=task.number, equal_after=self._equal_after, undisturbed=task.undisturbed,
+                    generation=task.generation,
+                ),
+                task.undisturbed,
+            )  # fmt: skip
+
+    def _wait(self, store: StoreClient, task: _Task, keys: list[str]) -> bool:
+        """For all of *keys*; False if they do not come in this generation."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while self._is_current(task) and time.monotonic() < deadline_s:
+            try:
+                store.wait(keys, _SLICE)
+                return True
+            except dist.DistStoreError:
+                time.sleep(_RETRY_S)
+        return False

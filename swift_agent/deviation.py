@@ -1,0 +1,188 @@
+"""Whether replicas still hold the same, and what differs in words. Pure.
+
+Each rank takes a `Fingerprint` of what it holds after the same iteration; `compare` finds what is not alike, `describe`
+says it. Buffers and hyper-parameters may differ by design (BatchNorm's statistics without a broadcast): what did so
+before anything had failed, or where nobody can know, is never held against a rank. Parameters and the state of
+optimizers must be equal on replicas at any time.
+
+This module must never read a clock, a tensor or a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["hyper", "buffer", "parameter", "state"]
+KINDS: tuple[Kind, ...] = ("hyper", "parameter", "state", "buffer")
+# Undisturbed, to learn what is alike; later a difference is the script's own.
+NUM_FIRST = 8
+# Named of each kind; the others are counted.
+MAX_NAMED = 3
+
+
+def next_due(base: int, number: int, *, undisturbed: bool, every: int = 0) -> int | None:
+    """After which iteration, counted from *base* where this generation began, the next comparison comes: the first,
+    second, fourth ..., past *number*. *every*: one before each checkpoint, too. None: there is no more to come."""
+    step = 1
+    while base + step <= number:
+        step *= 2
+    if undisturbed:
+        return base + step if step <= NUM_FIRST else None
+    return min(base + step, (number // every + 1) * every) if every else base + step
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What one rank holds. *parts*: by kind, for each name a checksum or a value, and what to show of it.
+
+    *apart*: names that differed before anything had failed, None: this process did not see that time. *began_in*: the
+    generation in which this process began.
+    """
+
+    parts: Mapping[Kind, Mapping[str, str]]
+    shown: Mapping[str, str] = field(default_factory=dict)
+    apart: frozenset[str] | None = None
+    began_in: int = 0
+
+    def digest(self) -> str:
+        """Of all that is compared."""
+        text = json.dumps([sorted(self.parts.get(kind, {}).items()) for kind in KINDS])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        apart = None if self.apart is None else sorted(self.apart)
+        return {"parts": self.parts, "shown": self.shown, "apart": apart, "began_in": self.began_in}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Fingerprint:
+        apart = data["apart"]
+        return Fingerprint(
+            {kind: dict(data["parts"].get(kind, {})) for kind in KINDS},
+            dict(data["shown"]),
+            None if apart is None else frozenset(apart),
+            int(data["began_in"]),
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """*held_by*: what is shown of each value ("" where it is too large for that), and the ranks that hold it."""
+
+    kind: Kind
+    name: str
+    held_by: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def all_differences(prints: Mapping[int, Fingerprint]) -> list[Difference]:
+    """Of replicas, by rank: all names whose values are not the same everywhere."""
+    found = []
+    for kind in KINDS:
+        names = {name: None for one in prints.values() for name in one.parts.get(kind, {})}
+        for name in names:
+            ranks: dict[str, list[int]] = {}
+            for rank in sorted(prints):
+                ranks.setdefault(prints[rank].parts.get(kind, {}).get(name, "is not there"), []).append(rank)
+            if len(ranks) > 1:
+                shown = {value: prints[held[0]].shown.get(f"{kind} {name}", "") for value, held in ranks.items()}
+                by = tuple((shown[value], tuple(held)) for value, held in ranks.items())
+                found.append(Difference(kind, name, by))
+    return found
+
+
+def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[list[Difference], frozenset[str]]:
+    """What is wrong, and the names that differ by design as far as is known now. *undisturbed*: nothing has failed."""
+    differences = all_differences(prints)
+    told = [one.apart for one in prints.values() if one.apart is not None]
+    by_design = frozenset[str]().union(*told)
+    loose = [one for one in differences if one.kind in ("hyper", "buffer") and one.name not in by_design]
+    strict = [one for one in differences if one.kind in ("parameter", "state")]
+    if undisturbed or not told:
+        by_design |= {one.name for one in loose}
+        if not strict:
+            return [], by_design
+    return [one for one in differences if one in strict or one in loose], by_design
+
+
+def describe(differences: Sequence[Difference]) -> str:
+    """A clause for people: names, ranks, and the values of what is small."""
+    clauses = []
+    for kind in KINDS:
+        of_kind = [one for one in differences if one.kind == kind]
+        named = [_describe_one(one) for one in of_kind[:MAX_NAMED]]
+        if len(of_kind) > MAX_NAMED:
+            named.append(f"and {len(of_kind) - MAX_NAMED} more of {_PLURALS[kind]}")
+        clauses += named
+    return "; ".join(clauses)
+
+
+_NOUNS: dict[Kind, str] = {"hyper": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer "}
+_PLURALS: dict[Kind, str] = {
+    "hyper": "the hyper-parameters", "parameter": "the parameters", "state": "the optimizer state",
+    "buffer": "the buffers",
+}  # fmt: skip
+
+
+def _describe_one(one: Difference) -> str:
+    name = f"{_NOUNS[one.kind]}{one.name}"
+    if all(shown for shown, _ in one.held_by):
+        return f"{name} is " + ", ".join(f"{shown} on {ranks_text(ranks)}" for shown, ranks in one.held_by)
+    (_, first), *others = one.held_by
+    return f"{name} of {ranks_text([rank for _, ranks in others for rank in ranks])} is not that of {ranks_text(first)}"
+
+
+def sentence(
+    prints: Mapping[int, Fingerprint], differences: Sequence[Difference], *, iteration: int, equal_after: int | None,
+    undisturbed: bool, generation: int,
+) -> str:  # fmt: skip
+    """Why training must not go on like this, and the remedy. *equal_after*: the last iteration after which all was
+    equal."""
+    what = f"replicas differ after iteration {iteration}: {describe(differences)}"
+    if undisturbed:
+        return (
+            f"{what}. Nothing has failed: these ranks do not train the same model, so none can replace another. Wrap "
+            "it in DistributedDataParallel, give all ranks the same start, or say who holds the same: "
+            "job.track(replicas=[job.rank]) if nobody does"
+        )
+    new = [rank for rank, one in sorted(prints.items()) if one.began_in == generation]
+    since = f" (after iteration {equal_after} they were equal)" if equal_after is not None else ""
+    if new:
+        cause = f"{ranks_text(new)} began anew in generation {generation}, and so did what the script keeps to itself"
+    else:
+        cause = f"the recovery of generation {generation} has missed what the script keeps to itself"
+    return (
+        f"{what}{since}. {cause[0].upper()}{cause[1:]}: have job.track() name the object that keeps it, or work it out "
+        "from job.iteration_number"
+    )
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    listed = sorted(ranks)
+    return f"rank {listed[0]}" if len(listed) == 1 else f"ranks {', '.join(map(str, listed))}"
+
+
+def summarised(one: Fingerprint, limit: int) -> dict[str, str]:
+    """At most *limit* parts that stand for all of it: names with common beginnings are put together."""
+    parts = {
+        f"{_NOUNS[kind]}{name}": one.shown.get(f"{kind} {name}", text)
+        for kind in KINDS
+        for name, text in one.parts.get(kind, {}).items()
+    }
+    if len(parts) <= limit:
+        return parts
+    depth = max(name.count(".") for name in parts)
+    while depth >= 0:
+        groups: dict[str, list[str]] = {}
+        for name, text in parts.items():
+            groups.setdefault(".".join(name.split(".")[: depth + 1]), []).append(text)
+        if len(groups) <= limit:
+            return {name: _joined(texts) for name, texts in groups.items()}
+        depth -= 1
+    return {"all": _joined(list(parts.values()))}
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else hashlib.blake2b("|".join(texts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,169 @@
+"""Replicas compare what they hold over a real store of their generation; a failure in between ends that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swift_agent.comparison import NEVER, Comparison
+from swift_agent.generation_store import StoreClient, StoreServer
+from swift_recovery.state import TrainingState
+
+
+class Rank:
+    def __init__(self, rank: int, replicas: list[int], server: StoreServer, every: int = 0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.supervisor: Any = SimpleNamespace(generation=1, interrupted=False)
+        self.groups: Any = SimpleNamespace(store=StoreClient("127.0.0.1", server.port))
+        checkpoints = SimpleNamespace(every=every) if every else None
+        tracked: Any = SimpleNamespace(
+            state=TrainingState({"model": self.model}, {"optimizer": self.optimizer}),
+            replicas=replicas, checkpoints=checkpoints,
+        )  # fmt: skip
+        self.told: list[tuple[str, bool]] = []
+        place: Any = SimpleNamespace(rank=rank)
+        self.comparison = Comparison(
+            place, self.supervisor, self.groups, tracked, lambda why, hopeless: self.told.append((why, hopeless))
+        )
+
+    def begin(self, generation: int, iteration: int, *, undisturbed: bool = False) -> None:
+        self.supervisor.generation, self.supervisor.interrupted = generation, False
+        self.comparison.begin(iteration, undisturbed=undisturbed)
+
+    def take(self, number: int) -> None:
+        assert self.comparison.due == number
+        self.comparison.take(number)
+
+
+Make = Callable[..., list[Rank]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    servers: list[StoreServer] = []
+    ranks: list[Rank] = []
+
+    def start(num: int = 2, every: int = 0) -> list[Rank]:
+        servers.append(StoreServer("127.0.0.1"))
+        ranks.extend(Rank(rank, list(range(num)), servers[-1], every) for rank in range(num))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.supervisor.interrupted = True
+        rank.groups.store.close()
+    for server in servers:
+        server.close()
+
+
+def settle(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.comparison.wait(10.0)
+
+
+def test_equal_replicas_say_nothing(make: Make) -> None:
+    ranks = make(3)
+    for rank in ranks:
+        rank.begin(1, 0, undisturbed=True)
+    for number in (1, 2, 4, 8):
+        for rank in ranks:
+            rank.take(number)
+    settle(ranks)
+    assert all(rank.told == [] and rank.comparison.due == NEVER for rank in ranks)
+
+
+def test_what_nobody_knows_to_have_been_alike_is_no_alarm(make: Make) -> None:
+    """Nobody has seen an undisturbed run: a learning rate alone may differ by design. Parameters may not."""
+    one, other = ranks = make(2)
+    for rank in ranks:
+        rank.begin(2, 20)
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    for rank in ranks:
+        rank.take(21)
+    settle(ranks)
+    assert one.told == [] and other.told == []
+    with torch.no_grad():
+        other.model.bias += 1.0
+    for rank in ranks:
+        rank.take(22)
+    settle(ranks)
+    ((why, hopeless),) = one.told
+    assert "lr of optimizer" in why and "parameter model.bias" in why and not hopeless and other.told == []
+    assert "after iteration 21 they were equal" in why
+
+
+def test_what_was_alike_before_the_failure_must_be_alike_after_it(make: Make) -> None:
+    one, other = ranks = make(2)
+    for rank in ranks:
+        rank.begin(1, 0, undisturbed=True)
+        rank.take(1)
+    settle(ranks)
+    for rank in ranks:
+        rank.begin(2, 20)
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    for rank in ranks:
+        rank.take(21)
+    settle(ranks)
+    ((why, hopeless),) = one.told
+    assert "lr of optimizer is 0.1 on rank 0, 0.5 on rank 1" in why and not hopeless and other.told == []
+
+
+def test_ranks_that_never_were_replicas_are_told_at_the_start(make: Make) -> None:
+    one, other = ranks = make(2)
+    with torch.no_grad():
+        other.model.bias += 1.0
+    for rank in ranks:
+        rank.begin(1, 0, undisturbed=True)
+        rank.take(1)
+    settle(ranks)
+    ((why, hopeless),) = one.told
+    assert "Nothing has failed" in why and "parameter model.bias" in why and hopeless
+
+
+def test_a_failure_in_between_ends_it_and_the_next_generation_begins_anew(make: Make) -> None:
+    one, other = ranks = make(2)
+    with torch.no_grad():
+        other.model.bias += 1.0
+    for rank in ranks:
+        rank.begin(2, 20)
+    one.take(21)  # the other one is lost before it has told
+    one.supervisor.interrupted = True
+    settle([one])
+    assert one.told == []
+    with torch.no_grad():
+        other.model.bias.copy_(one.model.bias)
+    for rank in ranks:
+        rank.begin(3, 20)
+        rank.take(21)
+    settle(ranks)
+    assert one.told == [] and other.told == []
+
+
+def test_a_state_that_differs_is_not_kept(make: Make) -> None:
+    """The checkpoint with which all would start again is taken from one rank of a replica set."""
+    one, other = ranks = make(2, every=5)
+    for rank in ranks:
+        rank.begin(2, 20)
+        for number in (21, 22, 24):
+            rank.take(number)
+    assert one.comparison.why_not_kept(24) == ""
+    with torch.no_grad():
+        other.model.bias += 1.0
+    answers: list[str] = []
+    one.take(25)
+    asking = threading.Thread(target=lambda: answers.append(one.comparison.why_not_kept(25)))
+    asking.start()
+    time.sleep(0.3)
+    assert not answers  # it is not known yet
+    other.take(25)
+    asking.join(10.0)
+    assert answers == ["the replicas differ"]
