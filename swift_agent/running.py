@@ -44,6 +44,7 @@ from swift_agent.errors import (
 )
 from swift_agent.fingerprints import Fingerprints
 from swift_agent.ghosts import Ghosts
+from swift_agent.lookout import Lookout
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups, RebuildFailed
@@ -90,8 +91,16 @@ class Protected:
         self._repeats_from = 0
         self._comparison: Comparison | None = None
         self._compare_at = NEVER  # so many finished iterations
+        self._lookout: Lookout | None = None
+        self._has_recovered = False
 
     def begin(self, tracked: Tracked) -> None:
+        """See `unprotected.Running`."""
+        self._begin(tracked)
+        self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill)
+        self._lookout.start()
+
+    def _begin(self, tracked: Tracked) -> None:
         place = self._place
         self._tracked = self.ghosts.tracked = tracked
         tracked.updates.goes_on = self._goes_on
@@ -183,8 +192,12 @@ class Protected:
             if not self._last_checkpoint_is_over():
                 continue
             supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
+            if self._lookout is not None:
+                self._lookout.at_end = True
             if supervisor.wait_release(place.here.iteration):
                 break
+        if self._lookout is not None:
+            self._lookout.stop()
         if self._tracked is not None and self._tracked.messages is not None:
             self._tracked.messages.close()
         supervisor.close()
@@ -533,6 +546,7 @@ class Protected:
             self._give_up(f"{error}. All workers have to start again, with {self._begin_with}")
         if self._checkpointing is not None:
             self._checkpointing.recovered(self._rejoin.iteration)
+        self._has_recovered = True
         self._compare_from(self._rejoin.iteration, undisturbed=False)
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
@@ -566,6 +580,16 @@ class Protected:
         if not is_hopeless:
             why = f"{why}. All workers have to start again, with {self._begin_with}"
         self.supervisor.send({"op": "unfit", "why": why, "hopeless": is_hopeless})
+
+    def _tell_standstill(self, why: str) -> None:
+        """In a thread: ranks wait for each other for ever."""
+        why = (
+            f"{why}. All ranks must come to the same iterations and sections, and to as many of them: take all batches "
+            "of an update in its iteration, and let no condition that differs from rank to rank decide"
+        )
+        if self._has_recovered:
+            why = f"{why}. All workers have to start again, with {self._begin_with}"
+        self.supervisor.send({"op": "unfit", "why": why, "hopeless": not self._has_recovered})
 
     @property
     def _begin_with(self) -> str:
