@@ -26,7 +26,7 @@ def run(make_agents: Callable[..., Agents], tmp_path: Path) -> Callable[[str], O
 @pytest.mark.parametrize(
     ("form", "told"),
     [
-        ("uneven", "rank 0 has come to the end of the run after 10 iterations; rank 1 waits for others in iteration 10"),
+        ("uneven", "rank 0 has come to the end of the run after 10 iterations; rank 1 waits for others in"),
         ("section of some", "rank 0 waits for others in a section (@job.resilient) after iteration 5 (evaluate,"),
         ("barrier of some", "rank 0 waits for others outside of iterations, after 6 of them (main, waiting_train.py:"),
     ],

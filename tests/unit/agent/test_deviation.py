@@ -85,7 +85,8 @@ def test_parameters_must_be_equal_from_the_start() -> None:
 
 def test_a_learning_rate_alone_is_enough() -> None:
     """It reaches the next update."""
-    assert [one.name for one in compare(prints(trained(), trained(lr=0.2)), undisturbed=False)[0]] == ["lr of optimizer"]
+    wrong, _ = compare(prints(trained(), trained(lr=0.2)), undisturbed=False)
+    assert [one.name for one in wrong] == ["lr of optimizer"]
 
 
 def test_what_is_too_much_for_one_comparison_comes_in_the_next(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -449,6 +449,8 @@ def test_a_worker_that_cannot_be_connected_asks_for_another_generation_of_the_sa
     assert only(planned(agent), lc.SendGo).local_ranks == (0, 1)
     none_of(agent.given, lc.StartWorkers, lc.KillWorkers)
     assert agent.state.restarts_used == 0
+
+
 def test_a_worker_that_another_start_would_not_help_says_so() -> None:
     agent = training()
     record = only(agent.tell(lc.WorkerUnfit(0, 100, "replicas differ", True)), lc.WriteFailure).failure
