@@ -115,11 +115,15 @@ class Comparison:
                 return "the replicas could not be compared before the next failure"
         return "the replicas differ" if task.differs else ""
 
-    def wait(self, timeout_s: float) -> None:
-        """For those that are under way, at the end of the run."""
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether none is under way, after so long at most."""
         deadline_s = time.monotonic() + timeout_s
-        for task in self._tasks:
-            task.settled.wait(max(0.0, deadline_s - time.monotonic()))
+        return all(task.settled.wait(max(0.0, deadline_s - time.monotonic())) for task in self._tasks)
+
+    @property
+    def has_failed(self) -> bool:
+        """In this generation replicas differ; one of them has said so."""
+        return any(task.differs for task in self._tasks)
 
     # ---- the thread ----
 

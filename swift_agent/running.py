@@ -65,6 +65,8 @@ TELL_S = 10.0
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
 
+# At its end a rank waits so long for the last comparison of replicas.
+COMPARED_S = 10.0
 # Of what a rank tells at its end: it goes into etcd, for each rank.
 MAX_PARTS = 32
 
@@ -189,7 +191,7 @@ class Protected:
                 supervisor.hold(place.here.iteration)
                 if supervisor.interrupted:
                     continue
-            if not self._last_checkpoint_is_over():
+            if not self._last_checkpoint_is_over() or not self._last_comparison_is_over():
                 continue
             supervisor.send({"op": "finished", "generation": supervisor.generation, "end": self._end()})
             if self._lookout is not None:
@@ -207,6 +209,18 @@ class Protected:
         while self._checkpointing is not None and not self._checkpointing.is_over(timeout_s=0.05):
             if self.supervisor.interrupted:
                 return False
+        return True
+
+    def _last_comparison_is_over(self) -> bool:
+        """False if a failure comes first. All have come here, or are about to."""
+        comparison, deadline_s = self._comparison, time.monotonic() + COMPARED_S
+        while comparison is not None and not comparison.is_over(timeout_s=0.05) and time.monotonic() < deadline_s:
+            if self.supervisor.interrupted:
+                return False
+        while comparison is not None and comparison.has_failed:
+            if self.supervisor.interrupted:
+                return False
+            time.sleep(0.05)  # the agent ends this process
         return True
 
     # ---- iterations ----
