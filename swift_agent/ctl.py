@@ -182,6 +182,8 @@ def _draw_job(job: dict[str, Any]) -> RenderableType:
         lines.append(Text(f"  drain of {order['node']} ({order['why']}): {order['progress']}"))
     for failure in job["failures"]:
         lines.append(Text(f"  failure in slot {failure['slot']} ({failure['kind']}): {failure['evidence']}"))
+    for damaged in job["damaged"]:
+        lines.append(Text(f"  the record {damaged['record']} {damaged['why']}; it counts as none"))
     for event in job["events"][-NUM_EVENTS_SHOWN:]:
         lines.append(Text(f"  generation {event['generation']}: {event['what']}: {event['why']}"))
     return Group(*lines)
@@ -201,7 +203,10 @@ def history(config: EtcdConfig, job: str, as_json: bool) -> None:
     not answer, 2 a wrong command line.
     """
     with opened(config) as store:
-        episodes = explaining.history(jobs.events_of(job, records_of(store, config, job)))
+        events, unread = jobs.history_of(job, records_of(store, config, job))
+    episodes = explaining.history(events)
+    for name, why in unread.items():
+        click.echo(f"the record {name} {why}", err=True)
     if as_json:
         click.echo(json.dumps({"job": job, "events": [episode.to_json() for episode in episodes]}))
         return

@@ -33,15 +33,25 @@ def of_job(job_id: str, entries: Iterable[KeyValue]) -> list[KeyValue]:
 
 
 def view_of(job_id: str, entries: Iterable[KeyValue]) -> View:
-    """The records of a job as an agent sees them. Raises `RecordError`."""
+    """The records of a job as an agent sees them: without what cannot be read."""
     return view_of_entries(Keys(job_id), entries)
 
 
 def events_of(job_id: str, entries: Iterable[KeyValue]) -> tuple[EventRecord, ...]:
-    """The history that is kept of a job, oldest first. Raises `RecordError`."""
-    prefix = f"{Keys(job_id).prefix}events/"
-    found = sorted((kv for kv in entries if kv.key.startswith(prefix)), key=lambda kv: kv.key)
-    return tuple(decode(EventRecord, kv.value) for kv in found)
+    """The history that is kept of a job, oldest first, without what cannot be read."""
+    return history_of(job_id, entries)[0]
+
+
+def history_of(job_id: str, entries: Iterable[KeyValue]) -> tuple[tuple[EventRecord, ...], dict[str, str]]:
+    """The history, and by name why other entries of it cannot be read."""
+    keys = Keys(job_id)
+    events, unread = [], {}
+    for kv in sorted((kv for kv in entries if kv.key.startswith(keys.events)), key=lambda kv: kv.key):
+        try:
+            events.append(decode(EventRecord, kv.value))
+        except RecordError as error:
+            unread[kv.key[len(keys.prefix) :]] = f"cannot be read ({error})"
+    return tuple(events), unread
 
 
 def follow(entries: Mapping[str, KeyValue], response: WatchResponse) -> dict[str, KeyValue]:
@@ -62,20 +72,22 @@ def has_ended(job_id: str, entries: Mapping[str, KeyValue]) -> bool:
 
 
 def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
-    """What the keys of a job say, as plain JSON types. Raises `RecordError` if a record cannot be read.
+    """What the keys of a job say, as plain JSON types.
 
-    `state` is `starting`, `training`, `recovering`, `abandoned` (no node is alive) or, at the end, what the result
-    says. A slot whose owner is not alive is listed under `missing_slots`; a living node without a slot is a spare and
-    has `slot` null. `iteration` is the newest that is known: that of `rate`, which rank 0's node writes every few
-    seconds (`time_s`: when), else the one at which the job last went on after a recovery, else null. `drains`: the
-    nodes that are to leave, and how far that is.
+    `state` is `starting`, `training`, `recovering`, `abandoned` (no node is alive), `unreadable` (the record of the job
+    or of its generation is) or, at the end, what the result says. A slot whose owner is not alive is listed under
+    `missing_slots`; a living node without a slot is a spare and has `slot` null. `iteration` is the newest that is
+    known: that of `rate`, which rank 0's node writes every few seconds (`time_s`: when), else the one at which the job
+    last went on after a recovery, else null. `drains`: the nodes that are to leave, and how far that is. `damaged`:
+    records that are left out, because they cannot be read.
     """
     listed = list(entries)
     view = view_of(job_id, listed)
     generation = view.generation
     alive = {node.incarnation for node in view.nodes.values()}
     slots = generation.slots if generation else ()
-    events = events_of(job_id, listed)
+    events, unread = history_of(job_id, listed)
+    damaged = {**{name: what.why for name, what in view.damaged.items()}, **unread}
     return {
         "job": job_id,
         "state": _state(view),
@@ -116,25 +128,21 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
             {"time_s": event.time_s, "generation": event.generation, "what": event.what, "why": event.why}
             for event in events
         ],
+        "damaged": [{"record": name, "why": why} for name, why in sorted(damaged.items())],
     }
 
 
 def summarize_all(entries: Iterable[KeyValue]) -> list[dict[str, Any]]:
-    """`summarize` for each job; one that another version has written is listed as `unreadable`, with the reason."""
+    """`summarize` for each job."""
     listed = list(entries)
-    return [_summary_or_reason(job_id, of_job(job_id, listed)) for job_id in jobs_in(listed)]
-
-
-def _summary_or_reason(job_id: str, entries: list[KeyValue]) -> dict[str, Any]:
-    try:
-        return summarize(job_id, entries)
-    except RecordError as error:
-        return {**summarize(job_id, ()), "state": "unreadable", "why": str(error)}
+    return [summarize(job_id, of_job(job_id, listed)) for job_id in jobs_in(listed)]
 
 
 def _state(view: View) -> str:
     if view.result is not None:
         return view.result.state
+    if "job" in view.damaged or "generation" in view.damaged:
+        return "unreadable"
     if not view.nodes:
         return "abandoned"
     if view.generation is None:
@@ -186,10 +194,11 @@ def leftovers(entries: Iterable[KeyValue]) -> tuple[Leftover, ...]:
     found = []
     for job_id in jobs_in(listed):
         own, keys = of_job(job_id, listed), Keys(job_id)
-        if any(entry.key.startswith(keys.nodes) for entry in own):
+        # Nodes write under a lease, of whatever version they are; people do not.
+        if view_of(job_id, own).nodes or any(kv.lease_id and kv.key.startswith(keys.nodes) for kv in own):
             continue
         revision = next((entry.mod_revision for entry in own if entry.key == keys.job), 0)
-        summary = _summary_or_reason(job_id, own)
+        summary = summarize(job_id, own)
         last_s = max((event["time_s"] for event in summary["events"]), default=None)
         found.append(Leftover(job_id, len(own), revision, summary["state"], last_s))
     return tuple(found)

@@ -184,10 +184,12 @@ def _fold(state: AgentState, event: Event) -> AgentState:
         case ViewChanged(view):
             if view.revision < state.view.revision:
                 return state  # seen by this node's former incarnation, and delivered late
-            issued = state.issued if view.number == state.view.number else frozenset()
+            old = state.view
+            issued = state.issued if view.number == old.number else frozenset()
             if _is_registered(state, view):
                 issued -= {RECLAIM}  # the next loss is another one
-            return replace(state, view=view, issued=issued)
+            state = replace(state, view=view, issued=issued)
+            return _written_again(state) if _has_changed_hands(old, view) else state
         case WorkerStarted(local_rank, generation, pid):
             worker = state.workers.get(local_rank)
             if worker is None or worker.generation != generation:
@@ -229,12 +231,24 @@ def _fold(state: AgentState, event: Event) -> AgentState:
         case PeerDoubted(incarnation):
             return _doubt(state, incarnation)
         case PlaceReclaimed():
-            # Writes are idempotent, but for the store: its address is not told twice.
-            hosting = state.view.store is None and state.view.number == state.store_started
-            started = state.store_started - 1 if hosting else state.store_started
-            return replace(state, issued=state.issued & {RECLAIM}, store_started=started)
+            return _written_again(state)
         case Tick() | RateTick() | WorkerAt():
             return state
+
+
+def _has_changed_hands(old: View, new: View) -> bool:
+    """Somebody wrote into the records of the generation, or it was restored after that: what this node wrote may be
+    gone, and what it was about to write was refused."""
+    if new.number == old.number and new.generation_revision != old.generation_revision:
+        return True
+    return any(old.damaged.get(name) != what for name, what in new.damaged.items())
+
+
+def _written_again(state: AgentState) -> AgentState:
+    """Writes are idempotent, but for the store: its address is not told twice."""
+    hosting = state.view.store is None and state.view.number == state.store_started
+    started = state.store_started - 1 if hosting else state.store_started
+    return replace(state, issued=state.issued & {RECLAIM}, store_started=started)
 
 
 def _doubt(state: AgentState, incarnation: str) -> AgentState:
@@ -254,6 +268,9 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     slot = generation.slot_of(state.incarnation) if generation is not None else None
     # Its lease is gone, but nobody has its slot: even if it was told to leave, it comes back first.
     lapsed = state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absent(view).values()}
+    if view.job is None and registered:
+        why = f"the record of the job was removed by somebody; {state.node_id} cannot go on without it"
+        return _once(state, ("leave",), LeaveJob(ResultRecord("stopped", why)))
     if not lapsed and (slot is None or not registered):
         why = leaving.reason_to_go(view, state.node_id, state.incarnation, state.workers)
         if why:

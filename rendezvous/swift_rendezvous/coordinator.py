@@ -45,6 +45,7 @@ from swift_rendezvous.membership import (
     missing,
     stage_of,
 )
+from swift_rendezvous.mending import RemoveDamaged, RestoreGeneration, RestoreJob
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class Coordinator:
                 deadline_s = time.monotonic() + 2.0
 
     def _step(self, view: View) -> float | None:
-        if view.job is None or view.result is not None:
+        if view.result is not None or (view.job is None and "job" not in view.damaged):
             return None
         if view.coordinator is None:
             self._elect(view)
@@ -251,29 +252,30 @@ class Coordinator:
                 if view.generation is None or view.plan is not None:
                     return True  # it went with its generation
                 number = view.generation.number
-                if not view.generation.asks:
+                if not view.generation.asks and f"plan/{number}" not in view.damaged:
                     return True
                 plan = self._planner(view.generation, view.progress, view.handovers)
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
-                guards.append(Compare.create_revision(keys.plan(number), "==", 0))
+                guards.append(self._unwritten(view, keys.plan(number)))
                 ops = [Put(keys.plan(number), encode(plan))]
                 self._announce(f"plan of generation {number}: {plan.why}")
             case PublishPause(pause):
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
                 # Each step once, though this may have been decided on a view from before the last.
                 key, before = keys.pause(view.number), view.pause
-                guards.append(Compare.absent(key) if before is None else Compare.value(key, "==", encode(before)))
+                as_seen = Compare.value(key, "==", encode(before)) if before is not None else self._unwritten(view, key)
+                guards.append(as_seen)
                 ops = [Put(key, encode(pause))]
             case PublishRelease():
                 ops = [Put(keys.release(view.number), b"1")]
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
             case PublishResult(result):
-                guards.append(Compare.create_revision(keys.result, "==", 0))
+                guards.append(self._unwritten(view, keys.result))
                 ops = [Put(keys.result, encode(result))]
             case PublishLoss(failure):
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
                 assert view.generation is not None
-                guards.append(Compare.absent(keys.node(view.generation.slots[failure.slot].node_id)))
+                guards.append(self._unwritten(view, keys.node(view.generation.slots[failure.slot].node_id)))
                 ops = [Put(keys.failure(view.number, failure.slot), encode(failure))]
             case ForgetNode(node_id, _):
                 guards.append(self._as_seen(view, node_id))
@@ -281,7 +283,24 @@ class Coordinator:
             case ForgetDrain(node_id):
                 guards.append(Compare.value(keys.drain(node_id), "==", encode(view.drains[node_id])))
                 ops = [Delete(keys.drain(node_id))]
+            case RestoreGeneration(generation):
+                guards.append(self._unwritten(view, keys.generation))
+                ops = [Put(keys.generation, encode(generation))]
+                self._announce(f"the record generation {view.damaged['generation'].why}: it is written again")
+            case RestoreJob(job):
+                guards.append(self._unwritten(view, keys.job))
+                ops = [Put(keys.job, encode(job))]
+                self._announce(f"the record job {view.damaged['job'].why}: it is written again")
+            case RemoveDamaged(name):
+                guards.append(self._unwritten(view, keys.prefix + name))
+                ops = [Delete(keys.prefix + name)]
+                self._announce(f"the record {name} {view.damaged[name].why}: it is removed")
         return self._store.transaction(guards, ops).succeeded
+
+    def _unwritten(self, view: View, key: str) -> Compare:
+        """There is no such record, but for what cannot be read and was seen."""
+        damaged = view.damaged.get(key[len(self._keys.prefix) :])
+        return Compare.mod_revision(key, "==", 0 if damaged is None else damaged.revision)
 
     def _as_seen(self, view: View, node_id: str) -> Compare:
         """The node has not come back meanwhile."""

@@ -401,9 +401,13 @@ class Keys:
         """Looked at by all, unlike `resumed`: until then the loss of the drained node is a loss."""
         return f"{self.prefix}taken/{generation}/{slot}"
 
+    @property
+    def events(self) -> str:
+        return self.prefix + "events/"
+
     def event(self, generation: int) -> str:
         """Its begin, in the history. In the order of the keys that of `recovery` follows it."""
-        return f"{self.prefix}events/{generation:08d}"
+        return f"{self.events}{generation:08d}"
 
     def recovery(self, generation: int) -> str:
         """The history's entry for the moment in which the job ran again."""
@@ -423,6 +427,8 @@ def decode(cls: type[T], value: bytes) -> T:
         data = json.loads(value)
     except ValueError as error:
         raise RecordError(f"{cls.__name__}: not JSON: {error}") from None
+    except RecursionError:
+        raise RecordError(f"{cls.__name__}: nested too deeply") from None
     if not isinstance(data, dict) or data.pop("v", None) != CODEC_VERSION:
         raise RecordError(f"{cls.__name__}: written by another version of swift-agent (codec {CODEC_VERSION} expected)")
     return typing.cast(T, _build(cls, data, cls.__name__))

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swift_rendezvous import draining, resizing
+from swift_rendezvous import draining, mending, resizing
 from swift_rendezvous.accusations import bare_ranks, believed
 from swift_rendezvous.keys import (
     FailureRecord,
@@ -28,6 +28,7 @@ from swift_rendezvous.keys import (
     ResultRecord,
     WorkerExit,
 )
+from swift_rendezvous.mending import RemoveDamaged, RestoreGeneration, RestoreJob
 from swift_rendezvous.view import View, once_per_view
 
 # Parts of a state of which it says that they differ; the others are counted.
@@ -111,6 +112,9 @@ Command = (
     | PublishLoss
     | ForgetNode
     | ForgetDrain
+    | RestoreGeneration
+    | RestoreJob
+    | RemoveDamaged
 )
 
 
@@ -139,9 +143,13 @@ class Losses:
     """slot -> evidence: nothing is lost there, but all have to be connected anew"""
     handovers: dict[int, str] = field(default_factory=dict)
     """slot -> evidence: a drained node that was lost before its successor trained"""
+    records: dict[str, str] = field(default_factory=dict)
+    """name -> evidence: see `mending.unread_records`"""
 
     def __bool__(self) -> bool:
-        return bool(self.nodes or self.workers or self.restart or self.again or self.handovers)
+        return bool(
+            self.nodes or self.workers or self.restart or self.again or self.handovers or self.records
+        )
 
 
 @once_per_view
@@ -153,13 +161,13 @@ def absent(view: View) -> dict[int, Owner]:
     generation = view.generation
     if generation is None:
         return {}
-    accused = {slot for slot, f in view.failures.items() if f.kind == "node"}
+    # Also who is given up for what it said of others: it would come back, and be forgotten again, for ever.
+    said = [*view.failures.items(), *believed_failures(view).items()]
+    accused = {(slot, failure.incarnation) for slot, failure in said if failure.kind == "node"}
     return {
         slot: owner
         for slot, owner in enumerate(generation.slots)
-        if owner.node_id not in view.nodes
-        and slot not in view.exited
-        and not (slot in accused and view.failures[slot].incarnation == owner.incarnation)
+        if owner.node_id not in view.nodes and slot not in view.exited and (slot, owner.incarnation) not in accused
     }
 
 
@@ -270,11 +278,25 @@ def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | N
     *waiting_since_s*: when the current wait for nodes, that of `stage_of`, began (None: not waiting). All times are
     seconds of one monotonic clock.
     """
-    if view.result is not None or view.job is None:
+    if view.result is not None:
+        return Decision()
+    mended = _mended(view)
+    if mended is not None:
+        return mended
+    if view.job is None:
         return Decision()
     decision = _decide(view, rules, now_s, waiting_since_s)
     forget = tuple(ForgetDrain(node_id) for node_id in draining.fulfilled(view))
     return replace(decision, commands=(*decision.commands, *forget))
+
+
+def _mended(view: View) -> Decision | None:
+    """What is done about records without which the job cannot go on; None: all is well (see `mending`)."""
+    why = mending.beyond_repair(view)
+    if why:
+        return Decision((PublishResult(ResultRecord("stopped", why)),), why=why)
+    repairs = mending.repairs(view)
+    return Decision(repairs, why="records that were removed or overwritten are mended") if repairs else None
 
 
 def stage_of(view: View) -> resizing.Stage:
@@ -288,6 +310,9 @@ def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | Non
     if view.generation is None:
         return _start(view, rules, now_s, waiting_since_s)
     lost = losses(view)
+    unread = mending.unread_records(view)
+    if unread:
+        lost = replace(lost, records=unread)
     if lost and view.released:
         return _lost_after_release(view, lost)
     if lost:
@@ -581,6 +606,7 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
         parts.append(lost.restart.evidence)
     parts += [evidence for _, evidence in sorted(lost.again.items())]
     parts += [evidence for _, evidence in sorted(lost.handovers.items())]
+    parts += [evidence for _, evidence in sorted(lost.records.items())]
     return "; ".join(parts)
 
 

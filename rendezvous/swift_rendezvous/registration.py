@@ -9,8 +9,18 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
-from swift_rendezvous.keys import FailureRecord, GenerationRecord, JobRecord, Keys, NodeRecord, decode, encode
+from swift_rendezvous.keys import (
+    FailureRecord,
+    GenerationRecord,
+    JobRecord,
+    Keys,
+    NodeRecord,
+    RecordError,
+    decode,
+    encode,
+)
 from swift_rendezvous.kv import Compare, Delete, DeletePrefix, KeyValue, KeyValueStore, Lease, Op, Put, RendezvousError
 from swift_rendezvous.resizing import sizes
 
@@ -19,6 +29,9 @@ log = logging.getLogger(__name__)
 ENDING_TIMEOUT_S = 10.0
 # After a time in which etcd was away the nodes of a running job may all be without a lease; they come back within this.
 RETURN_TIMEOUT_S = 3.0
+
+
+T = TypeVar("T")
 
 
 class JobConflict(RendezvousError):
@@ -55,12 +68,13 @@ def enter_job(
     lease = store.grant_lease(lease_ttl_s)
     mine = Put(keys.node(me.node_id), encode(me), lease_id=lease.id)
     deadline_s = time.monotonic() + lease_ttl_s + 1.0
+    nobody = 0  # the revision of what stands in the place of this node's record and cannot be read
     try:
         while True:
             # The job must still be the one that was found, and is written again with the node: whoever is about to
             # remove it because it had no nodes (guarded by its revision) then does not.
             guards = [
-                Compare.absent(keys.node(me.node_id)),
+                Compare.mod_revision(keys.node(me.node_id), "==", nobody),
                 Compare.value(keys.job, "==", found.value),
                 Compare.create_revision(keys.job, "==", found.create_revision),
             ]
@@ -69,6 +83,10 @@ def enter_job(
             there = store.get(keys.node(me.node_id))
             if there is not None and there.lease_id == lease.id:
                 return Entry(lease, found.create_revision)  # it was sent twice, and the first one counted
+            if there is not None and not _is_node(there) and there.mod_revision != nobody:
+                nobody = there.mod_revision
+                continue
+            nobody = 0
             if there is not None:
                 if time.monotonic() >= deadline_s:
                     raise JobConflict(
@@ -95,18 +113,21 @@ def reclaim_place(store: KeyValueStore, keys: Keys, me: NodeRecord, known_job: i
         while True:
             job = _find(store, keys, known_job)
             stored, record = store.get(keys.generation), store.get(keys.node(me.node_id))
-            if record is not None and record.value != encode(me):
+            if record is not None and record.value != encode(me) and _is_node(record):
                 raise PlaceLost(f"another node is in the job under the name {me.node_id!r}")
-            generation = None if stored is None else decode(GenerationRecord, stored.value)
+            generation = _readable(GenerationRecord, stored)
+            if stored is None or generation is None:
+                begun, _ = store.get_prefix(keys.events, limit=1)
+                if stored is not None or begun:
+                    raise RendezvousError("the record generation is not there, or cannot be read")  # it is mended
             slot = None if generation is None else generation.slot_of(me.incarnation)
             if stored is None or generation is None or slot is None:
                 raise PlaceLost(f"{me.node_id} has no slot in the job")
             failure_key = keys.failure(generation.number, slot)
             failure = store.get(failure_key)
-            if failure is not None:
-                accused = decode(FailureRecord, failure.value)
-                if accused.kind == "node" and accused.incarnation == me.incarnation:
-                    raise PlaceLost(f"the other nodes took {me.node_id} for lost: {accused.evidence}")
+            accused = _readable(FailureRecord, failure)
+            if accused is not None and accused.kind == "node" and accused.incarnation == me.incarnation:
+                raise PlaceLost(f"the other nodes took {me.node_id} for lost: {accused.evidence}")
             guards = [
                 Compare.mod_revision(keys.generation, "==", stored.mod_revision),
                 Compare.mod_revision(failure_key, "==", failure.mod_revision if failure else 0),
@@ -145,7 +166,7 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
         found = store.get(keys.job)
         if found is None:
             continue
-        nodes, _ = store.get_prefix(keys.nodes, limit=1)
+        nodes = _has_nodes(store, keys)
         ended = store.get(keys.result) is not None
         begun = store.get(keys.generation) is not None
         if not nodes and found.value == value and not begun and not ended:
@@ -160,10 +181,38 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
         elif ended:
             raise JobConflict(f"job {keys.job_id!r} has ended, but its nodes do not leave; use another --rdzv-id")
         else:
-            other = decode(JobRecord, found.value)
+            try:
+                other = decode(JobRecord, found.value)
+            except RecordError as error:
+                if time.monotonic() < return_s:
+                    time.sleep(0.1)  # the coordinator writes it again
+                    continue
+                raise JobConflict(
+                    f"the record of job {keys.job_id!r} cannot be read ({error}); nothing was started"
+                ) from None
             if other != job:
                 raise JobConflict(_describe_conflict(keys, other, job))
             return found
+
+
+def _readable(kind: type[T], found: KeyValue | None) -> T | None:
+    """The record, None if there is none or something else stands in its place."""
+    try:
+        return None if found is None else decode(kind, found.value)
+    except RecordError:
+        return None
+
+
+def _is_node(found: KeyValue) -> bool:
+    """Whether a node wrote it, of whatever version: all of them write under a lease."""
+    return found.lease_id != 0 or _readable(NodeRecord, found) is not None
+
+
+def _has_nodes(store: KeyValueStore, keys: Keys) -> bool:
+    first, _ = store.get_prefix(keys.nodes, limit=1)
+    if not first or _is_node(first[0]):
+        return bool(first)
+    return any(map(_is_node, store.get_prefix(keys.nodes)[0]))
 
 
 def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
@@ -214,7 +263,7 @@ def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) ->
     try:
         lease.revoke()
         job = store.get(keys.job)
-        nodes, _ = store.get_prefix(keys.nodes, limit=1)
+        nodes = _has_nodes(store, keys)
         # A job without nodes that has begun and not ended: their leases were lost while etcd was away.
         over = store.get(keys.generation) is None or store.get(keys.result) is not None
         if job is not None and not nodes and over:

@@ -4,6 +4,10 @@ A `View` is immutable; `apply` folds one change into it. Only records of the cur
 to an older one has no say any more, what belongs to a newer one arrives after that generation's record (etcd delivers
 in the order of revisions).
 
+A record that cannot be read, because a person, a stranger or another version wrote it, counts as none, in a listing as
+in a watch, and is noted (`View.damaged`): one of them must not blind a node for all others. What the job cannot do
+without, its own record and the generation, stays as it was last read until it is written again (see `mending`).
+
 This module must never decide anything and never talk to a store.
 """
 
@@ -30,6 +34,7 @@ from swift_rendezvous.keys import (
     PositionRecord,
     ProgressRecord,
     RateRecord,
+    RecordError,
     ResultRecord,
     ResumedRecord,
     StoreRecord,
@@ -50,12 +55,23 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Damaged:
+    """What is stored in the place of a record. *revision*: of that, 0 where there is nothing: whoever writes the record
+    again compares with it. *why*: goes on from "the record NAME"."""
+
+    revision: int
+    why: str
+
+
+@dataclass(frozen=True)
 class View:
     """All records that matter now. Maps are keyed by slot, *nodes* by node id."""
 
     revision: int = 0
     """Of the last change folded in: of two views of one store, the one with the smaller number is the older."""
     job: JobRecord | None = None
+    job_created: int = 0
+    """The create revision of its record: which job of this id it is."""
     nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
     joined: Mapping[str, int] = field(default_factory=dict)
     """node id -> create revision of its record: the order in which nodes came."""
@@ -85,6 +101,10 @@ class View:
     rate: RateRecord | None = None
     recovered: int = 0
     """The last generation whose recovery is in the history: it has been told."""
+    begun: int = 0
+    """The last generation that is in the history at all."""
+    damaged: Mapping[str, Damaged] = field(default_factory=dict)
+    """By name, which is the key without the job's prefix, what cannot be read, or should be there and is not."""
 
     @property
     def number(self) -> int:
@@ -118,6 +138,10 @@ class Change:
     create_revision: int = 0
 
 
+# Of why a record cannot be read: it may quote what a stranger wrote.
+_MAX_WHY = 200
+REMOVED = "was removed by somebody"
+
 _PER_SLOT: dict[str, tuple[str, type[Any]]] = {
     "failure": ("failures", FailureRecord),
     "~progress": ("progress", ProgressRecord),
@@ -129,46 +153,92 @@ _PER_SLOT: dict[str, tuple[str, type[Any]]] = {
     "~handover": ("handovers", ProgressRecord),
     "taken": ("taken", TakenRecord),
 }
+_OF_GENERATION = {*_PER_SLOT, "store", "plan", "release", "pause"}
 
 
 def apply(view: View, keys: Keys, change: Change) -> View:
-    """Fold one change into the view. Raises `RecordError` if a value cannot be read."""
+    """Fold one change into the view. A value that cannot be read is noted and counts as none. Never raises."""
     if not change.key.startswith(keys.prefix):
         return view
+    name = change.key[len(keys.prefix) :]
     view = replace(view, revision=max(view.revision, change.mod_revision))
-    parts = change.key[len(keys.prefix) :].split("/")
+    if name in view.damaged:
+        view = replace(view, damaged={key: what for key, what in view.damaged.items() if key != name})
+    try:
+        return _read(view, name, change)
+    except RecordError as error:
+        why = str(error)
+    except Exception as error:  # a defect of the reading: it must not end who follows the job
+        why = f"{type(error).__name__}: {error}"
+    return _unread(view, name, change.mod_revision, f"cannot be read ({why[:_MAX_WHY]})")
+
+
+def _unread(view: View, name: str, revision: int, why: str) -> View:
+    """*view* without what the record *name* held, as far as the job can do without that."""
+    damaged = Damaged(revision, why)
+    match name:
+        case "generation":  # the fences of all writes compare with what is stored
+            view = replace(view, generation_revision=revision)
+        case "coordinator":  # and so does the next election
+            view = replace(view, coordinator=None, coordinator_revision=revision)
+        case "job":
+            pass
+        case _:
+            view = _read(view, name, Change("", None, revision))
+    return replace(view, damaged={**view.damaged, name: damaged})
+
+
+def _number(text: str) -> int | None:
+    """The number of a generation or a slot in a key; None for anything else, whatever Unicode takes for a digit."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _read(view: View, key: str, change: Change) -> View:
+    """Raises `RecordError`."""
+    parts = key.split("/")
     name, value = parts[0], change.value
     match name:
         case "nodes" if len(parts) == 2:
             return _node(view, parts[1], change)
-        case "generation":
-            if value is None:
-                return _enter(view, None, 0)
-            return _enter(view, decode(GenerationRecord, value), change.mod_revision)
-        case "coordinator":
+        case "generation" if len(parts) == 1:
+            if value is not None:
+                return _enter(view, decode(GenerationRecord, value), change.mod_revision)
+            if view.generation is not None and view.job is not None:
+                return _unread(view, name, 0, REMOVED)  # the job goes with it where that is meant
+            return _enter(view, None, 0)
+        case "coordinator" if len(parts) == 1:
             record = None if value is None else decode(CoordinatorRecord, value)
             return replace(view, coordinator=record, coordinator_revision=change.mod_revision if record else 0)
-        case "job":
-            return replace(view, job=None if value is None else decode(JobRecord, value))
+        case "job" if len(parts) == 1:
+            if value is not None:
+                return replace(view, job=decode(JobRecord, value), job_created=change.create_revision)
+            view = replace(view, job=None, job_created=0)
+            if "generation" not in view.damaged:
+                return view
+            return _enter(replace(view, damaged=_all_but(view.damaged, "generation")), None, 0)
         case "tracked":
             return replace(view, tracked=value is not None)
         case "preload":
-            return replace(view, preload=() if not value else tuple(value.decode().split(",")))
-        case "end":
+            try:
+                return replace(view, preload=() if not value else tuple(value.decode().split(",")))
+            except UnicodeDecodeError as error:
+                raise RecordError(f"no text: {error}") from None
+        case "end" if len(parts) == 1:
             return replace(view, result=None if value is None else decode(ResultRecord, value))
         case "rate":
             return replace(view, rate=None if value is None else decode(RateRecord, value))
         case "events" if len(parts) == 2 and value is not None:
-            number, _, what = parts[1].partition(".")
-            if what == "recovered" and number.isdigit():
-                view = replace(view, recovered=max(view.recovered, int(number)))
-            return view
+            digits, _, what = parts[1].partition(".")
+            number = _number(digits) or 0
+            if what == "recovered":
+                view = replace(view, recovered=max(view.recovered, number))
+            return replace(view, begun=max(view.begun, number))
         case "drain" if len(parts) == 2:
-            drains = {node_id: drain for node_id, drain in view.drains.items() if node_id != parts[1]}
+            drains = _all_but(view.drains, parts[1])
             if value is not None:
                 drains[parts[1]] = decode(DrainRecord, value)
             return replace(view, drains=drains)
-    if len(parts) < 2 or not parts[1].isdigit() or int(parts[1]) != view.number:
+    if len(parts) < 2 or _number(parts[1]) != view.number:
         return view
     match name:
         case "store":
@@ -179,28 +249,38 @@ def apply(view: View, keys: Keys, change: Change) -> View:
             return replace(view, released=value is not None)
         case "pause":
             return replace(view, pause=None if value is None else decode(PauseRecord, value))
-    if name in _PER_SLOT and len(parts) == 3 and parts[2].isdigit():
-        attribute, cls = _PER_SLOT[name]
-        records = dict(getattr(view, attribute))
-        if value is None:
-            records.pop(int(parts[2]), None)
-        else:
-            records[int(parts[2])] = decode(cls, value)
-        changes: dict[str, Any] = {attribute: records}
-        return replace(view, **changes)
-    return view
+    slot = _number(parts[2]) if name in _PER_SLOT and len(parts) == 3 else None
+    if slot is None:
+        return view
+    attribute, cls = _PER_SLOT[name]
+    records = dict(getattr(view, attribute))
+    if value is None:
+        records.pop(slot, None)
+    else:
+        records[slot] = decode(cls, value)
+    changes: dict[str, Any] = {attribute: records}
+    return replace(view, **changes)
+
+
+def _all_but(records: Mapping[str, T], name: str) -> dict[str, T]:
+    return {key: record for key, record in records.items() if key != name}
 
 
 def apply_all(view: View, keys: Keys, changes: Iterable[Change]) -> View:
-    """Fold many changes. A listing is not in the order of history, so it is sorted by revision first."""
+    """Fold many changes. A listing is not in the order of history, so it is sorted by revision first; the generation
+    comes before its records, also where it was written again after them."""
     nodes, joined, newest = dict(view.nodes), dict(view.joined), view.revision
     rest = []
-    for change in sorted(changes, key=lambda c: c.mod_revision):
-        if change.key.startswith(keys.nodes) and "/" not in change.key[len(keys.nodes) :]:
-            # All at once: no other record means anything else because of them, and there may be a thousand.
-            _put_node(nodes, joined, change.key[len(keys.nodes) :], change)
+    for change in sorted(changes, key=lambda c: (c.key != keys.generation, c.mod_revision)):
+        name = change.key[len(keys.nodes) :]
+        if not change.key.startswith(keys.nodes) or "/" in name:
+            rest.append(change)
+            continue
+        # All at once: no other record means anything else because of them, and there may be a thousand.
+        try:
+            _put_node(nodes, joined, name, change)
             newest = max(newest, change.mod_revision)
-        else:
+        except Exception:
             rest.append(change)
     view = replace(view, nodes=nodes, joined=joined, revision=newest)
     for change in rest:
@@ -208,11 +288,17 @@ def apply_all(view: View, keys: Keys, changes: Iterable[Change]) -> View:
     return view
 
 
-def view_of_entries(keys: Keys, entries: Iterable[KeyValue]) -> View:
-    """The view that a listing of the job's prefix gives. Raises `RecordError`."""
-    return apply_all(
-        View(), keys, (Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries)
-    )
+def view_of_entries(keys: Keys, entries: Iterable[KeyValue], known: View | None = None) -> View:
+    """The view that a listing of the job's prefix gives. *known*: what was known before of that job, which has to do
+    where the record of the job or of the generation cannot be read any more, or is gone."""
+    changes = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision) for kv in entries]
+    view = View()
+    created = next((change.create_revision for change in changes if change.key == keys.job), 0)
+    if known is not None and known.job is not None and created == known.job_created:
+        view = View(job=known.job, job_created=created, generation=known.generation)
+        if known.generation is not None and all(change.key != keys.generation for change in changes):
+            view = _unread(view, "generation", 0, REMOVED)
+    return apply_all(view, keys, changes)
 
 
 def _node(view: View, node_id: str, change: Change) -> View:
@@ -237,6 +323,7 @@ def _enter(view: View, generation: GenerationRecord | None, revision: int) -> Vi
         view,
         generation=generation,
         generation_revision=revision,
+        damaged={name: what for name, what in view.damaged.items() if name.partition("/")[0] not in _OF_GENERATION},
         store=None,
         plan=None,
         released=False,

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 
-from swift_rendezvous.keys import Keys, RecordError
+from swift_rendezvous.keys import Keys
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch, WatchResponse
-from swift_rendezvous.view import Change, View, apply, view_of_entries
+from swift_rendezvous.view import Change, Damaged, View, apply, view_of_entries
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +69,13 @@ class JobWatcher:
         self._listener = listener
         self._stopped = threading.Event()
         self._watch: Watch | None = None
+        self._named: dict[str, Damaged] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="swift-job-watch", daemon=True)
 
     def start(self) -> View:
         """List the job, start to follow it and return the first view. Raises what the store raises."""
-        self._first = self._list(Scope.FORMING)
+        self._first = self._list(Scope.FORMING, None)
         self._thread.start()
         return self._first[0]
 
@@ -86,12 +87,13 @@ class JobWatcher:
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
-    def _list(self, at_least: Scope) -> tuple[View, int, Scope]:
-        """The view of a listing, its revision, and how much has to be followed from there on."""
+    def _list(self, at_least: Scope, known: View | None) -> tuple[View, int, Scope]:
+        """The view of a listing, its revision, and how much has to be followed from there on. *known*: the last one."""
         scope = Scope.WHOLE if self._me is None else max(at_least, Scope.MEMBER)
         while True:
             entries, revision = self._store.get_prefix(self._keys.prefix, before=followed_before(self._keys, scope))
-            view = view_of_entries(self._keys, entries)
+            view = view_of_entries(self._keys, entries, known)
+            self._name_damaged(view)
             wanted = max(at_least, scope_of(view, self._me))
             if wanted <= scope:
                 # Deletions leave no key: the listing may be newer than its newest record.
@@ -104,7 +106,7 @@ class JobWatcher:
         while not self._stopped.is_set():
             try:
                 if not listed:
-                    view, revision, scope = self._list(scope)
+                    view, revision, scope = self._list(scope, view)
                     listed = True
                     self._listener(view)
                 with self._lock:
@@ -125,7 +127,7 @@ class JobWatcher:
             except Compacted:
                 log.info("the history of the store was compacted: listing the job again")
                 listed = False
-            except (RendezvousError, RecordError) as error:
+            except RendezvousError as error:
                 log.warning("the watch on the job ended: %s", error)
                 self._stopped.wait(0.5)
 
@@ -133,12 +135,16 @@ class JobWatcher:
         for event in response.events:
             kv = event.kv
             value = kv.value if event.kind == "put" else None
-            try:
-                view = apply(view, self._keys, Change(kv.key, value, kv.mod_revision, kv.create_revision))
-            except RecordError as error:
-                # Ending this thread would blind the agent for good; one record is the smaller loss.
-                log.error("ignored the record %s: %s", kv.key, error)
+            view = apply(view, self._keys, Change(kv.key, value, kv.mod_revision, kv.create_revision))
             if kv.key == self._keys.result and view.result is not None:
                 # It may be deleted in the same response, by a job that has ended while we were away.
                 self._listener(view)
+        self._name_damaged(view)
         return view
+
+    def _name_damaged(self, view: View) -> None:
+        """Once each."""
+        for name, damaged in view.damaged.items():
+            if self._named.get(name) != damaged:
+                log.error("the record %s%s %s", self._keys.prefix, name, damaged.why)
+        self._named = dict(view.damaged)

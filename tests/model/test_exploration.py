@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from swift_agent import records
-from swift_rendezvous import coordinator, draining, membership
+from swift_agent import lifecycle, records
+from swift_rendezvous import coordinator, draining, membership, mending, view
 from tests.model import world as model
 from tests.model.explore import explore
 from tests.model.world import Action, World
@@ -109,6 +109,9 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "a link is parted while two of three have no state": lambda: joining_again(faults=1, kinds=("part",)),
     "a node is cut off while a newcomer has no state": lambda: joining(faults=1, kinds=("cut",), ordered=False),
     "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
+    "garbage in a record, and a failure, in training": lambda: training(faults=2, kinds=("garble", "remove", "kill")),
+    "garbage in a record, and a failure, in a recovery": lambda: recovering(faults=2, kinds=("garble", "crash")),
+    "garbage in a record on the way to a boundary": lambda: draining_until("pause", faults=1, kinds=("garble",)),
 }
 
 
@@ -151,7 +154,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         lambda: recovering(faults=2, kinds=("late", "kill"))),
     "a plan can be written twice": (
         coordinator.Coordinator, "_execute",
-        'guards.append(Compare.create_revision(keys.plan(number), "==", 0))', "pass",
+        'guards.append(self._unwritten(view, keys.plan(number)))', "pass",
         lambda: recovering(faults=2, kinds=("late", "crash"))),
     "a lost node is taken for a spare": (
         membership, "spares", "if node.incarnation not in taken]",
@@ -167,9 +170,22 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         membership, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
         "for slot, ranks in ()",
         lambda: joining_again(faults=1, kinds=("part",))),
-    "who is not believed elects itself": (
-        coordinator.Coordinator, "_holder_is_lost", "believed_failures(view).get(slot)", "view.failures.get(slot)",
+    "who is given up for what it said takes its place again": (
+        lifecycle, "reconcile", "for o in absent(view).values()",
+        "for s, o in enumerate(generation.slots if generation else ()) if s not in view.failures",
         lambda: joining(faults=1, kinds=("part",), ordered=False)),
+    "what a record was is compared with, not what is stored": (
+        view, "_unread", "view = replace(view, generation_revision=revision)", "pass",
+        lambda: training(faults=2, kinds=("garble", "kill"))),
+    "nobody mends what the job cannot do without": (
+        mending, "repairs", 'if "generation" in view.damaged and', "if False and",
+        lambda: training(faults=2, kinds=("remove", "lapse"))),
+    "a generation that was removed is forgotten": (
+        view, "_read", "if view.generation is not None and view.job is not None:", "if False:",
+        lambda: training(faults=2, kinds=("remove", "kill"))),
+    "what cannot be read is not written again": (
+        lifecycle, "_written_again", "issued=state.issued & {RECLAIM}, ", "",
+        lambda: training(faults=2, kinds=("garble", "kill"))),
     "nobody notices that a drained node is lost": (
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
         lambda: draining_until("handover", faults=1)),

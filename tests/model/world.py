@@ -58,6 +58,9 @@ Response = tuple[Change, ...]
 FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse", "part")
 # An operator's, and taking it back: counted like failures.
 ORDERS = ("drain", "cancel")
+# Of people and strangers who write into the store: something that cannot be read, or remove it.
+INTRUSIONS = ("garble", "remove")
+GARBAGE = b"?"
 
 
 class Violation(AssertionError):
@@ -302,7 +305,8 @@ class World:
             if node.where == "late":
                 found.append(("see", index, 0))
             if node.online:
-                if node.lease_id not in self.store._leases:
+                away = node.lease_id not in self.store._leases or lc.RECLAIM in node.state.issued
+                if away and "generation" not in self.view.damaged:  # else it is tried again later
                     mine.append(("notice", index, 0))
                 if node.decided:
                     mine.append(("decide", index, 0))
@@ -315,7 +319,8 @@ class World:
     def failures(self) -> list[Action]:
         if not self.faults:
             return []
-        found: list[Action] = []
+        found: list[Action] = [(kind, index, 0) for kind in INTRUSIONS if kind in self.kinds
+                               for index in range(len(self.targets(kind)))]  # fmt: skip
         for index, node in enumerate(self.nodes):
             if not node.here:
                 continue
@@ -339,6 +344,15 @@ class World:
                 found.append(("kill", index, 0))
         return found
 
+    def targets(self, kind: str) -> list[str]:
+        """The keys that may be garbled or removed."""
+        if kind == "remove":
+            return [KEYS.generation, KEYS.job]
+        number = self.view.number
+        return [KEYS.generation, KEYS.coordinator, KEYS.job, KEYS.result, KEYS.plan(number), KEYS.store(number),
+                KEYS.failure(number, 0), KEYS.progress(number, 0), KEYS.finished(number, 0), KEYS.exited(number, 0),
+                KEYS.node("n0"), KEYS.node("x"), KEYS.drain("x")]  # fmt: skip
+
     def _accusers(self, lost: int) -> list[Action]:
         incarnation = self.nodes[lost].record.incarnation
         return [("accuse", index, lost) for index, node in enumerate(self.nodes)
@@ -347,8 +361,8 @@ class World:
     def do(self, action: Action) -> None:
         """Carry it out, and check."""
         what, index, other = action
-        node = self.nodes[index]
-        if what in FAULTS or what in ORDERS:
+        node = self.nodes[index] if what not in INTRUSIONS else self.nodes[0]
+        if what in FAULTS or what in ORDERS or what in INTRUSIONS:
             self.faults -= 1
         match what:
             case "crash":
@@ -356,6 +370,10 @@ class World:
                 node.queue, node.writes, node.decided, node.dirty = (), (), (), False
             case "freeze":
                 node.where = "frozen"
+            case "garble":
+                self.store.put(self.targets(what)[index], GARBAGE)
+            case "remove":
+                self.store.delete(self.targets(what)[index])
             case "cut" | "late":
                 node.where = what
             case "drain":
@@ -531,7 +549,9 @@ class World:
 
     def _stored_number(self) -> int:
         stored = self.store._keys.get(KEYS.generation)
-        return decode(GenerationRecord, stored.value).number if stored else 0
+        if stored is None or stored.value == GARBAGE:
+            return self.view.number
+        return decode(GenerationRecord, stored.value).number
 
     # ---- the coordinator ----
 
@@ -573,6 +593,8 @@ class World:
         for put in puts:
             if put.key == KEYS.generation:
                 new = decode(GenerationRecord, put.value)
+                if new == old:
+                    continue  # it is restored
                 owners = {owner.incarnation for owner in new.slots}
                 demand(not lost & owners, f"a slot is given to {lost & owners}, known to be lost")
                 kept = owners | {owner.incarnation for owner in new.handover.values()}
@@ -671,6 +693,9 @@ class World:
                     demand(has[0] == "holding" and has[1] >= plan.iteration, f"source {source} of a state holds {has}")
                 proc = replace(proc, status="holding", iteration=plan.iteration, live=proc.go)
                 events.append(msg.WorkerResumed(0, proc.pid, proc.go, proc.iteration, {}))
+            if proc.held and proc.boundary >= 0:  # it was told before it was there
+                proc = replace(proc, status="holding")
+                events.append(msg.WorkerParked(0, proc.pid, proc.go))
         else:
             if proc.iteration < self.target:
                 proc = replace(proc, status="holding", iteration=proc.iteration + 1)
@@ -688,12 +713,17 @@ class World:
     def _entered(self, changes: Response) -> None:
         """Everything that holds between a record and the one before it."""
         for change in changes:
-            if change.value is None:
+            if change.value is None or change.value == GARBAGE:
                 continue
-            if change.key == KEYS.generation:
+            mends = change.key[len(KEYS.prefix) :] in self.view.damaged
+            if mends and change.key == KEYS.generation:
+                restored = decode(GenerationRecord, change.value)
+                demand(restored == self.view.generation, f"generation {restored.number} is restored as another")
+            elif change.key == KEYS.generation:
                 self._new_generation(self.view.generation, decode(GenerationRecord, change.value))
             elif change.key == KEYS.plan(self.view.number):
-                demand(change.create_revision == change.mod_revision, "the plan of a generation is written twice")
+                once = change.create_revision == change.mod_revision
+                demand(once or mends, "the plan of a generation is written twice")
             elif change.key == KEYS.result:
                 demand(self.view.result is None, "the job ends twice")
                 self._new_result(change.value)
@@ -824,7 +854,10 @@ def _view_parts(view: View, numbers: set[int]) -> tuple[Any, ...]:
         _contents[id(view)] = known = (view, _content(view))
     joined = [view.joined[name] for name in sorted(view.joined)]
     numbers.update((view.generation_revision, view.coordinator_revision, *joined))
-    return (known[1], _Revision(view.generation_revision), _Revision(view.coordinator_revision),
+    damaged = [view.damaged[name].revision for name in sorted(view.damaged)]
+    numbers.update(damaged)
+    return (known[1], *map(_Revision, damaged),
+            _Revision(view.generation_revision), _Revision(view.coordinator_revision),
             *[_Revision(number) for number in joined])  # fmt: skip
 
 
@@ -835,7 +868,8 @@ def _content(view: View) -> int:
                repr(sorted(g.lost.items())), g.num_restarts, repr(sorted(g.handover.items())),
                repr(sorted(g.bare.items()))),
         view.coordinator and view.coordinator.incarnation,
-        view.job is not None, view.tracked, view.store is not None, view.released, view.result and view.result.state,
+        view.job is not None, tuple(sorted(view.damaged)),
+        view.tracked, view.store is not None, view.released, view.result and view.result.state,
         plan and (plan.restart, repr({**plan.content, "why": ""})),
         tuple(sorted((s, f.kind, f.incarnation, f.local_ranks, f.restarts_left, f.reporter, f.is_dead, f.is_empty)
                      for s, f in view.failures.items())),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from swift_agent.jobs import jobs_in, summarize
 from swift_rendezvous.keys import (
     CoordinatorRecord,
@@ -16,7 +14,6 @@ from swift_rendezvous.keys import (
     Keys,
     NodeRecord,
     Owner,
-    RecordError,
     ResultRecord,
     ResumedRecord,
     encode,
@@ -90,9 +87,16 @@ def test_the_end_and_the_history() -> None:
     assert [event["what"] for event in found["events"]] == ["started", "replaced"]
 
 
-def test_a_record_of_another_version_is_refused() -> None:
-    with pytest.raises(RecordError, match="another version"):
-        summarize("gpt", [KeyValue(KEYS.job, b'{"v": 999}', 1, 1, 1)])
+def test_a_record_that_cannot_be_read_is_shown_beside_the_others() -> None:
+    records = {KEYS.generation: generation(1, "start", "a"), KEYS.event(1): EventRecord(1, "started", "2 nodes", 10.0)}
+    entries = [KeyValue(key, encode(record), 5, 5, 1) for key, record in records.items()]
+    garbage = {KEYS.drain("x"): b"garbage", KEYS.preload: b"\xff", KEYS.event(2): b"{}", KEYS.node("z"): b"[" * 100_000}
+    found = summarize("gpt", [*entries, *(KeyValue(key, value, 6, 6, 1) for key, value in garbage.items())])
+    assert found["generation"] == 1 and [event["what"] for event in found["events"]] == ["started"]
+    named = {entry["record"]: entry["why"] for entry in found["damaged"]}
+    assert set(named) == {"drain/x", "preload", "events/00000002", "nodes/z"}
+    assert all(why.startswith("cannot be read") for why in named.values())
+    assert summarize("gpt", [KeyValue(KEYS.job, b'{"v": 999}', 1, 1, 1)])["state"] == "unreadable"
 
 
 def test_jobs() -> None:

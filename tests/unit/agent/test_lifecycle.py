@@ -18,7 +18,7 @@ from swift_rendezvous.keys import (
     StoreRecord,
     WorkerExit,
 )
-from swift_rendezvous.view import View
+from swift_rendezvous.view import Damaged, View
 from tests.support.records import failure, generation, node, view
 
 C = TypeVar("C")
@@ -610,3 +610,32 @@ def test_phases_follow_the_picture() -> None:
     assert lc.phase_of(agent.state.workers[0]) == "stopped"
     agent.exit(0, 1)
     assert lc.phase_of(agent.state.workers[0]) == "exited"
+
+
+# ---- records that others have damaged ----
+
+
+def test_what_was_written_is_written_again_where_somebody_put_something_else() -> None:
+    agent = training()
+    told = agent.exit(0, -9)
+    assert only(told, lc.WriteFailure).failure.slot == 0
+    none_of(agent.tell(lc.Tick()), lc.WriteFailure)
+    again = agent.change(damaged={"failure/1/0": Damaged(77, "cannot be read")})
+    assert only(again, lc.WriteFailure) == only(told, lc.WriteFailure)
+    none_of(agent.tell(lc.Tick()), lc.WriteFailure)
+    once_more = agent.change(damaged={"failure/1/0": Damaged(78, "cannot be read")})
+    assert only(once_more, lc.WriteFailure) == only(told, lc.WriteFailure)
+
+
+def test_the_address_of_a_store_is_told_again() -> None:
+    agent = Agent()
+    agent.see(view(tracked=True, store=None))
+    only(agent.given, lc.HostStore)
+    assert only(agent.change(damaged={"store/1": Damaged(77, "cannot be read")}), lc.HostStore).generation == 1
+
+
+def test_a_job_whose_record_was_removed_ends_with_a_sentence() -> None:
+    """Nobody would decide anything any more; it must not wait for ever for that."""
+    agent = training()
+    end = only(agent.change(job=None), lc.LeaveJob).result
+    assert end.state == "stopped" and "the record of the job was removed" in end.why

@@ -490,6 +490,61 @@ def test_a_watcher_outlives_compaction_and_unreadable_records() -> None:
     assert len(views) == num_seen
 
 
+STRANGE = {
+    "drain/x": b"garbage", "nodes/x": b"garbage", "preload": b"\xff\xfe", "store/\u00b2": b"1", "rate": b'{"v":2}',
+    "plan/" + "9" * 5000: b"1", "exited/1/0": b"[" * 100_000, "generation": b"garbage", "end": b"garbage",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=[name[:12] for name in STRANGE])
+def test_no_record_blinds_a_watcher_or_keeps_it_from_listing(name: str) -> None:
+    store, views = MemoryStore(), list[View]()
+    store.put(KEYS.job, encode(JobRecord(2, 2, "command", 1)))
+    store.put(KEYS.generation, encode(generation(1)))
+    watcher = JobWatcher(store, KEYS, views.append, "n0.1")
+    watcher.start()
+    store.put(KEYS.prefix + name, STRANGE[name])
+    store.put(KEYS.failure(1, 1), encode(failure("node", 1)))
+    wait_for(lambda: views and 1 in views[-1].failures, 5.0, "the failure after the strange record")
+    # Who becomes coordinator needs the whole job and lists it again.
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    store.put(KEYS.progress(1, 1), encode(ProgressRecord(1, "n1.1", ())))
+    wait_for(lambda: 1 in views[-1].progress and 1 in views[-1].failures, 5.0, "the view of a coordinator")
+    assert views[-1].generation == generation(1)
+    watcher.stop()
+    newcomer = JobWatcher(store, KEYS, views.append, "n9.1")
+    assert newcomer.start().job is not None
+    newcomer.stop()
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("generation", None), ("generation", b"garbage"), ("coordinator", None), ("coordinator", b"garbage"),
+    ("job", b"garbage"),
+])  # fmt: skip
+def test_what_the_job_cannot_do_without_is_written_again(
+    jobs: Callable[..., Job], name: str, value: bytes | None
+) -> None:
+    job = jobs(["n0", "n1", "n2"])
+    job.start("n0", "n1")
+    before = job.wait_generation(1)
+    job.wait(lambda: job.agents["n0"].acting, "n0 acts")
+    if value is None:
+        job.store.delete(KEYS.prefix + name)
+    else:
+        job.store.put(KEYS.prefix + name, value)
+
+    def mended() -> bool:
+        found = job.store.get(KEYS.prefix + name)
+        return found is not None and found.value not in (value, None)
+
+    job.wait(mended, f"{name} again")
+    if name == "generation":
+        assert job.wait_generation(1) == before  # and not another first generation of other nodes
+    job.fail("node", 1)
+    after = job.wait_generation(2)
+    assert after.slots[1].node_id == "n2" and after.slots[0] == before.slots[0]
+
+
 def test_a_watcher_that_is_left_behind_lists_again() -> None:
     class Slow(MemoryStore):
         compacted = False

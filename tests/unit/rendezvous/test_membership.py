@@ -32,7 +32,8 @@ from swift_rendezvous.membership import (
     spares,
     told_losses,
 )
-from swift_rendezvous.view import View
+from swift_rendezvous.mending import RemoveDamaged, RestoreGeneration, RestoreJob
+from swift_rendezvous.view import Damaged, View
 from tests.support.records import failure, generation, node, view
 
 RULES = Rules(replacement_timeout_s=30.0)
@@ -480,3 +481,38 @@ def test_who_holds_no_state_is_told_from_generation_to_generation() -> None:
     again = replace(three({1: (0,)}), failures={1: failure("workers", 1, (1,))})
     assert published(ask(again)).bare == {1: (0, 1)}
     assert published(ask(replace(worker, tracked=False))).bare == {}  # all begin anew
+
+
+def test_a_generation_that_nobody_knows_is_not_begun_again() -> None:
+    """Its owners train: another first one would give their ranks to others as well."""
+    for lost in (view(generation=None, begun=3), view(generation=None, damaged={"generation": Damaged(9, "w")})):
+        (command,) = decide(lost, RULES, now_s=0.0, waiting_since_s=None).commands
+        assert isinstance(command, PublishResult) and command.result.state == "stopped"
+        assert "generation" in command.result.why and "no node knows" in command.result.why
+
+
+def test_what_is_known_of_a_damaged_record_is_written_again() -> None:
+    damaged = {name: Damaged(9, "cannot be read") for name in ("job", "generation", "end", "drain/x", "rate")}
+    hurt = view(damaged=damaged)
+    assert hurt.job is not None and hurt.generation is not None
+    commands = decide(hurt, RULES, now_s=0.0, waiting_since_s=None).commands
+    assert commands == (RestoreJob(hurt.job), RestoreGeneration(hurt.generation), RemoveDamaged("end"))
+    rest = view(damaged={"drain/x": Damaged(9, "w"), "nodes/z": Damaged(9, "w")})
+    assert decide(rest, RULES, now_s=0.0, waiting_since_s=None) == decide(
+        replace(rest, damaged={}), RULES, now_s=0.0, waiting_since_s=None)
+
+
+def test_what_a_coordinator_waits_for_and_cannot_read_is_asked_for_again() -> None:
+    """Its author does not follow such records, and would not write it again."""
+    asked = view(generation=generation(2, "replace"), tracked=True, plan=None,
+                 progress={0: ProgressRecord(0, "n0.1", ())},
+                 damaged={"~progress/2/1": Damaged(9, "cannot be read")})
+    (command,) = decide(asked, RULES, now_s=0.0, waiting_since_s=None).commands
+    assert isinstance(command, PublishGeneration)
+    new, old = command.generation, asked.generation
+    assert old is not None and (new.number, new.slots, new.lost, new.mode) == (3, old.slots, {}, "replace")
+    assert "~progress/2/1" in new.why
+    other = {"~resumed/2/1": Damaged(9, "w")}
+    for harmless in (replace(asked, tracked=False), replace(asked, progress={}), replace(asked, damaged=other)):
+        assert not any(isinstance(c, PublishGeneration)
+                       for c in decide(harmless, RULES, now_s=0.0, waiting_since_s=None).commands)

@@ -394,6 +394,63 @@ def test_a_spare_that_leaves_alone_does_not_remove_a_running_job() -> None:
     assert stored_job(store) == JOB and store.get(KEYS.generation) is not None
 
 
+@pytest.mark.parametrize("lease", [True, False], ids=["of another version", "of a person"])
+def test_what_stands_in_the_place_of_a_node_and_cannot_be_read(lease: bool) -> None:
+    """A node of another version keeps its name, garbage does not."""
+    store = MemoryStore()
+    enter_job(store, KEYS, JOB, node("n0"), 5)
+    store.put(KEYS.node("n1"), b'{"v":2}', store.grant_lease(3600).id if lease else 0)
+    if lease:
+        with pytest.raises(JobConflict, match="already in job"):
+            enter_job(store, KEYS, JOB, node("n1"), 1)
+    else:
+        enter_job(store, KEYS, JOB, node("n1"), 1)
+        assert {record.node_id for record in registered(store)} == {"n0", "n1"}
+
+
+def test_a_node_writes_its_record_over_what_somebody_put_there() -> None:
+    store = MemoryStore()
+    job, me = begun(store)
+    store.put(KEYS.node(me.node_id), b"garbage")
+    store.put(KEYS.failure(1, 0), b"garbage")
+    reclaim_place(store, KEYS, me, job, 5)
+    assert me in registered(store)
+
+
+@pytest.mark.parametrize("value", [b"garbage", None], ids=["overwritten", "removed"])
+def test_nobody_comes_back_while_the_generation_cannot_be_read(value: bytes | None) -> None:
+    store = MemoryStore()
+    job, me = begun(store)
+    stored = store.get(KEYS.generation)
+    assert stored is not None
+    store.put(KEYS.event(1), b"{}")
+    if value is None:
+        store.delete(KEYS.generation)
+    else:
+        store.put(KEYS.generation, value)
+    with pytest.raises(RendezvousError, match="record generation") as caught:
+        reclaim_place(store, KEYS, me, job, 5)
+    assert not isinstance(caught.value, (PlaceLost, JobOver))  # it is tried again
+    store.put(KEYS.generation, stored.value)
+    reclaim_place(store, KEYS, me, job, 5)
+
+
+def test_a_job_whose_record_cannot_be_read_is_refused_in_one_sentence(nobody_returns_soon: None) -> None:
+    store = MemoryStore()
+    enter_job(store, KEYS, JOB, node("n0"), 5)
+    store.put(KEYS.job, b"garbage")
+    with pytest.raises(JobConflict, match=r"the record of job 'job' cannot be read \(JobRecord: not JSON"):
+        enter_job(store, KEYS, JOB, node("n1"), 5)
+
+
+def test_garbage_under_the_name_of_a_node_keeps_no_job_alive() -> None:
+    store = MemoryStore()
+    entry = enter_job(store, KEYS, JOB, node("n0"), 5)
+    store.put(KEYS.node("x"), b"garbage")
+    leave_job(store, KEYS, node("n0"), entry.lease)
+    assert store.get(KEYS.job) is None
+
+
 def void(_: object) -> None:
     """For lambdas whose value nobody wants."""
 

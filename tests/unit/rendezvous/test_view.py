@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,13 +14,12 @@ from swift_rendezvous.keys import (
     Keys,
     PlanRecord,
     ProgressRecord,
-    RecordError,
     ResultRecord,
     encode,
 )
 from swift_rendezvous.kv import Delete, DeletePrefix, Op, Put
 from swift_rendezvous.memory import MemoryStore
-from swift_rendezvous.view import Change, View, apply, apply_all
+from swift_rendezvous.view import Change, View, apply, apply_all, view_of_entries
 from tests.support.records import failure, generation, node
 
 KEYS = Keys("job")
@@ -101,6 +101,8 @@ def test_a_listing_gives_the_view_that_the_watch_gave() -> None:
                     op = Put(KEYS.exited(number, slot), encode(ExitedRecord(slot, "x")))
                 case 7:
                     op = Put(KEYS.preload, b"a,b")
+                case _ if number == 0:
+                    continue  # fenced: nothing is written for a generation that has not come
                 case _:
                     op = Put(KEYS.failure(max(number - 1, 1), slot), encode(failure("node", slot)))
             history.write(op)
@@ -160,6 +162,66 @@ def test_strange_keys_change_nothing(key: str) -> None:
     assert apply(view, KEYS, Change(KEYS.prefix + key, b"{}", 5, 5)) == view
 
 
-def test_an_unreadable_value_is_an_error() -> None:
-    with pytest.raises(RecordError):
-        apply(View(), KEYS, Change(KEYS.job, b"{}", 1, 1))
+GARBAGE = {
+    "no text": b"\xff\xfe", "no JSON": b"garbage", "nothing": b"", "another version": b'{"v":2}', "no object": b"3",
+    "too deep": b"[" * 100_000, "no fields": b'{"v":1,"a":{}}', "an unhashable version": b'{"v":[1]}',
+}  # fmt: skip
+NAMES = ["job", "generation", "coordinator", "preload", "end", "rate", "nodes/n0", "drain/n0", "store/1", "plan/1",
+         "pause/1", "failure/1/0", "~progress/1/0", "~resumed/1/0", "~finished/1/0", "exited/1/0", "~position/1/0",
+         "~parked/1/0", "~handover/1/0", "taken/1/0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_cannot_be_read_is_noted_and_hides_nothing_else(name: str, value: bytes) -> None:
+    history = History()
+    history.write(Put(KEYS.job, encode(JobRecord(2, 2, "c"))), Put(KEYS.node("n1"), encode(node("n1"))))
+    history.write(_put_generation(1, "start"), Put(KEYS.event(1), b"{}"))
+    history.write(Put(KEYS.coordinator, encode(CoordinatorRecord("n1", "n1.1"))))
+    history.write(Put(KEYS.failure(1, 1), encode(failure("node", 1))), Put(KEYS.node("n0"), encode(node("n0"))))
+    before = history.watched
+    if (name == "preload" and value != GARBAGE["no text"]) or (name == "pause/1" and value == GARBAGE["no fields"]):
+        return  # that can be read
+    view = history.write(Put(KEYS.prefix + name, value))
+    (stored,) = [kv for kv in history.store.get_prefix(KEYS.prefix)[0] if kv.key == KEYS.prefix + name]
+    assert set(view.damaged) == {name} and view.damaged[name].revision == stored.mod_revision
+    assert view.damaged[name].why.startswith("cannot be read (") and len(view.damaged[name].why) < 300
+    assert view.job == before.job and view.generation == before.generation  # nothing goes on without these
+    assert 1 in view.failures and "n1" in view.nodes and ("n0" in view.nodes) == (name != "nodes/n0")
+    assert view.generation_revision == (stored.mod_revision if name == "generation" else before.generation_revision)
+    assert view.coordinator_revision == (stored.mod_revision if name == "coordinator" else before.coordinator_revision)
+    # Who lists knows as much as who watched, if it knew the job before; a newcomer lacks what cannot be read.
+    entries, _ = history.store.get_prefix("/")
+    assert view_of_entries(KEYS, entries, before) == view
+    new = view_of_entries(KEYS, entries)
+    assert set(new.damaged) == {name} and "n1" in new.nodes and (new.generation is None) == (name == "generation")
+    # It is mended by whoever writes it again.
+    readable = history.write(Delete(KEYS.prefix + name) if name not in ("job", "generation") else
+                             Put(KEYS.prefix + name, encode(before.job if name == "job" else before.generation)))
+    assert not readable.damaged and set(readable.failures) >= {1}
+
+
+@pytest.mark.parametrize("key", ["store/\u00b2", "plan/" + "9" * 5000, "failure/1/\u0663", "events/" + "9" * 5000])
+def test_keys_with_strange_numbers_change_nothing(key: str) -> None:
+    view = apply(View(), KEYS, Change(KEYS.generation, encode(generation(1)), 5, 5))
+    assert apply(view, KEYS, Change(KEYS.prefix + key, b"{}", 5, 5)) == view
+
+
+def test_a_generation_that_somebody_removed_is_remembered_until_the_job_goes() -> None:
+    history = History()
+    history.write(Put(KEYS.job, encode(JobRecord(2, 2, "c"))))
+    history.write(_put_generation(3), Put(KEYS.plan(3), encode(PlanRecord(3, {}, "w"))))
+    before = history.watched
+    view = history.write(Delete(KEYS.generation))
+    assert view.number == 3 and view.plan is not None and view.generation_revision == 0
+    assert view.damaged["generation"].revision == 0
+    assert replace(view_of_entries(KEYS, history.store.get_prefix("/")[0], before), revision=view.revision) == view
+    restored = history.write(_put_generation(3))
+    assert restored.plan is not None and not restored.damaged and restored.generation_revision > view.revision
+    # Written again it is newer than its records; who lists then must not lose those.
+    assert view_of_entries(KEYS, history.store.get_prefix("/")[0]) == restored
+    # In whatever order: a job that ends takes both away.
+    for ops in ([Delete(KEYS.job), Delete(KEYS.generation)], [DeletePrefix(KEYS.prefix)]):
+        gone = history.write(*ops)
+        assert gone.generation is None and not gone.damaged and gone.job is None
+        history.write(Put(KEYS.job, encode(JobRecord(2, 2, "c"))), _put_generation(3))
