@@ -415,7 +415,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
     apart = [w for w in state.workers.values() if w.alive and w.apart == w.current == generation.number]
     if apart and slot not in view.failures:
-        evidence = "; ".join(f"rank {_rank(generation, slot, w)} cannot be connected: {w.apart_why}" for w in apart)
+        evidence = "; ".join(f"rank {_rank(generation, slot, w)} asks for another try: {w.apart_why}" for w in apart)
         failure = FailureRecord("again", slot, state.incarnation, (), evidence, state.node_id, left)
         return _issue(state, commands, ("again",), WriteFailure(generation.number, failure))
     return state

@@ -125,7 +125,8 @@ class WorkerDeaf:
 
 @dataclass(frozen=True)
 class WorkerApart:
-    """It could not be connected with the others in that generation, and no peer is known to have failed."""
+    """It could not be connected with the others in that generation, or got a state that was altered on its way, and no
+    peer is known to have failed."""
 
     local_rank: int
     pid: int

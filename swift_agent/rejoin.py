@@ -40,7 +40,7 @@ from swift_agent.repetition import Connect
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_logging_store.errors import LogError
-from swift_recovery.errors import StateError
+from swift_recovery.errors import StateError, TransferError
 from swift_recovery.plan import Plan
 from swift_recovery.replica import GroupLink, receive, receive_state, send_state
 
@@ -91,7 +91,7 @@ class Rejoin:
                 self._enter(go)
                 if not self._supervisor.interrupted or (self._place.replays and self._place.replays_alone):
                     return True
-            except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, RuntimeError) as error:
+            except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, TransferError, RuntimeError) as error:
                 if isinstance(error, SwiftError) and not isinstance(error, PeerFailure):
                     raise
                 if not self._hears_of_another(error):
@@ -102,9 +102,9 @@ class Rejoin:
                     self.iteration = self._place.replays_before
                     return True
 
-    def _hears_of_another(self, error: RuntimeError) -> bool:
+    def _hears_of_another(self, error: Exception) -> bool:
         """Whether there is, or will be, another generation to enter; False: the error is this process's own."""
-        if not isinstance(error, RebuildFailed):
+        if not isinstance(error, (RebuildFailed, TransferError)):
             return self._supervisor.confirm(error)
         if isinstance(error, WornOut) or not self._supervisor.reconnect(error):
             raise CannotConnect(str(error)) from error

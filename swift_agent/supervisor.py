@@ -196,8 +196,9 @@ class Supervisor:
         return self._hear_of(error, CONFIRM_TIMEOUT_S)
 
     def reconnect(self, error: BaseException) -> bool:
-        """The groups could not be connected. As `confirm`; but if no peer failed, another generation is asked for, in
-        which all try again. False: that was asked for too often, and it is this process that has to be replaced."""
+        """The groups could not be connected, or a state has not come as it was sent. As `confirm`; but if no peer
+        failed, another generation is asked for, in which all try again. False: that was asked for too often, and it is
+        this process that has to be replaced."""
         if self._hear_of(error, AGAIN_AFTER_S):
             return True
         now_s = time.monotonic()

@@ -1,8 +1,11 @@
 """Copy the state of a worker to others over links: chunk size and manifest first, then all bytes.
 
+    chunk size, checksum of the manifest, manifest | chunk | chunk | ... | checksum of all chunks
+
 Both sides work out the same sequence of chunks from the manifest, so nothing but bytes is sent: large tensors as
-slices of their own memory, small ones packed together. Several chunks are under way at a time. Must never send or
-receive anything that has not been planned, and must never leave a transfer open behind on success.
+slices of their own memory, small ones packed together. Several chunks are under way at a time. Checksums find what is
+altered on its way, whatever it is: a replica is compared with others by its parameters only. Must never send or receive
+anything that has not been planned, and must never leave a transfer open behind on success.
 """
 
 from collections import deque
@@ -11,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from swift_recovery.errors import StateError
+from swift_recovery.checksum import checksum
+from swift_recovery.errors import StateError, TransferError
 from swift_recovery.incoming import Incoming
 from swift_recovery.state import Outgoing
 from swift_recovery.tensors import Layout, copy_all, memory_bytes, wire_bytes
@@ -135,17 +140,38 @@ def plan_chunks(layouts: Sequence[Layout], chunk_bytes: int = CHUNK_BYTES) -> li
     return chunks
 
 
-def send_state(state: Sendable, extra: Any, links: Sequence[Link], *, chunk_bytes: int = CHUNK_BYTES) -> int:
+class Digest:
+    """Of the chunks that go through the links of one device, in their order: XXH3-64 on the CPU, else a sum that is
+    made where they are (see `checksum`)."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, chunk: Tensor) -> None:
+        if chunk.device.type == "cpu":
+            self._hash.update(memoryview(chunk.numpy()))  # type: ignore[arg-type]
+        else:
+            self._hash.update(checksum([chunk]).to_bytes(8, "big", signed=True))
+
+    def bytes(self) -> bytes:
+        return self._hash.digest()
+
+
+def send_state(
+    state: Sendable, extra: Any, links: Sequence[Link], *, chunk_bytes: int = CHUNK_BYTES, checked: bool = True
+) -> int:
     """Send the state as it is now, and *extra*, over every one of *links*; returns the bytes sent to each.
 
     *extra*: a tree for the codec, such as ``Snapshot.tree()``. The state must not change until this returns, which is
-    when every link has taken everything. Raises :class:`StateError` before anything is sent if the state cannot be
-    described, and what a link raises if it fails; the transfers to the others are then unfinished.
+    when every link has taken everything. *checked* False: without checksums, for a link that has its own. Raises
+    :class:`StateError` before anything is sent if the state cannot be described, and what a link raises if it fails;
+    the transfers to the others are then unfinished.
     """
     outgoing = state.collect(extra)
     for link in links:
-        link.send_bytes(_with_plan(outgoing.manifest, chunk_bytes))
+        link.send_bytes(_with_plan(outgoing.manifest, chunk_bytes, checked))
     devices = {link.device for link in links}
+    digests = {device: Digest() for device in devices} if checked else {}
     under_way: deque[tuple[list[Pending], list[Tensor]]] = deque()
     source = _Source(outgoing)
     chunks = plan_chunks(outgoing.layouts, chunk_bytes)
@@ -155,10 +181,14 @@ def send_state(state: Sendable, extra: Any, links: Sequence[Link], *, chunk_byte
         payload = source.payload(chunk)
         # One copy for each device, not for each link.
         copies = {device: payload.to(device) for device in devices}
+        for device, digest in digests.items():
+            digest.add(copies[device])
         # The tensors are held until their transfer is over.
         under_way.append(([link.send(copies[link.device]) for link in links], [*copies.values()]))
     for pending, _ in under_way:
         _wait(pending)
+    for link in links if checked else ():
+        link.send_bytes(digests[link.device].bytes())
     return sum(chunk.num_bytes for chunk in chunks)
 
 
@@ -166,16 +196,18 @@ def receive(state: Sendable, link: Link, *, staged: bool) -> Incoming:
     """Receive what :func:`send_state` sends, without installing it: the caller commits (``TrainingState.prepare``).
 
     Returns when all bytes are there. Raises :class:`StateError` for a manifest that does not fit (before any live state
-    has changed; the sender then waits in vain and the link has to be closed) and what the link raises if it fails.
+    has changed; the sender then waits in vain and the link has to be closed), :class:`TransferError` if something has
+    not come as it was sent, and what the link raises if it fails.
     """
-    chunk_bytes, manifest = _without_plan(link.recv_bytes())
+    chunk_bytes, manifest, checked = _without_plan(link.recv_bytes())
+    digest = Digest() if checked else None
     incoming = state.prepare(manifest, staged)
     targets = incoming.tensors
     rings = _Rings()
     under_way: deque[tuple[Pending, Chunk, Tensor]] = deque()
     for chunk in plan_chunks(incoming.layouts, chunk_bytes):
         if len(under_way) == _WINDOW:
-            _finish(*under_way.popleft(), targets)
+            _finish(*under_way.popleft(), targets, digest)
         if chunk.is_packed:
             buffer = rings.next(link.device, chunk.num_bytes)
         else:
@@ -183,7 +215,9 @@ def receive(state: Sendable, link: Link, *, staged: bool) -> Incoming:
             buffer = target if target.device == link.device else torch.empty_like(target, device=link.device)
         under_way.append((link.recv(buffer), chunk, buffer))
     for pending, chunk, buffer in under_way:
-        _finish(pending, chunk, buffer, targets)
+        _finish(pending, chunk, buffer, targets, digest)
+    if digest is not None and link.recv_bytes() != digest.bytes():
+        raise TransferError("a state was altered on its way: its checksum differs")
     return incoming
 
 
@@ -227,8 +261,12 @@ class _Source:
         return torch.cat([wire_bytes(self._tensors[index]).to(device) for index in chunk.indices], out=flat)
 
 
-def _finish(pending: Pending, chunk: Chunk, buffer: Tensor, targets: Sequence[Tensor]) -> None:
+def _finish(
+    pending: Pending, chunk: Chunk, buffer: Tensor, targets: Sequence[Tensor], digest: Digest | None
+) -> None:
     pending.wait()
+    if digest is not None:
+        digest.add(buffer)
     views = [_memory(targets[index]) for index in chunk.indices]
     if not chunk.is_packed:
         if views[0].device != buffer.device:
@@ -249,12 +287,16 @@ def _wait(pending: Sequence[Pending]) -> None:
         one.wait()
 
 
-def _with_plan(manifest: bytes, chunk_bytes: int) -> bytes:
-    return f"{chunk_bytes}\n".encode() + manifest
+def _with_plan(manifest: bytes, chunk_bytes: int, checked: bool) -> bytes:
+    digest = f" {xxhash.xxh3_64_hexdigest(manifest)}" if checked else ""
+    return f"{chunk_bytes}{digest}\n".encode() + manifest
 
 
-def _without_plan(message: bytes) -> tuple[int, bytes]:
+def _without_plan(message: bytes) -> tuple[int, bytes, bool]:
     head, _, manifest = message.partition(b"\n")
-    if not head.isdigit() or not 0 < int(head) <= _MAX_MANIFEST_BYTES:
+    size, is_checked, digest = head.partition(b" ")
+    if not size.isdigit() or not 0 < int(size) <= _MAX_MANIFEST_BYTES:
         raise StateError("a peer sent a manifest without a chunk size")
-    return int(head), manifest
+    if is_checked and digest != xxhash.xxh3_64_hexdigest(manifest).encode():
+        raise TransferError("the description of a state was altered on its way: its checksum differs")
+    return int(size), manifest, bool(is_checked)

@@ -48,31 +48,64 @@ def test_a_port_scan_during_a_recovery_does_no_harm(
 ) -> None:
     outcome = make_agents(orders={"faults": [KILL_RANK_3]}, environment={"GLOO_SOCKET_IFNAME": "lo"}).run()
     assert_recovered(outcome, undisturbed(), {3})
-    assert "cannot find" not in outcome.text() and "cannot be connected" not in outcome.text()
+    assert "cannot find" not in outcome.text() and "asks for another try" not in outcome.text()
+
+
+def once(directory: Path, rank: int, setup: str) -> Path:
+    """A script that trains after *setup*, in which `is_time()` is true once, on *rank* after the fault."""
+    script = directory / "train.py"
+    script.write_text(
+        "import os, runpy\n"
+        "from pathlib import Path\n"
+        "def is_time():\n"
+        "    marker, fired = (Path(__file__).with_name(name) for name in ('refused', 'fired.0'))\n"
+        f"    if os.environ['RANK'] != '{rank}' or not fired.exists() or marker.exists():\n"
+        "        return False\n"
+        "    marker.touch()\n"
+        "    return True\n"
+        f"{setup}"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    return script
 
 
 def test_groups_that_cannot_be_connected_once_are_connected_in_the_next_generation(
     make_agents: Callable[..., Agents], undisturbed: Callable[..., str], tmp_path: Path
 ) -> None:
     """No peer has failed, and no process is replaced."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        "from pathlib import Path\n"
-        "from swift_agent import gloo_sockets\n"
-        "find = gloo_sockets.connections\n"
-        "def once(*args):\n"
-        "    marker = Path(__file__).with_name('refused')\n"
-        "    if os.environ['RANK'] == '0' and Path(__file__).with_name('fired.0').exists() and not marker.exists():\n"
-        "        marker.touch()\n"
-        "        raise ConnectionError('this is the first try')\n"
-        "    return find(*args)\n"
-        "gloo_sockets.connections = once\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    )
+    script = once(tmp_path, 0, """
+from swift_agent import gloo_sockets
+find = gloo_sockets.connections
+def connections(*args):
+    if is_time():
+        raise ConnectionError('this is the first try')
+    return find(*args)
+gloo_sockets.connections = connections
+""")
     outcome = make_agents(orders={"faults": [KILL_RANK_3]}, script=script).run()
     assert (tmp_path / "refused").exists()
     assert_recovered(outcome, undisturbed(), {3})
     text = outcome.text()
-    assert "rank 0 cannot be connected: this is the first try; all others go on" in text, text
+    assert "rank 0 asks for another try: this is the first try; all others go on" in text, text
     assert "@job.resilient" not in text and "restart" not in text.replace("restarts", ""), text
+
+
+def test_a_state_that_is_altered_on_its_way_is_sent_again(
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    """A bit of the learning rate, which no comparison of parameters would find in time."""
+    script = once(tmp_path, 3, """
+from swift_recovery import replica
+receive = replica.GroupLink.recv_bytes
+def recv_bytes(self):
+    data = receive(self)
+    if len(data) > 100 and is_time():
+        at = data.index(b'["lr",') + 9
+        data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]
+    return data
+replica.GroupLink.recv_bytes = recv_bytes
+""")
+    outcome = make_agents(orders={"faults": [KILL_RANK_3]}, script=script).run()
+    assert (tmp_path / "refused").exists()
+    assert_recovered(outcome, undisturbed(), {3})
+    assert "rank 3 asks for another try: the description of a state was altered on its way" in outcome.text()

@@ -440,7 +440,7 @@ def test_a_worker_that_cannot_be_connected_asks_for_another_generation_of_the_sa
     assert agent.tell(lc.WorkerApart(0, 100, 0, "late")) == []  # of a generation that is over
     record = only(agent.tell(lc.WorkerApart(0, 100, 1, "store at h:1: reset")), lc.WriteFailure).failure
     assert (record.kind, record.local_ranks) == ("again", ())
-    assert record.evidence == "rank 0 cannot be connected: store at h:1: reset"
+    assert record.evidence == "rank 0 asks for another try: store at h:1: reset"
     stop = only(agent.change(failures={0: record}), lc.SendStop)
     assert stop.local_ranks == (0, 1)
     next_generation(agent)
