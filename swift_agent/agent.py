@@ -30,7 +30,7 @@ from swift_agent.config import AgentConfig
 from swift_agent.directories import Directories
 from swift_agent.hosting import GenerationStores
 from swift_agent.isolation import rejoin_delay_s
-from swift_agent.outcome import raise_outcome
+from swift_agent.outcome import limit_of, raise_outcome
 from swift_agent.patience import Patience, probe
 from swift_agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.process import expecting_children
@@ -73,7 +73,7 @@ class Agent:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._directory, self._message_log = directories.socket, directories.messages
-        self._workers = Workers(config, self._host, all_children_are_ours)
+        self._workers = Workers(config, self._host, directories.standings, all_children_are_ours)
         self._patience = Patience(self._probe_store, self._tell_to_wait)
         self._channels = WorkerChannels(
             self._directory, self._selector, self._workers, self._patience,
@@ -84,6 +84,7 @@ class Agent:
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
         self._end: ResultRecord | None = None
+        self._limit_told = False
         self._started_s = time.time()
         self._signals = signals
         self._last_reap_s = 0.0
@@ -254,6 +255,7 @@ class Agent:
         self._event(msg.ViewChanged(view))
         if self._end is not None:
             return
+        self._tell_limit(view)
         self._prepare_standbys(view)
         self._stores.close_before(view.recovered)
         phases = self._timeline.observe(view, time.monotonic())
@@ -306,6 +308,7 @@ class Agent:
 
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
+        log.info("rank %d is process %d", process.rank, process.pid)
         self._event(msg.WorkerStarted(process.local_rank, process.generation, process.pid))
         worker = self._state.workers.get(process.local_rank)
         if worker is None or worker.generation != process.generation or worker.killed:
@@ -424,7 +427,7 @@ class Agent:
             master_addr=store.host,
             master_port=store.port,
             restart_count=generation.num_restarts,
-            max_restarts=config.max_restarts,
+            max_restarts=max(config.max_restarts, 0),
             sizes=f"{config.nnodes}:{config.max_nodes}" if config.max_nodes > config.nnodes else "",
             generation=generation.number,
             socket_path=self._channels.path,
@@ -560,6 +563,13 @@ class Agent:
             timeline.describe(dict(phases)),
         )
         self._write(records.recovered(self._keys, view, self._presence.me, phases, time.time()))
+
+    def _tell_limit(self, view: View) -> None:
+        """Once a script is known to be recovered in place."""
+        if view.tracked and view.generation is not None and not self._limit_told:
+            self._limit_told = True
+            if view.generation.number == 1 and self._presence.coordinator.acting:
+                log.info("%s", limit_of(self._config))
 
     # ---- signals ----
 

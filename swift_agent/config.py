@@ -29,6 +29,7 @@ from swift_logging_store.store import StoreUnknown, check_url
 from swift_recovery.plan import Way
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.job_key import JobKey
+from swift_rendezvous.keys import AS_LONG_AS_IT_ADVANCES
 from swift_rendezvous.liveness import Limits
 
 EntryKind = Literal["script", "module", "command", "function"]
@@ -55,6 +56,7 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
+    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
     *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
     `swift_rendezvous.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the directory
     for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own; they may
@@ -131,7 +133,8 @@ class AgentConfig:
 
         # torch warns about --master-addr when it sees no endpoint; a private etcd has none yet.
         endpoint = ",".join(etcd.endpoints) if etcd else "localhost:0"
-        resolved = argparse.Namespace(**{**vars(ns), "rdzv_endpoint": endpoint, "rdzv_id": job_id})
+        changes = {"rdzv_endpoint": endpoint, "rdzv_id": job_id, "max_restarts": ns.max_restarts or 0}
+        resolved = argparse.Namespace(**{**vars(ns), **changes})
         try:
             launch, entrypoint, entry_args = config_from_args(resolved)
         except (AssertionError, OSError, RuntimeError, ValueError) as error:
@@ -148,7 +151,7 @@ class AgentConfig:
             max_nodes=max_nodes,
             nproc=nproc,
             spares=ns.spares,
-            max_restarts=ns.max_restarts,
+            max_restarts=AS_LONG_AS_IT_ADVANCES if ns.max_restarts is None else ns.max_restarts,
             etcd=etcd,
             node_id=node_id,
             local_addr=ns.local_addr,
@@ -207,7 +210,7 @@ def _num_workers(ns: argparse.Namespace, mistakes: list[str]) -> int:
 def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
     for flag, value, least in (
         ("--spares", ns.spares, 0),
-        ("--max-restarts", ns.max_restarts, 0),
+        ("--max-restarts", ns.max_restarts or 0, 0),
         ("--standbys", ns.standbys, 0),
         ("--replacement-timeout", ns.replacement_timeout, 0),
         ("--lease-ttl", ns.lease_ttl, MIN_LEASE_TTL_S),

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from swift_agent.config import AgentConfig, ConfigError
+from swift_agent.standing import Standings
 from swift_rendezvous.owned_directory import own, remove_orphans
 
 PREFIX = "swift-agent-"
@@ -53,6 +54,7 @@ class Directories:
             remove_orphans(parent, PREFIX)
         self.socket: str = _directory_for_socket()
         self._own(self.socket)
+        self.standings = Standings(self.socket, config.nproc)
         logs = config.launch.logs_specs
         if not config.keep_logs and logs is not None:
             root = Path(logs.root_log_dir)

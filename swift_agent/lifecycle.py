@@ -69,7 +69,14 @@ from swift_agent.lifecycle_messages import (
 from swift_agent.timeline import merge_phases
 from swift_recovery.plan import Plan
 from swift_recovery.resize import FILE, Held
-from swift_rendezvous.keys import FailureRecord, FinishedRecord, GenerationRecord, ResultRecord, WorkerExit
+from swift_rendezvous.keys import (
+    AS_LONG_AS_IT_ADVANCES,
+    FailureRecord,
+    FinishedRecord,
+    GenerationRecord,
+    ResultRecord,
+    WorkerExit,
+)
 from swift_rendezvous.membership import absent, told_losses
 from swift_rendezvous.resizing import is_elastic
 from swift_rendezvous.view import View
@@ -295,7 +302,7 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
         if state.workers:
             why = f"generation {generation.number} gave the slot of {state.node_id} to another node"
             failed = tuple(w.exit for w in state.workers.values() if w.exit and w.exit.exit_code and not w.killed)
-            if failed and state.restarts_used >= state.max_restarts:
+            if failed and state.restarts_used >= state.max_restarts != AS_LONG_AS_IT_ADVANCES:
                 # Coming back as a spare, it would be asked to fail again, and the next node as well, for ever.
                 why = f"{why}: {'; '.join(map(describe_exit, failed))}, and no restart is left (--max-restarts)"
                 return _once(state, ("leave",), LeaveJob(ResultRecord("failed", why, failed)), commands)
@@ -383,7 +390,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
                 is_empty=_is_empty(state, generation, slot),
             )  # fmt: skip
             state = _issue(state, commands, ("node", other), WriteFailure(generation.number, failure))
-    left = state.max_restarts - state.restarts_used
+    left = max(state.max_restarts, 0) - state.restarts_used
     dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= generation.epoch]
     dead = [w for w in dead if w.generation == generation.number or w.local_rank not in generation.lost.get(slot, ())]
     keeper = keeping.keeper(view, slot, state.workers, state.kept)

@@ -27,6 +27,8 @@ _NOTES = {
     "nnodes": f"With {SWIFT_BACKEND} a script that calls swift_agent.init() loses no iteration when the size changes.",
     "standalone": f"Under swift-run, and unless another --rdzv-backend than {SWIFT_BACKEND} is asked for, it is a "
     "private etcd server that ends with the job.",
+    "max_restarts": f"Default: 0; with {SWIFT_BACKEND}, for a script that calls swift_agent.init(): a lost worker is "
+    "replaced as often as it takes, as long as its rank advances.",
     "rdzv_backend": f"{SWIFT_BACKEND} replaces lost workers and leaves the others running; with any other backend "
     "swift-run is torchrun.",
     "rdzv_endpoint": f"With {SWIFT_BACKEND}: host:port[,host:port...] of the etcd servers, default "
@@ -98,6 +100,8 @@ def build_parser(ctx: click.Context) -> _Parser:
         raise click.UsageError(f"{', '.join(culprits) or error}: a switch takes 0 or 1.", ctx) from None
     if "PET_RDZV_BACKEND" not in os.environ:
         parser.set_defaults(rdzv_backend=SWIFT_BACKEND)
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=None)
     _add_ours(parser)
     return parser
 
@@ -115,6 +119,8 @@ class LaunchCommand(click.Command):
             ctx.allow_interspersed_args = False
             return super().parse_args(ctx, args)
         ctx.params = vars(build_parser(ctx).parse_args(args))
+        if ctx.params["max_restarts"] is None and ctx.params["rdzv_backend"] != SWIFT_BACKEND:
+            ctx.params["max_restarts"] = 0  # torch's own
         return []
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -49,6 +49,7 @@ from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
 from swift_agent.process_group import ProcessGroups, RebuildFailed
 from swift_agent.rejoin import Rejoin
+from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.updates import Way
@@ -78,8 +79,10 @@ class Protected:
     the agent's order to that."""
 
     def __init__(
-        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, device: torch.device, started_s: float | None
-    ) -> None:
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, device: torch.device,
+        started_s: float | None, standing: MyStanding | None = None,
+    ) -> None:  # fmt: skip
+        self.standing = standing or MyStanding()
         self._place, self.supervisor, self._groups, self._device = place, supervisor, groups, device
         self._tracked: Tracked | None = None
         self._checkpointing: Checkpointing | None = None
@@ -243,6 +246,7 @@ class Protected:
                 place.keep_start()
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
+                self.standing.begins(number)
                 place.inside = "iteration"
                 if supervisor.pausing:
                     supervisor.hold(number)
@@ -251,6 +255,7 @@ class Protected:
                 result = call()
                 tracked.updates.join_agreement()
                 self._complete_iteration()
+                self.standing.finishes()
             except CannotReplay as error:
                 # The rest of the iteration that its predecessor was in.
                 self._give_up(f"iteration {number} cannot be repeated from logs: {error}")
@@ -258,6 +263,8 @@ class Protected:
                 if REFUSED in str(error):
                     self._give_up(str(error).partition("\n")[0])
                 if not self._was_cut(error):
+                    # Also if a peer fails before it has come out of the script: as when all raise the same.
+                    _own(error)
                     raise
                 del error  # its traceback holds the activations of the cut iteration
                 if not self._cut_iteration():
@@ -399,6 +406,7 @@ class Protected:
         except Exception as raised:
             error = cause_of(raised)
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
+                _own(raised)
                 raise
             if isinstance(error, LostLog):
                 self._have_this_replaced(f"iteration {number} cannot be repeated: {error}")
@@ -427,8 +435,10 @@ class Protected:
             self._recovered_s = now_s
         return result
 
-    def _have_this_replaced(self, why: str) -> NoReturn:
-        """Only another process helps."""
+    def _have_this_replaced(self, why: str, *, by_itself: bool = False) -> NoReturn:
+        """Only another process helps. Unless *by_itself* because of the failure of another one."""
+        if not by_itself:
+            self.standing.excuse()
         self.supervisor.note(f"{why}: this worker has itself replaced")
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("this process has ended")
@@ -493,6 +503,7 @@ class Protected:
                     self._tracked.end()
             except Exception as error:
                 if not self._was_cut(error):
+                    _own(error)
                     raise
                 del error
                 if place.inside:
@@ -531,13 +542,13 @@ class Protected:
             return True
         if self._tracked is not None and self._tracked.updates.failed is not None:
             return False
-        if not is_communication_error(error) or getattr(error, _OWN, False):
+        if not is_communication_error(error) or is_own(error):
             return False
         # A group that the script makes is connected, too.
         hears = self.supervisor.reconnect if isinstance(error, RebuildFailed) else self.supervisor.confirm
         if hears(error):
             return True
-        setattr(error, _OWN, True)  # nobody shall wait for that once more
+        _own(error)  # nobody shall wait for that once more
         return False
 
     def _recover(self, *, staying: bool = False) -> bool:
@@ -572,7 +583,7 @@ class Protected:
         """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""
         self.supervisor.wait_aborted()
         if not self._groups.wait_quiet(QUIET_TIMEOUT):
-            self._have_this_replaced("operations of the stopped process groups do not end")
+            self._have_this_replaced("operations of the stopped process groups do not end", by_itself=True)
         if self._tracked is not None:
             self._tracked.reset_shards()
 
@@ -654,6 +665,16 @@ class Protected:
     def _require_tracked(self) -> Tracked:
         assert self._tracked is not None
         return self._tracked
+
+
+def _own(error: BaseException) -> None:
+    with contextlib.suppress(AttributeError):
+        setattr(error, _OWN, True)
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether it was raised by the script itself, in an iteration that nobody had cut."""
+    return bool(getattr(error, _OWN, False))
 
 
 def cause_of(error: Exception) -> Exception:

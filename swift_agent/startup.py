@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -24,8 +25,10 @@ from swift_agent.channel import ENV_SOCKET, connect
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, RngMode, Seeds
 from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFailed
-from swift_agent.running import Protected, is_communication_error
+from swift_agent.root_cause import place_of
+from swift_agent.running import Protected, is_communication_error, is_own
 from swift_agent.session import Job
+from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Supervisor
 from swift_agent.unprotected import Unprotected
 from swift_agent.worker_env import ENV_GENERATION, ENV_STARTED
@@ -103,7 +106,8 @@ def _with_agent(
     groups = process_group.install()
     place = Place(rank, Seeds(rng, seed, rank), supervisor.fence)
     started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
-    protected = Protected(place, supervisor, groups, device, started_s)
+    standing = MyStanding(os.path.dirname(socket_path), local_rank)
+    protected = Protected(place, supervisor, groups, device, started_s, standing)
     hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}
     supervisor.start(hello, place.report, groups.abort, place.next_iteration)
     _create_groups(protected, place, supervisor, groups, backend, timeout)
@@ -126,6 +130,7 @@ def _create_groups(
             # Its set-up needs nobody, and nobody its set-up. It enters the generation when its loop begins.
             with supervisor.changed:
                 place.status = "empty"
+            protected.standing.replaces(go.plan.iteration)
             if created:
                 protected.ghosts.enter()
             else:
@@ -168,15 +173,11 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if threading.current_thread() is threading.main_thread():
-            if supervisor.interrupted or (is_communication_error(error) and supervisor.confirm(error)):
+            if not is_own(error) and (
+                supervisor.interrupted or (is_communication_error(error) and supervisor.confirm(error))
+            ):
                 original_hook(kind, error, trace)
-                supervisor.send(
-                    {
-                        "op": "unfit",
-                        "why": f"a collective outside an iteration was cut ({type(error).__name__}); "
-                        "decorate the code with @job.resilient",
-                    }
-                )
+                supervisor.send({"op": "unfit", "why": why_unfit(error, trace)})
                 supervisor.wait_for_end()
             job._fail()
             _record(error)
@@ -196,6 +197,17 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
     sys.excepthook, sys.exit = on_exception, exit_  # type: ignore[assignment]
     dist.destroy_process_group = destroy
     job._close_at_exit()
+
+
+def why_unfit(error: BaseException, trace: TracebackType | None) -> str:
+    """The script does not go on: an error came out of it after a peer had failed."""
+    place = place_of("".join(traceback.format_exception(type(error), error, trace))) or type(error).__name__
+    if is_communication_error(error):
+        return f"a collective outside an iteration was cut ({place}); decorate the code with @job.resilient"
+    return (
+        f"the script raised {place}, outside an iteration and after a peer had failed: what it had from a collective "
+        "may have been cut; decorate code with collectives with @job.resilient"
+    )
 
 
 def _record(error: BaseException) -> None:

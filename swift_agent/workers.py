@@ -28,7 +28,9 @@ from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.orphans import Orphans
 from swift_agent.process import Guard, reap, signal_group, signal_living
+from swift_agent.root_cause import place_of
 from swift_agent.standby import StandbyServer
+from swift_agent.standing import Standings
 from swift_agent.trial import is_below
 from swift_agent.worker_env import ENV_STARTED, Placement, log_prefix, worker_env
 from swift_rendezvous.keys import WorkerExit
@@ -60,11 +62,12 @@ class WorkerProcess:
 class Workers:
     """*processes*: the newest process of each local rank, ended or not."""
 
-    def __init__(self, config: AgentConfig, host: str, all_are_ours: bool = False) -> None:
+    def __init__(self, config: AgentConfig, host: str, standings: Standings, all_are_ours: bool = False) -> None:
         """*all_are_ours*: see `orphans`."""
         self._config = config
         self._host = host
         self._orphans = Orphans(all_are_ours)
+        self._standings = standings
         self._dest: LogsDest | None = None
         self._dest_attempt = -1
         self._tails: list[TailLog] = []
@@ -91,6 +94,7 @@ class Workers:
             old = self.processes.pop(local_rank, None)
             if old is not None:
                 self.forget(old)
+            self._standings.clear(local_rank)
             if not (warm and self._order_warm(place, local_rank, envs[local_rank])):
                 started.append(self._start_cold(place, local_rank, envs[local_rank]))
         return started
@@ -252,9 +256,12 @@ class Workers:
         signal_group(process.pid, signal.SIGKILL)
         message, timestamp_s = _root_cause(process.error_file)
         error_file = process.error_file if os.path.isfile(process.error_file) else ""
+        stood = self._standings.of(process.local_rank)
         return WorkerExit(
-            process.rank, process.local_rank, process.pid, code, self._host, message, timestamp_s, error_file
-        )
+            process.rank, process.local_rank, process.pid, code, self._host, message, timestamp_s, error_file,
+            place=place_of(message), generation=process.generation, iteration=stood.iteration, begun=stood.begun,
+            num_iterations=stood.num_iterations, excused=stood.excused,
+        )  # fmt: skip
 
     def signal(self, local_rank: int, signum: int) -> None:
         process = self.processes.get(local_rank)

@@ -19,6 +19,10 @@ from typing import Any, Literal, TypeVar
 
 CODEC_VERSION = 1
 
+# In the place of --max-restarts: what ends the job is a rank that fails again and again (see `setbacks`). For a script
+# that tracks nothing it is 0, torchrun's default.
+AS_LONG_AS_IT_ADVANCES = -1
+
 T = TypeVar("T")
 
 
@@ -42,6 +46,7 @@ class NodeRecord:
 class JobRecord:
     """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
 
+    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
     *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
     *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
     """
@@ -66,8 +71,13 @@ class Owner:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker process ended. *exit_code* is negative for a signal, as in `subprocess`. *error_file*: where, on
-    its host, it has written how it failed."""
+    """How one worker process ended. *exit_code* is negative for a signal, as in `subprocess`.
+
+    *error_file*: where, on its host, it has written how it failed. *place*: the exception and the line of the script
+    that raised it, where that is known. *generation*: in which it was started. *iteration*: the last that it had begun,
+    or with which it was to join the others; -1 if that is not known. *begun*: it had begun one of its own;
+    *num_iterations*: so many of these it had finished. *excused*: it asked to be replaced because another one failed.
+    """
 
     rank: int
     local_rank: int
@@ -77,6 +87,38 @@ class WorkerExit:
     message: str = ""
     timestamp_s: int = 0
     error_file: str = ""
+    place: str = ""
+    generation: int = 0
+    iteration: int = -1
+    begun: bool = False
+    num_iterations: int = 0
+    excused: bool = False
+
+
+@dataclass(frozen=True)
+class Setback:
+    """One failure of a rank: what `setbacks` compares, and *what* it was, for people. *is_replacement*: of a process
+    that replaced another one and had not begun an iteration; *is_own*: it was not killed from outside."""
+
+    generation: int
+    what: str
+    place: str = ""
+    iteration: int = -1
+    num_iterations: int = 0
+    is_replacement: bool = False
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Failures of one rank since it last made progress, whatever node it was on. *tried*: what was done about it
+    beside replacing it. *since_s*, *num_since*: begin of the hour (Unix time), and its failures in that."""
+
+    rank: int
+    setbacks: tuple[Setback, ...] = ()
+    tried: str = ""
+    since_s: int = 0
+    num_since: int = 0
 
 
 GenerationMode = Literal["start", "replace", "restart", "resize"]
@@ -92,7 +134,7 @@ class GenerationRecord:
     its workers: they hold the state until the new owner has it. With mode `resize` all workers are started anew, but
     the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
     are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
-    *recovery*: the job's.
+    *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`.
     """
 
     number: int
@@ -107,6 +149,7 @@ class GenerationRecord:
     handover: dict[int, Owner] = field(default_factory=dict)
     bare: dict[int, tuple[int, ...]] = field(default_factory=dict)
     recovery: str = ""
+    troubles: tuple[Trouble, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -216,11 +259,13 @@ class ExitedRecord:
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """How the job ended. *exits*: the root cause first, if a worker caused it."""
+    """How the job ended. *exits*: the root cause first, if a worker caused it. *advice*: what was tried, what is safe,
+    what to type; a line each."""
 
     state: Literal["succeeded", "failed", "stopped"]
     why: str
     exits: tuple[WorkerExit, ...] = ()
+    advice: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swift_rendezvous import draining, mending, resizing
+from swift_rendezvous import draining, mending, resizing, setbacks
 from swift_rendezvous.accusations import bare_ranks, believed
 from swift_rendezvous.keys import (
+    AS_LONG_AS_IT_ADVANCES,
     FailureRecord,
     GenerationRecord,
     NodeRecord,
@@ -518,6 +519,16 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     if resizing.is_elastic(view.job) and (restart or resizes) and lost.nodes:
         # Workers that fail while a node is known to be lost fail of that: it is no restart of their own.
         lost, worn = replace(lost, workers={}), []
+    verdict = _verdict(view, lost)
+    if verdict.restart:
+        restart, resizes = True, False
+    troubles, advances = verdict.troubles, _goes_on_while_it_advances(view)
+    if advances:
+        worn = sorted({rank // old.num_workers for rank in verdict.hopeless})
+        may_move = verdict.movable.issuperset(verdict.hopeless) and not (restart or resizes)
+        if worn and not (may_move and len(vacant) + len(worn) <= len(free)):
+            return _hopeless(verdict, lost, forget)
+        troubles = setbacks.moved(troubles, verdict.hopeless)
     # A drained node still has the workers and the state of its slot: it can have it back.
     handover = {} if restart or resizes else draining.open_handovers(view)
     short = len([slot for slot in (*vacant, *worn) if slot not in handover]) - len(free)
@@ -526,11 +537,12 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         failure = lost.workers[worn[0]]
         why = f"{failure.evidence}; no restart is left (--max-restarts)"
         return Decision((*forget, PublishResult(ResultRecord("failed", why, failure.exits))), why=why)
-    if lost.restart is not None and lost.restart.restarts_left <= 0 and not lost.nodes:
+    if lost.restart is not None and lost.restart.restarts_left <= 0 and not lost.nodes and not advances:
         why = f"{lost.restart.evidence}; the workers would have to be restarted and no restart is left (--max-restarts)"
         return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
     vacant = sorted({*vacant, *worn})
-    what = describe(old, lost)
+    what = "; ".join([describe(old, lost), *verdict.restart.values()])
+    old = replace(old, troubles=troubles)
     if resizing.is_elastic(view.job) and (restart or resizes or short > 0):
         assert view.job is not None
         left = resizing.roster(view.job, old.slots, lost.nodes, free)
@@ -539,7 +551,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
             return replace(_last_call(f"{what}; {len(left)} nodes are left", since, rules), commands=forget)
         if left is not None:
             workers = {} if lost.nodes else lost.workers  # their slots may be others now
-            counts = restart and bool(workers or lost.restart)
+            counts = restart and bool(workers or lost.restart or verdict.restart)
             bare = bare_ranks(view, old)
             new = resizing.renewed(old, left, what, workers, "restart" if restart else "resize", bare, counts=counts)
             plan = (PublishPlan(),) if restart else ()
@@ -590,9 +602,34 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         handover=handover,
         bare={slot: tuple(sorted(bare[slot])) for slot in sorted(bare) if not restart and slot not in returned},
         recovery=old.recovery,
+        troubles=old.troubles,
     )
     publish: tuple[Command, ...] = (PublishGeneration(new), PublishPlan()) if restart else (PublishGeneration(new),)
     return Decision((*publish, *forget), why=why)
+
+
+def _goes_on_while_it_advances(view: View) -> bool:
+    """No --max-restarts was given, and workers are replaced in place: see `setbacks`."""
+    return view.tracked and view.job is not None and view.job.max_restarts == AS_LONG_AS_IT_ADVANCES
+
+
+def _verdict(view: View, lost: Losses) -> setbacks.Verdict:
+    generation = view.generation
+    assert generation is not None
+    if not view.tracked:
+        return setbacks.Verdict()
+    counted = not _goes_on_while_it_advances(view)
+    return setbacks.judge(generation.troubles, _exits(lost), generation.epoch, counted=counted)
+
+
+def _hopeless(verdict: setbacks.Verdict, lost: Losses, forget: tuple[Command, ...]) -> Decision:
+    troubles = {trouble.rank: trouble for trouble in verdict.troubles}
+    # The cause first; who is behind it may have failed of that.
+    rank, reason = next(iter(verdict.hopeless.items()))
+    why = setbacks.describe(troubles[rank], reason)
+    exits = sorted(_exits(lost), key=lambda exit_: exit_.rank != rank)
+    result = ResultRecord("failed", why, tuple(exits), setbacks.advice(troubles[rank]))
+    return Decision((*forget, PublishResult(result)), why=why)
 
 
 def describe(generation: GenerationRecord, lost: Losses) -> str:

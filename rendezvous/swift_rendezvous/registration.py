@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from swift_rendezvous.keys import (
+    AS_LONG_AS_IT_ADVANCES,
     FailureRecord,
     GenerationRecord,
     JobRecord,
@@ -224,13 +225,17 @@ def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
     if other.num_workers != job.num_workers:
         differs.append(f"--nproc-per-node {other.num_workers}, here {job.num_workers}")
     if other.max_restarts != job.max_restarts:
-        differs.append(f"--max-restarts {other.max_restarts}, here {job.max_restarts}")
+        differs.append(f"{_max_restarts(other)}, here {_max_restarts(job)}")
     if not differs:
         differs.append("another script or other arguments")
     return (
         f"another job with the id {keys.job_id!r} is running ({'; '.join(differs)}). "
         "Nothing was started; choose another --rdzv-id, or start this node with the same command"
     )
+
+
+def _max_restarts(job: JobRecord) -> str:
+    return "no --max-restarts" if job.max_restarts == AS_LONG_AS_IT_ADVANCES else f"--max-restarts {job.max_restarts}"
 
 
 def _describe_secrets(keys: Keys, other: JobRecord, job: JobRecord) -> str:

@@ -16,6 +16,7 @@ import pytest
 from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.options import parse_args
 from swift_agent.run import cli, main
+from swift_rendezvous.keys import AS_LONG_AS_IT_ADVANCES
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,13 @@ def test_many_nodes() -> None:
     assert (found.num_standbys, found.preload) == (0, ("numpy", "torch.optim"))
     assert (found.launch.max_nodes, found.launch.nproc_per_node, found.launch.max_restarts) == (4, 2, 3)
     assert found.launch.rdzv_endpoint == "a:2379,b:2379"
+
+
+def test_no_number_of_restarts() -> None:
+    found = config("train.py")
+    assert (found.max_restarts, found.launch.max_restarts) == (AS_LONG_AS_IT_ADVANCES, 0)
+    found = config("--max-restarts", "0", "train.py")
+    assert (found.max_restarts, found.launch.max_restarts) == (0, 0)
 
 
 def test_the_wait_for_the_first_nodes_is_an_option_of_the_rendezvous() -> None:

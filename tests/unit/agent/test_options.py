@@ -64,8 +64,13 @@ def outcome(parse: object, args: list[str]) -> dict[str, str] | int | str:
 def torchrun(args: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     if "PET_RDZV_BACKEND" not in os.environ:
-        parser.set_defaults(rdzv_backend="swift-etcd")  # the one default that is meant to differ
-    return parser.parse_args(args)
+        parser.set_defaults(rdzv_backend="swift-etcd")  # this default and the next are meant to differ
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=None)
+    ns = parser.parse_args(args)
+    if ns.rdzv_backend != "swift-etcd" and ns.max_restarts is None:
+        ns.max_restarts = 0
+    return ns
 
 
 VALUES = st.one_of(
@@ -138,7 +143,9 @@ def test_defaults() -> None:
     with clean({}):
         ns = parse_args(["train.py"])
     assert {name: value for name, value in vars(ns).items() if name not in TORCH_NAMES} == OURS
-    assert ns.rdzv_backend == "swift-etcd"
+    assert ns.rdzv_backend == "swift-etcd" and ns.max_restarts is None
+    with clean({"PET_MAX_RESTARTS": "0"}):
+        assert parse_args(["train.py"]).max_restarts == 0
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d", "etcd", "etcd-v2", "some-plug-in"])

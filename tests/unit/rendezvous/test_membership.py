@@ -6,7 +6,9 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from swift_rendezvous import setbacks
 from swift_rendezvous.keys import (
+    AS_LONG_AS_IT_ADVANCES,
     ExitedRecord,
     FailureRecord,
     FinishedRecord,
@@ -14,6 +16,7 @@ from swift_rendezvous.keys import (
     PlanRecord,
     ProgressRecord,
     ResultRecord,
+    WorkerExit,
 )
 from swift_rendezvous.membership import (
     LEASE_IS_GONE,
@@ -235,6 +238,82 @@ def test_who_cannot_be_connected_costs_nobody_a_process_or_a_restart() -> None:
     # What is lost as well counts.
     both = published(ask(view(failures={0: failure("workers", 0, (1,)), 1: failure("again", 1)})))
     assert (both.number, both.lost) == (2, {0: (1,)})
+
+
+def failing(number: int, *names: str, rank: int = 2, code: int = -9, begun: bool = True, **changes: Any) -> View:
+    """No --max-restarts: rank 2, the first on n1, fails in iteration 20 of that generation."""
+    name = f"n{rank // 2}"
+    exit_ = WorkerExit(rank, rank % 2, 70 + number, code, name, generation=number, iteration=20, begun=begun)
+    lost = replace(failure("workers", rank // 2, (rank % 2,), left=0), exits=(exit_,))
+    base = view(names=names or ("n0", "n1"), job=JobRecord(2, 2, "command", AS_LONG_AS_IT_ADVANCES))
+    base = replace(base, generation=generation(number), failures={rank // 2: lost})
+    return replace(base, **changes)
+
+
+def fail_on(v: View, times: int, **how: Any) -> Any:
+    """So many generations more, each made of the last one; the last of them."""
+    new = published(ask(v))
+    for _ in range(times):
+        again = failing(new.number, *v.nodes, **how)
+        v = replace(again, generation=new)
+        slot = next(iter(v.failures))
+        moved = {slot: replace(v.failures[slot], incarnation=new.slots[slot].incarnation)}
+        v = replace(v, failures=moved)
+        new = published(ask(v))
+    return v if new is None else new
+
+
+def test_without_a_number_a_rank_that_does_not_advance_ends_the_job() -> None:
+    new = published(ask(failing(1)))
+    assert (new.mode, new.lost) == ("replace", {1: (0,)}) and [one.rank for one in new.troubles] == [2]
+    assert fail_on(failing(1), 1).mode == "replace"
+    ended = result(ask(fail_on(failing(1), 2)))
+    assert ended.state == "failed" and "rank 2 fails again and again" in ended.why and "(3)" in ended.why
+    assert [exit_.rank for exit_ in ended.exits] == [2] and ended.advice.startswith("tried")
+    # Other ranks fail beside it.
+    new = fail_on(failing(1), 1)
+    other = replace(failing(new.number, rank=0), generation=new)
+    assert published(ask(other)).mode == "replace"
+
+
+def test_what_a_rank_has_failed_of_goes_with_the_generations() -> None:
+    new = fail_on(failing(1), 1)
+    lost = replace(failing(new.number, "n0", "n1", "n2"), generation=new, failures={0: failure("node", 0)})
+    moved = published(ask(lost))
+    assert moved.troubles == new.troubles and moved.slots[0].node_id == "n2"
+    restart = PlanRecord(moved.number, {}, "why", restart=True)
+    anew = published(ask(replace(lost, generation=moved, failures={}, plan=restart)))
+    assert (anew.mode, anew.troubles) == ("restart", new.troubles)
+
+
+def test_without_a_number_a_spare_is_tried_before_the_end() -> None:
+    moved = fail_on(failing(1, "n0", "n1", "n2"), 2)
+    assert [o.node_id for o in moved.slots] == ["n0", "n2"] and moved.lost == {1: (0, 1)}
+    v = fail_on(failing(1, "n0", "n1", "n2"), 3)
+    ended = result(ask(v))
+    assert ended.state == "failed" and setbacks.MOVED in ended.why
+
+
+def test_without_a_number_a_script_that_tracks_nothing_has_torchruns_default() -> None:
+    ended = result(ask(failing(1, tracked=False)))
+    assert ended.state == "failed" and "--max-restarts" in ended.why and not ended.advice
+
+
+def test_without_a_number_an_unfit_worker_restarts_all() -> None:
+    assert published(ask(failing(1, failures={0: failure("restart", 0, left=0)}))).mode == "restart"
+
+
+def test_two_replacements_that_fail_by_themselves_restart_all() -> None:
+    for most in (AS_LONG_AS_IT_ADVANCES, 9):
+        v = failing(1)
+        new = published(ask(v))
+        for mode in ("replace", "restart"):
+            again = failing(new.number, code=1, begun=False, job=JobRecord(2, 2, "command", most))
+            lost = {1: replace(again.failures[1], restarts_left=most)}
+            new = published(ask(replace(again, generation=new, failures=lost)))
+            assert new.mode == mode
+        assert "two replacements of rank 2 have failed before an iteration" in new.why and new.num_restarts == 1
+        assert new.epoch == new.number
 
 
 def test_the_earliest_failure_is_the_root_cause() -> None:
