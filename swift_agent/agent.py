@@ -50,9 +50,6 @@ from swift_rendezvous.view import View
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-# The loss of a peer that could not be written down for so long has to be seen again. A write takes milliseconds; a node
-# that was cut off for a moment must not accuse the others when it is back.
-EVIDENCE_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 # For the watch to tell how a job ended whose records are gone.
 RESULT_TIMEOUT_S = 2.0
@@ -62,6 +59,9 @@ SUCCESS_GRACE_S = 5.0
 
 
 class Agent:
+    _event_s = 0.0
+    """When the last event was handled, monotonic."""
+
     def __init__(
         self, config: AgentConfig, store: KeyValueStore, directories: Directories, signals: CaughtSignals,
         all_children_are_ours: bool = False,
@@ -135,7 +135,7 @@ class Agent:
         config = self._config
         listeners = Listeners(
             view=lambda view: self._post(lambda: self._on_view(view)),
-            peer_lost=lambda *lost: self._post(lambda: self._event(msg.PeerLost(*lost))),
+            peer_lost=self._on_peer_lost,
             lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
             reclaimed=lambda incarnation: self._post(lambda: self._on_reclaimed(incarnation)),
             place_lost=lambda incarnation, why: self._post(lambda: self._on_place_lost(incarnation, why)),
@@ -262,6 +262,11 @@ class Agent:
         if phases is not None and self._presence.coordinator.acting:
             self._tell_recovery(view, phases)
 
+    def _on_peer_lost(self, incarnation: str, evidence: str, is_dead: bool) -> None:
+        """In the thread that has seen it."""
+        seen_s = time.monotonic()
+        self._post(lambda: self._event(msg.PeerLost(incarnation, evidence, is_dead, time.monotonic() - seen_s)))
+
     def _on_lease_lost(self, incarnation: str, why: str) -> None:
         if incarnation == self._state.incarnation and self._end is None:
             log.warning("the lease of %s was lost (%s): asking for another one", self._config.node_id, why)
@@ -319,7 +324,7 @@ class Agent:
     def _event(self, event: msg.Event) -> None:
         if self._end is not None:
             return
-        now_s = time.monotonic()
+        self._event_s = now_s = time.monotonic()
         step = lc.on_event(self._state, event, now_s=now_s)
         self._state = step.state
         if self._presence.journal is not None:
@@ -367,6 +372,8 @@ class Agent:
                 log.info("generation %d: %s%s", generation, lost, failure.evidence)
             case msg.ForgetSpare(node_id, incarnation):
                 log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation].evidence)
+            case msg.LookAgain(incarnation):
+                self._presence.liveness.reconsider(incarnation)
             case msg.Reclaim():
                 self._reclaim()
             case msg.PauseWorkers(why):
@@ -391,15 +398,18 @@ class Agent:
         A node that was cut off has seen all others vanish. When it can write again that is not true any more, so what
         was seen too long ago is not written but looked at again.
         """
-        number, incarnation, ordered_s = self._state.view.number, self._state.incarnation, time.monotonic()
+        number, incarnation = self._state.view.number, self._state.incarnation
+        what, guards, ops, peer = transaction.what, transaction.guards, transaction.ops, transaction.lost_peer
+        seen = None if peer is None else self._state.lost_peers.get(peer)
+        # On the clock of the writer's thread.
+        seen_s = time.monotonic() - (0.0 if seen is None else self._event_s - seen.seen_s)
 
         def is_current() -> bool:
             return self._state.view.number == number and self._state.incarnation == incarnation
 
         def is_fresh() -> bool:
-            return is_current() and time.monotonic() - ordered_s < EVIDENCE_S
+            return is_current() and time.monotonic() - seen_s < lc.EVIDENCE_S
 
-        what, guards, ops, peer = transaction.what, transaction.guards, transaction.ops, transaction.lost_peer
         if peer is None:
             write = Write(what, guards, ops, is_current)
         else:

@@ -28,6 +28,7 @@ from swift_agent.lifecycle_messages import (
     HostStore,
     KillWorkers,
     LeaveJob,
+    LookAgain,
     PauseWorkers,
     PeerDoubted,
     PeerLost,
@@ -82,6 +83,10 @@ from swift_rendezvous.resizing import is_elastic
 from swift_rendezvous.view import View
 
 RECLAIM = ("reclaim",)
+# What was seen of a peer counts for so long; a write takes milliseconds. What is older has to be seen again: a node
+# that was cut off for a moment must not accuse the others when it is back, nor a spare, hours later, when it gets a
+# slot.
+EVIDENCE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,15 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class Suspicion:
+    """What was seen of a peer. *seen_s*: when, on the clock of `on_event`."""
+
+    evidence: str
+    is_dead: bool
+    seen_s: float
+
+
+@dataclass(frozen=True)
 class AgentState:
     """All that `reconcile` looks at. *workers* is keyed by local rank."""
 
@@ -145,7 +159,8 @@ class AgentState:
     """At the last tick nobody had answered for too long."""
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
-    lost_peers: Mapping[str, PeerLost] = field(default_factory=dict)
+    lost_peers: Mapping[str, Suspicion] = field(default_factory=dict)
+    """By incarnation."""
     restarts_used: int = 0
     restarts_counted_in: int = 0
     store_started: int = 0
@@ -167,7 +182,7 @@ class Step:
 
 def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     """Fold *event* into *state* and say what to do. Events about a process that was replaced meanwhile are ignored."""
-    state = _fold(state, event)
+    state = _fold(state, event, now_s)
     changed: tuple[Command, ...] = ()
     if isinstance(event, Tick):
         paused = shall_pause(state.paused, event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
@@ -186,7 +201,7 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     return Step(replace(step.state, rate=meter), (*step.commands, *commands))
 
 
-def _fold(state: AgentState, event: Event) -> AgentState:
+def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
     match event:
         case ViewChanged(view):
             if view.revision < state.view.revision:
@@ -233,14 +248,26 @@ def _fold(state: AgentState, event: Event) -> AgentState:
             return _update(state, local_rank, pid, unfit=why, is_hopeless=is_hopeless)
         case WorkerExited(exit_):
             return _update(state, exit_.local_rank, exit_.pid, exit=exit_)
-        case PeerLost(incarnation):
-            return replace(state, lost_peers={**state.lost_peers, incarnation: event})
+        case PeerLost(incarnation, evidence, is_dead, age_s):
+            seen = Suspicion(evidence, is_dead, now_s - age_s)
+            return replace(state, lost_peers={**state.lost_peers, incarnation: seen})
         case PeerDoubted(incarnation):
             return _doubt(state, incarnation)
         case PlaceReclaimed():
             return _written_again(state)
         case Tick() | RateTick() | WorkerAt():
             return state
+
+
+def _age(state: AgentState, commands: list[Command], now_s: float) -> AgentState:
+    """Drop what was seen too long ago, and told nobody: by a node without a slot, in an earlier generation, or while
+    the store was away."""
+    told = {failure.incarnation for failure in state.view.failures.values() if failure.kind == "node"}
+    for incarnation, seen in state.lost_peers.items():
+        if now_s - seen.seen_s > EVIDENCE_S and incarnation not in told:
+            state = _doubt(state, incarnation)
+            commands.append(LookAgain(incarnation))
+    return state
 
 
 def _has_changed_hands(old: View, new: View) -> bool:
@@ -283,6 +310,7 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
         if why:
             return _once(state, ("leave",), LeaveJob(ResultRecord("succeeded", why)))
     commands: list[Command] = []
+    state = _age(state, commands, now_s)
     # Before the first generation all are spares, the coordinator as well: nobody else would notice that it is gone.
     state = _forget_lost_spares(state, commands)
     if lapsed:

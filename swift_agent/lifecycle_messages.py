@@ -141,11 +141,13 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """*is_dead*: its kernel has closed the connection and refuses another; else only the way to it may be closed."""
+    """*is_dead*: its kernel has closed the connection and refuses another; else only the way to it may be closed.
+    *age_s*: how long ago that was seen."""
 
     incarnation: str
     evidence: str
     is_dead: bool = False
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -371,6 +373,13 @@ class ForgetSpare:
 
 
 @dataclass(frozen=True)
+class LookAgain:
+    """What was seen of a peer is too old to be acted on, and was not told: it is watched again."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class PauseWorkers:
     """Nobody can be asked whether the slot of this node was given away: its workers stand still, with their state."""
 
@@ -431,6 +440,7 @@ Command = (
     | WriteHandover
     | WriteTaken
     | ForgetSpare
+    | LookAgain
     | PauseWorkers
     | ResumeWorkers
     | Reclaim

@@ -40,10 +40,10 @@ class Transaction:
 
 
 def fence(keys: Keys, view: View, me: NodeRecord) -> list[Compare]:
-    """Holds while the generation is the one of *view* and this node is known."""
+    """Holds while the generation is the one of *view* and this node is known, under this very incarnation."""
     return [
         Compare.mod_revision(keys.generation, "==", view.generation_revision),
-        Compare.exists(keys.node(me.node_id)),
+        Compare.value(keys.node(me.node_id), "==", encode(me)),
     ]
 
 

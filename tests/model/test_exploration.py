@@ -109,6 +109,7 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "a link is parted while two of three have no state": lambda: joining_again(faults=1, kinds=("part",)),
     "a node is cut off while a newcomer has no state": lambda: joining(faults=1, kinds=("cut",), ordered=False),
     "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
+    "a spare has been mistaken, and gets a slot": lambda: training(faults=2, kinds=(model.ALARM, "crash", "cut")),
     "garbage in a record, and a failure, in training": lambda: training(faults=2, kinds=("garble", "remove", "kill")),
     "garbage in a record, and a failure, in a recovery": lambda: recovering(faults=2, kinds=("garble", "crash")),
     "garbage in a record on the way to a boundary": lambda: draining_until("pause", faults=1, kinds=("garble",)),
@@ -174,6 +175,9 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         lifecycle, "reconcile", "for o in absent(view).values()",
         "for s, o in enumerate(generation.slots if generation else ()) if s not in view.failures",
         lambda: joining(faults=1, kinds=("part",), ordered=False)),
+    "what a spare once saw is told when it gets a slot": (
+        lifecycle, "_age", "> EVIDENCE_S and", "> 1e9 and",
+        lambda: training(faults=2, kinds=(model.ALARM, "crash"))),
     "what a record was is compared with, not what is stored": (
         view, "_unread", "view = replace(view, generation_revision=revision)", "pass",
         lambda: training(faults=2, kinds=("garble", "kill"))),

@@ -99,7 +99,7 @@ def test_what_is_lost_is_brought_back_while_one_replica_lives(seed: int) -> None
 
 MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "a node that was given up still writes": (
-        records, "fence", "Compare.exists(keys.node(me.node_id)),", ""),
+        records, "fence", 'Compare.value(keys.node(me.node_id), "==", encode(me)),', ""),
     "a generation is written over another": (
         coordinator.Coordinator, "_execute",
         'guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))\n'

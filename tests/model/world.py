@@ -56,11 +56,14 @@ Action = tuple[str, int, int]  # what, which node, and a second one for `accuse`
 Response = tuple[Change, ...]
 
 FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse", "part")
+# A node without a slot takes another for lost, and is mistaken; much later something else happens.
+ALARM = "alarm"
 # An operator's, and taking it back: counted like failures.
 ORDERS = ("drain", "cancel")
 # Of people and strangers who write into the store: something that cannot be read, or remove it.
 INTRUSIONS = ("garble", "remove")
 GARBAGE = b"?"
+FALSE_ALARM = "a false alarm of long ago"
 
 
 class Violation(AssertionError):
@@ -172,7 +175,9 @@ class Driver(Agent):
     def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
         self._world, self._node, self._events = world, node, events
         self._state, self._end = node.state, None
-        self._presence = SimpleNamespace(me=node.record, journal=None)  # type: ignore[assignment]
+        self._presence = SimpleNamespace(  # type: ignore[assignment]
+            me=node.record, journal=None, liveness=SimpleNamespace(reconsider=lambda _: None)
+        )
 
     def look(self, node: Node) -> None:
         self._state = node.state
@@ -340,6 +345,11 @@ class World:
                 found += [("part", index, other) for other, peer in enumerate(self.nodes)
                           if other != index and peer.here
                           and peer.record.incarnation not in node.state.lost_peers]  # fmt: skip
+            generation = self.view.generation
+            if ALARM in self.kinds and node.where == "up" and generation is not None and node.proc is None:
+                found += [(ALARM, index, other) for other, peer in enumerate(self.nodes) if peer.where == "up"
+                          and generation.slot_of(peer.record.incarnation) is not None
+                          and generation.slot_of(node.record.incarnation) is None]  # fmt: skip
             if node.proc is not None and node.where != "frozen" and "kill" in self.kinds:
                 found.append(("kill", index, 0))
         return found
@@ -362,7 +372,7 @@ class World:
         """Carry it out, and check."""
         what, index, other = action
         node = self.nodes[index] if what not in INTRUSIONS else self.nodes[0]
-        if what in FAULTS or what in ORDERS or what in INTRUSIONS:
+        if what in (*FAULTS, *ORDERS, *INTRUSIONS, ALARM):
             self.faults -= 1
         match what:
             case "crash":
@@ -397,6 +407,9 @@ class World:
                 peer = self.nodes[other]
                 is_dead = what == "accuse" and not peer.here
                 self.handle(node, deque([msg.PeerLost(peer.record.incarnation, "lost", is_dead)]))
+            case "alarm":
+                self.handle(node, deque([msg.PeerLost(self.nodes[other].record.incarnation, FALSE_ALARM)]))
+                self.handle(node, deque([msg.Tick()]), now_s=1e6)
             case "see":
                 if node.queue:
                     self._see(node)
@@ -508,10 +521,10 @@ class World:
 
     # ---- the agent ----
 
-    def handle(self, node: Node, events: deque[msg.Event]) -> None:
+    def handle(self, node: Node, events: deque[msg.Event], now_s: float = 0.0) -> None:
         driver, life = self.drivers[node.name], node.life
         while events and node.runs and node.life == life:
-            step = lc.on_event(node.state, events.popleft(), now_s=0.0)
+            step = lc.on_event(node.state, events.popleft(), now_s=now_s)
             node.state = step.state
             for command in step.commands:
                 driver.take(self, node, events)
@@ -543,6 +556,8 @@ class World:
             return
         if write.what == "forget":
             return  # of a spare: guarded by that node's own record
+        told = [op.value for op in write.ops if isinstance(op, Put)]
+        demand(not any(FALSE_ALARM.encode() in value for value in told), f"told as a loss: {FALSE_ALARM}")
         demand(number == write.number, f"a late '{write.what}' of generation {write.number} counts in {number}")
         demand(lives, f"'{write.what}' of a node that was given up takes effect")
         demand(self.store._revision > revision, "an empty write")

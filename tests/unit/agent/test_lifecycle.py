@@ -293,6 +293,43 @@ def test_a_loss_that_could_not_be_told_in_time_is_told_again_when_it_is_seen_aga
     assert agent.tell(lc.PeerDoubted("n2.1")) == [] and only(agent.tell(spare), lc.ForgetSpare)
 
 
+def test_what_a_spare_once_saw_is_not_told_when_it_gets_a_slot() -> None:
+    agent = Agent("n2")
+    agent.see(view(names=("n0", "n1", "n2"), tracked=True, store=STORE))
+    assert agent.tell(lc.PeerLost("n0.1", "silent for 0.41 s")) == []
+    agent.now_s += 1.0
+    assert agent.tell(lc.Tick()) == [lc.LookAgain("n0.1")]
+    assert agent.tell(lc.Tick()) == []
+    agent.now_s += 7900.0
+    taken = next_generation(agent, slots=("n0", "n2"), lost={1: (0, 1)})
+    none_of(taken, lc.WriteFailure)
+    assert only(agent.tell(lc.PeerLost("n0.1", "silent")), lc.WriteFailure).failure.slot == 0
+
+
+def test_evidence_is_as_old_as_what_was_seen() -> None:
+    """It waited for this node's own loop, or for another generation."""
+    late = training()
+    assert late.tell(lc.PeerLost("n1.1", "gone", age_s=1.0)) == [lc.LookAgain("n1.1")]
+    agent = training()
+    only(agent.tell(lc.PeerLost("n1.1", "gone", age_s=0.1)), lc.WriteFailure)
+    agent.now_s += 0.3
+    again = next_generation(agent, slots=("n0", "n1"))  # of another failure; the first was fenced off
+    assert only(again, lc.WriteFailure).failure.incarnation == "n1.1"
+    agent.now_s += 0.3
+    again = next_generation(agent, 3, slots=("n0", "n1"))
+    none_of(again, lc.WriteFailure)
+    assert only(again, lc.LookAgain).incarnation == "n1.1"
+
+
+def test_what_was_told_is_kept_for_as_long_as_it_stands() -> None:
+    agent = training()
+    agent.tell(lc.PeerLost("n1.1", "gone"))
+    agent.change(failures={1: failure("node", 1)})
+    agent.now_s += 3.0
+    none_of(agent.tell(lc.Tick()), lc.LookAgain, lc.WriteFailure)
+    none_of(next_generation(agent, slots=("n0", "n1")), lc.WriteFailure)
+
+
 def test_a_lost_spare_is_forgotten() -> None:
     agent = Agent()
     agent.see(view(names=("n0", "n1", "n2"), store=STORE))

@@ -83,7 +83,7 @@ MUTANTS = {
         "if not registered and (generation is not None or view.revision):", "if False:"),
     "believes a view of its former life": ("if view.revision < state.view.revision:", "if False:"),
     "does not repeat a loss in the next generation": (
-        "issued = state.issued if view.number == state.view.number else frozenset()", "issued = state.issued"),
+        "issued = state.issued if view.number == old.number else frozenset()", "issued = state.issued"),
     "speaks of a rank that is dead": ("if worker is None or not worker.alive:\n            return state\n        if",
                                       "if worker is None:\n            return state\n        if"),
     "speaks of a worker that is being ended": (
