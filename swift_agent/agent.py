@@ -80,6 +80,7 @@ class Agent:
             lambda event: self._event(event), self._on_modules,
         )  # fmt: skip
         self._stores = GenerationStores(self._host, config.key)
+        self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
         self._timeline = timeline.Timeline()
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
@@ -534,14 +535,19 @@ class Agent:
     # ---- standbys ----
 
     def _prepare_standbys(self, view: View) -> None:
-        """A spare warms up at once; an active node when its workers train, so that it does not slow their start."""
+        """A spare warms up at once; an active node when its workers train, so that it does not slow their start.
+
+        What is imported ahead comes from the command line, from this node's own workers, and from the node of rank 0 if
+        that signs it with the job's secret. Other names in etcd are not imported: that would run them.
+        """
         generation = view.generation
         if generation is None or not self._workers.can_fork:
             return
         spare = generation.slot_of(self._state.incarnation) is None
-        if not spare and not view.preload:
+        if not spare and self._modules is None:
             return
-        modules = tuple(dict.fromkeys((*self._config.preload, *view.preload)))
+        told = self._config.key.modules_of(view.preload)
+        modules = tuple(dict.fromkeys((*self._config.preload, *told, *(self._modules or ()))))
         with self._watching_server():
             self._workers.prepare(self._config.nproc if spare else self._config.num_standbys, modules)
 
@@ -555,11 +561,16 @@ class Agent:
             self._selector.register(server, selectors.EVENT_READ, lambda: self._on_server(server))
 
     def _on_modules(self, local_rank: int, names: list[str]) -> None:
-        """What the script has imported is imported ahead everywhere. One rank's list is enough."""
-        generation = self._state.view.generation
-        if generation is None or local_rank != 0 or generation.slot_of(self._state.incarnation) != 0:
+        """What the script has imported is imported ahead by this node's standbys, and by spares. One rank's list is
+        enough."""
+        generation, key = self._state.view.generation, self._config.key
+        if local_rank != 0:
             return
-        self._write(records.preload(self._keys, self._state.view, self._presence.me, names))
+        self._modules = tuple(map(str, names))
+        self._prepare_standbys(self._state.view)
+        if key.protected and generation is not None and generation.slot_of(self._state.incarnation) == 0:
+            signed = key.signed_modules(self._modules)
+            self._write(records.preload(self._keys, self._state.view, self._presence.me, signed))
 
     # ---- people ----
 

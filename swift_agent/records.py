@@ -104,7 +104,7 @@ def rate(keys: Keys, view: View, me: NodeRecord, record: RateRecord, lease_id: i
 
 
 def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> Transaction:
-    """What standbys import ahead."""
+    """What standbys import ahead; *modules* are signed (`JobKey.signed_modules`)."""
     return Transaction("preload", fence(keys, view, me), [Put(keys.preload, ",".join(modules).encode())])
 
 

@@ -648,7 +648,7 @@ class Protected:
     def _send_modules(self) -> None:
         """Once: what the script has imported, so that standbys import it ahead."""
         self._modules_sent = True
-        if self._place.rank == 0:
+        if self._place.rank % int(os.environ["LOCAL_WORLD_SIZE"]) == 0:  # one of each node
             self.supervisor.send({"op": "modules", "names": tracking.imported_packages()})
 
     def _end(self) -> dict[str, Any]:

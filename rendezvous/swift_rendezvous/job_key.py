@@ -1,6 +1,6 @@
 """The keys of a job, derived from the secret that an operator gives to all of its nodes.
 
-    secret --PBKDF2, salted with the job's id--> master --HMAC-SHA256 per label--> heartbeat key, store tokens, proof
+    secret --PBKDF2, salted with the job's id--> master --HMAC-SHA256 per label--> heartbeat key, store tokens, ...
 
 Without a secret the master is derived from the job's id alone. Then everybody can work out every key: they still keep
 two jobs from being mixed up, but prove nothing, and nothing that is said about them may claim that.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 
 # What one guess costs who has seen a proof: PBKDF2, unlike scrypt, is there in FIPS mode, too.
 _NUM_ROUNDS = 600_000
@@ -54,6 +55,19 @@ class JobKey:
     def store_token(self, generation: int, nonce: str) -> str:
         """Of the session store of *generation*; *nonce*: the public one in its record."""
         return self._derive("store", str(generation), nonce).hex()
+
+    def signed_modules(self, names: Sequence[str]) -> tuple[str, ...]:
+        """*names*, of modules that other nodes of the job may import, with what proves that a node of it says so."""
+        return (*names, self._derive("preload", ",".join(names)).hex())
+
+    def modules_of(self, signed: Sequence[str]) -> tuple[str, ...]:
+        """The names in what `signed_modules` gave; none if a node without the secret can have written it. To import a
+        module is to run it."""
+        names = tuple(signed[:-1])
+        is_told = self.protected and bool(signed)
+        expected = self.signed_modules(names)[-1] if is_told else ""
+        is_ours = is_told and hmac.compare_digest(signed[-1].encode(errors="replace"), expected.encode())
+        return names if is_ours and all(part.isidentifier() for name in names for part in name.split(".")) else ()
 
     def _derive(self, *label: str) -> bytes:
         # A part cannot contain the separator: labels are ours, the rest are numbers and hexadecimal.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.etcd_config import EtcdConfig
 from tests.faults.conftest import assert_recovered
-from tests.support.job import SCRIPT, Agents
+from tests.support.job import SCRIPT, SOURCE_ROOTS, Agents
 
 KILL_RANK_3 = {"at": "backward", "iteration": 4, "rank": 3, "scope": "process"}
 
@@ -109,3 +114,46 @@ replica.GroupLink.recv_bytes = recv_bytes
     assert (tmp_path / "refused").exists()
     assert_recovered(outcome, undisturbed(), {3})
     assert "rank 3 asks for another try: the description of a state was altered on its way" in outcome.text()
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"timed out: {what}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def store_at(endpoint: str) -> Iterator[EtcdStore]:
+    config = EtcdConfig.from_environment({}, endpoints=endpoint)
+    assert config is not None
+    with EtcdStore(config) as store:
+        yield store
+
+
+@pytest.mark.parametrize("secret", ["", "a secret of the job, long enough"])
+def test_a_name_that_anybody_writes_into_etcd_is_not_imported(
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., str], etcd: str, tmp_path: Path, secret: str
+) -> None:
+    modules, marker = tmp_path / "modules", tmp_path / "imported"
+    modules.mkdir()
+    (modules / "looks_harmless.py").write_text(f"open({str(marker)!r}, 'a').write('run ')\n")
+    environment = {"PYTHONPATH": os.pathsep.join([*SOURCE_ROOTS, str(modules)])}
+    if secret:
+        environment["SWIFT_JOB_SECRET"] = secret
+    agents = make_agents(orders={"faults": [KILL_RANK_3], "pause_s": 1.0}, environment=environment)
+    for node in ("a", "b"):
+        agents.start(node)
+    wait_until(lambda: (tmp_path / "calls.0").exists(), "training begins")
+    with store_at(etcd) as store:
+        # An agent of the job says what its workers have imported, once the first iteration is done.
+        wait_until(lambda: len((tmp_path / "calls.0").read_text().split()) > 2, "two iterations")
+        signed = store.get(f"/swift/{agents.job_id}/preload")
+        assert (signed is not None) == bool(secret)
+        for value in (b"looks_harmless", b"looks_harmless," + (signed.value if signed else b"")):
+            store.put(f"/swift/{agents.job_id}/preload", value)
+            time.sleep(1.5)  # to import it took less
+    (tmp_path / "hurry").touch()
+    outcome = agents.wait()
+    assert_recovered(outcome, undisturbed(), {3})
+    assert not marker.exists(), marker.read_text()

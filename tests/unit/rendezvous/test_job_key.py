@@ -25,6 +25,20 @@ def test_no_two_keys_are_equal() -> None:
     assert len(set(values)) == len(values)
 
 
+def test_names_of_modules_count_only_with_the_jobs_secret() -> None:
+    key, names = JobKey.of_secret(SECRET, "gpt"), ("numpy", "torch.optim")
+    signed = key.signed_modules(names)
+    assert signed[:2] == names and JobKey.of_secret(SECRET, "gpt").modules_of(signed) == names
+    assert key.modules_of(key.signed_modules(())) == ()
+    for other in (JobKey.of_secret(SECRET, "bert"), JobKey.of_secret(SECRET + b".", "gpt"), JobKey.of_one_node()):
+        assert other.modules_of(signed) == () == key.modules_of(other.signed_modules(names))
+    for forged in ((), ("",), ("numpy",), ("evil", *signed[1:]), signed[1:], (*names, "\u00e9"), names):
+        assert key.modules_of(forged) == ()
+    assert key.modules_of(key.signed_modules(("a b", "os"))) == ()
+    open_key = JobKey.without_secret("gpt")  # anybody can work out its signature
+    assert open_key.modules_of(open_key.signed_modules(names)) == ()
+
+
 def test_without_a_secret_nothing_is_claimed() -> None:
     key = JobKey.without_secret("gpt")
     assert not key.protected and key.proof == ""
