@@ -303,10 +303,11 @@ class Place:
 
     def report(self) -> dict[str, Any]:
         """What this rank holds; called by the supervisor's thread with the lock held, after the fence is up."""
-        tracked, status, iteration = self.tracked, self.status, self.here.iteration
+        tracked, status, iteration, lacks = self.tracked, self.status, self.here.iteration, ""
         if tracked is not None and status == "holding":
             if tracked.updates.mixed:
                 status = "empty"
+                lacks = f"were cut in the middle of update {iteration}, which cannot be taken back"
             elif self.inside == "iteration" and tracked.updates.updated:
                 iteration += 1
             iteration = max(iteration, self.ghost_iterations)
@@ -314,7 +315,8 @@ class Place:
                 # With all that it needs it gets there, whoever else is lost. Together with others it may not.
                 gets_there = self.replays_alone and tracked.messages is not None and not tracked.messages.is_lost
                 status, iteration = ("holding", self.replays_before) if gets_there else ("empty", 0)
-        report = RankReport(self.rank, status, iteration, self.here.sections)
+                lacks = "" if gets_there else "were repeating iterations from logs"
+        report = RankReport(self.rank, status, iteration, self.here.sections, lacks=lacks)
         if tracked is not None:
             updates, holds = tracked.updates, status == "holding"
             report = replace(

@@ -40,6 +40,20 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+_BEGINS_ANEW = (
+    "no job.checkpoint: should all workers have to start again (nobody is left who holds the state of a lost rank, or "
+    "a collective outside an iteration was cut), training begins at iteration 0, or with what the script loads itself. "
+    "With job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint"
+)
+
+
+def begins_anew(tracked: Tracked) -> bool:
+    """Whether nothing says that the script would go on from somewhere if all workers started again."""
+    if tracked.checkpoints is not None or tracked.has_shards_alone:  # that is told in words of its own
+        return False
+    return not any(optimizer.state for optimizer in tracked.state.optimizers.values())  # a snapshot of its own
+
+
 class Job:
     """One worker's part in the job. Made by `init()`; there is one per process.
 
@@ -188,6 +202,8 @@ class Job:
                 "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
             )
         self._place.hold(tracked)
+        if self.rank == 0 and self._place.status != "empty" and self._supervisor and begins_anew(tracked):
+            self._supervisor.note(_BEGINS_ANEW)
         self._running.begin(tracked)
 
     # ---- the loop ----

@@ -24,6 +24,8 @@ from swift_recovery.progress import RankReport, ranges_of, ranks_of
 PlanKind = Literal["fresh", "copy", "restart"]
 # What becomes of a half-done update (`--recovery`): see `consistency` and `lossy`.
 Way = Literal["exact", "immediate-rollback", "lossy-forward"]
+# What a status says, where the report says no more.
+_LACKS = {"setup": "were cut before their training loop began", "empty": "had no state yet"}
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,12 @@ def make_plan(
     orphans = sorted(set(range(world_size)) - {rank for members in sets for rank in members})
     checkpoint = max((report.checkpoint for report in by_rank.values()), default=0)
     if orphans and (leaving or not all(report.logs for report in holding.values())):
+        alive = [by_rank[rank] for rank in orphans if rank in by_rank and by_rank[rank].status != "fresh"]
+        lost = sorted(set(orphans).difference(report.rank for report in alive))
+        what = [f"ranks {lost} are lost"] if lost else []
+        what += [_why_none(alive)] if alive else []
         return Plan(
-            "restart", f"ranks {orphans} are lost and no survivor holds a replica of their state{_from(checkpoint)}"
+            "restart", f"{'; '.join(what)} and no survivor holds a replica of their state{_from(checkpoint)}"
         )
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
@@ -280,13 +286,20 @@ def _mend(
 
 
 def _nobody_holds(by_rank: Mapping[int, RankReport]) -> Plan:
-    begun = sorted(rank for rank, report in by_rank.items() if report.status != "fresh")
-    if not begun:
+    if all(report.status == "fresh" for report in by_rank.values()):
         return Plan("fresh", "no rank has begun: all set up together")
-    where = "before the first iteration"
-    if mixed := {report.iteration for report in by_rank.values() if report.status == "empty" and report.iteration}:
-        where = f"in the middle of update {max(mixed)}, which cannot be taken back"
-    return Plan("restart", f"ranks {begun} were cut {where}: no rank holds a complete state")
+    checkpoint = max(report.checkpoint for report in by_rank.values())
+    return Plan("restart", f"{_why_none(by_rank.values())}: no rank holds a complete state{_from(checkpoint)}")
+
+
+def _why_none(reports: Iterable[RankReport]) -> str:
+    """Why those of *reports* that have begun hold no complete state."""
+    reasons: dict[str, list[int]] = {}
+    for report in sorted(reports, key=lambda report: report.rank):
+        if report.status != "fresh":
+            reason = report.lacks or _LACKS.get(report.status, "hold another iteration")
+            reasons.setdefault(reason, []).append(report.rank)
+    return "; ".join(f"ranks {ranks} {reason}" for reason, ranks in reasons.items())
 
 
 def _replica_sets(holding: Mapping[int, RankReport], world_size: int) -> list[tuple[int, ...]]:

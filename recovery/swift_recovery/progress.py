@@ -27,7 +27,8 @@ class RankReport:
     gradients of update number *iteration* are complete here, so this rank can still make it. *logs*: every message that
     this rank has sent in an iteration is in its log, but for those before *checkpoint*: the iteration of the newest one
     that it knows to count, 0 if there is none. *unwinds*: why this rank cannot stay in the middle of iteration number
-    *iteration*, in words that follow its name; '' if it can, or is not in it.
+    *iteration*, in words that follow its name; '' if it can, or is not in it. *lacks*: why a rank that has begun does
+    not hold a complete state, in words that follow its name as well.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankReport:
     logs: bool = False
     checkpoint: int = 0
     unwinds: str = ""
+    lacks: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
@@ -48,7 +50,7 @@ class RankReport:
         data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
         if not self.updated:
             del data["updated"], data["num_parameters"]
-        for name in ("reduced", "logs", "checkpoint", "unwinds"):
+        for name in ("reduced", "logs", "checkpoint", "unwinds", "lacks"):
             if not data[name]:
                 del data[name]
         return data
@@ -70,6 +72,7 @@ class RankReport:
             logs=bool(data.get("logs", False)),
             checkpoint=int(data.get("checkpoint", 0)),
             unwinds=str(data.get("unwinds", "")),
+            lacks=str(data.get("lacks", "")),
         )
 
 

@@ -42,6 +42,7 @@ def test_a_rank_that_advances_may_be_killed_many_times(run: Run) -> None:
     assert len(outcome.pids[1]) == 6 and len(outcome.pids[0]) == 1, outcome.text()
     assert len({path.read_text() for path in outcome.directory.glob("hash.*")}) == 1
     assert len(lines(outcome, "a lost worker is replaced in place, as often as it takes")) == 1
+    assert len(lines(outcome, "no job.checkpoint: should all workers have to start again")) == 1
 
 
 def test_kills_without_progress_end_the_job_at_the_third(run: Run) -> None:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from swift_agent import running, session, startup
 from swift_agent.channel import Channel
 from swift_agent.errors import LostLog, PeerFailure, UsageError
 from swift_agent.place import Place, Position, Seeds
 from swift_agent.process_group import ProcessGroups
-from swift_agent.running import Protected, cause_of, is_communication_error
+from swift_agent.running import Protected, cause_of, is_communication_error, is_own
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_recovery.plan import Plan
@@ -84,8 +85,8 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
     place.hold(tracked)
     place.status, place.here = "holding", Watched(7)
-    running = Protected(place, supervisor, ProcessGroups.__new__(ProcessGroups), torch.device("cpu"), None)
-    running._tracked = tracked
+    protected = Protected(place, supervisor, ProcessGroups.__new__(ProcessGroups), torch.device("cpu"), None)
+    protected._tracked = tracked
     supervisor.start({}, place.report, lambda why, generation: None)
     agent.receive()
     agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
@@ -97,9 +98,54 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     optimizer.step()
     agent.send({"op": "stop", "generation": 1, "why": "w"})
     assert Watched.reached.wait(5.0)
-    running._complete_iteration()
+    protected._complete_iteration()
     Watched.passed.set()
     report = agent.receive()["report"]
     assert place.here.iteration == 8 and report["iteration"] == 8
     supervisor.close()  # first, else it ends this process: its agent is gone
     agent.close()
+
+
+def test_a_report_says_why_it_holds_no_state() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status, place.here = "holding", Position(30)
+    assert "lacks" not in place.report()
+    tracked.updates.mixed = True
+    report = place.report()
+    assert (report["status"], report["lacks"]) == (
+        "empty", "were cut in the middle of update 30, which cannot be taken back"
+    )  # fmt: skip
+    supervisor.close()
+    theirs.close()
+
+
+def test_an_exception_of_the_script_stays_its_own() -> None:
+    """Also where a peer fails, as of the same, before it has come out of the script."""
+    error = ValueError("x")
+    assert not is_own(error)
+    running._own(error)
+    assert is_own(error)
+    why = startup.why_unfit(RuntimeError("gloo: connection closed"), None)
+    assert why.startswith("a collective outside an iteration was cut (RuntimeError")
+    why = startup.why_unfit(KeyError("loss"), None)
+    assert "KeyError" in why and "was cut" not in why and "may have been cut" in why
+
+
+def test_whether_a_restart_of_all_begins_anew() -> None:
+    def tracked(optimizer: torch.optim.Optimizer) -> Tracked:
+        named: dict[str, dict[str, Any]] = {"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}
+        return Tracked(named, [0], 1, None)
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert session.begins_anew(tracked(optimizer))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    # The script has loaded a snapshot, with the state of its optimizer.
+    assert not session.begins_anew(tracked(optimizer))
