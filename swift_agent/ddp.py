@@ -11,8 +11,9 @@ Call these between `ProcessGroups.wait_quiet` and the next forward: until then c
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -182,6 +183,30 @@ class BucketKeeper:
             self._hook.remove()
             self._hook = None
         self._recorded_in = -1
+
+
+@contextlib.contextmanager
+def stays_unsynchronised(ddp: DDP) -> Iterator[None]:
+    """Inside, `no_sync` holds for a forward also where the script sets `require_backward_grad_sync` itself, as it may
+    to accumulate; the script finds what it has set."""
+    asked: list[bool] = []
+
+    def before(module: Any, arguments: Any) -> None:
+        asked.append(module.require_backward_grad_sync)
+        module.require_backward_grad_sync = False
+
+    def after(module: Any, arguments: Any, result: Any) -> None:
+        module.require_backward_grad_sync = asked.pop()
+
+    hooks = [
+        ddp.register_forward_pre_hook(before, prepend=True),
+        ddp.register_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def sync_buffers_after_forward(ddp: DDP) -> bool:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from swift_agent.place import Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.tracking import Tracked
+from swift_recovery.by_hand import copies_of, put_back
 from swift_recovery.randomness import capture_generators, restore_generators
 
 R = TypeVar("R")
@@ -55,11 +56,16 @@ class Ghosts:
         tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
         tracked.begin(number, ghost=True)
         place.seeds.for_iteration(number)
+        # Owed: what comes later, or the iteration when it is run after all, begins with parameters as they are.
+        before = copies_of(tracked.state.loose_parameters()) if place.here.iteration == number else []
         with place.without_points(), tracked.without_reduction(finite=place.here.iteration > number):
             try:
                 result = call()
             finally:
                 tracked.updates.cut()
+                if before:
+                    put_back(before)
+                    place.start.by_hand.settle()
         tracked.end()
         return result
 
@@ -76,6 +82,7 @@ class Ghosts:
                 result = call()
             finally:
                 tracked.updates.cut()
+                place.put_back_arrived()
         tracked.end()
         with place.lock:
             place.here.iteration += 1

@@ -14,12 +14,15 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from swift_agent import native
 from swift_agent.errors import SwiftError
 from swift_agent.tracking import Tracked
+from swift_recovery.by_hand import copies_of, put_back
 from swift_recovery.progress import RankReport, Status
 from swift_recovery.randomness import SeedSeries, compiled_seeder, seed_series
+from swift_recovery.sharded import local_of
 from swift_recovery.snapshot import Snapshot
 
 RngMode = Literal["iteration", "user"]
@@ -136,6 +139,7 @@ class Place:
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
+        self._arrived: list[tuple[Tensor, Tensor]] = []
         self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
 
     def hold(self, tracked: Tracked) -> None:
@@ -144,7 +148,7 @@ class Place:
         library = native.load()
         watch = library.Watch if library else None
         self.point = Snapshot(tracked.state, watch)
-        self.start = Snapshot(tracked.state, watch)
+        self.start = Snapshot(tracked.state, watch, by_hand=True)
         self._keeps_generators = self.seeds.keeps_generators
 
     # ---- snapshots ----
@@ -162,11 +166,30 @@ class Place:
         self._point_units = self.units
         self._moved = False
 
+    def put_back_arrived(self) -> None:
+        """A newcomer's parameters are again what it was given, whatever its script, which is still before that, has
+        done."""
+        if self._arrived:
+            put_back(self._arrived)
+            self.start.by_hand.settle()
+
+    def _have_arrived(self, *, all_of_them: bool = False) -> None:
+        """Parameters have their values from another rank: nothing that the script has done."""
+        assert self.tracked is not None
+        self.start.by_hand.settle()
+        if self._catch_up is not None:
+            state = self.tracked.state
+            all_of_them = all_of_them or len(self._arrived) == len(state.parameters())
+            kept = map(local_of, state.parameters()) if all_of_them else state.loose_parameters()
+            self._arrived = copies_of(list(kept))
+
     def keep_start(self) -> None:
         """An iteration or section begins. A newcomer has caught up here."""
         if self.owed is not None:
             return
         if self._catch_up is not None:
+            self.put_back_arrived()
+            self._arrived = []
             self.start.install(self._catch_up, rng=self._keeps_generators)
             self._catch_up = None
         if self._keeps_generators or not self.start.is_current():
@@ -241,6 +264,7 @@ class Place:
                 self.start.install(start, rng=rng)
             self._point_at, self._point_units = astuple(target), Units(**offer["units"])
             self.status = "holding"
+        self._have_arrived(all_of_them=iteration > target.iteration)
 
     def begin_with(self, offer: Mapping[str, Any], iteration: int, *, repeats: bool) -> None:
         """The checkpoint of the state before *iteration* has been loaded. *repeats*: what comes after it has yet to be
@@ -282,6 +306,7 @@ class Place:
             self.owed = None
             self.tracked.updates.mixed = False
             self.tracked.updates.settle()
+        self._have_arrived()
         # The point is before the update: a newcomer that gets it runs the iteration as a ghost, and catches up here.
         self.keep_start()
 
@@ -296,6 +321,7 @@ class Place:
             mine.restore(buffers=False)
             self.tracked.updates.mixed = False
             self.tracked.updates.settle()
+        self._have_arrived()
 
     def next_iteration(self) -> int:
         """The first iteration that this rank has not begun; called by the supervisor's thread with the lock held."""

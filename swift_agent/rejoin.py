@@ -203,6 +203,7 @@ class Rejoin:
 
     def _exchange_state(self, go: Go) -> None:
         place, state, plan = self._place, self._tracked.state, go.plan
+        place.put_back_arrived()
         if place.rank in plan.handovers:
             # First: it may be a source for others then.
             with handover.taken(self._groups.store, place.rank, self._supervisor.check) as predecessor:

@@ -225,12 +225,14 @@ class Repetition:
         if header.iteration != iteration:
             raise CannotReplay(f"{what} was sent in iteration {header.iteration}, and is waited for in {iteration}")
         message = tensor_of(header, payload)
-        if message.dtype != tensor.dtype or message.shape != tensor.shape:
+        # Not the shape: a process group takes any of as many elements, as in the first step of a pipeline of torch's.
+        if message.dtype != tensor.dtype or message.numel() != tensor.numel():
             raise CannotReplay(
                 f"{what} is {message.dtype} {list(message.shape)}, and what waits for it {tensor.dtype} "
                 f"{list(tensor.shape)}: the repetition differs from what was done"
             )
-        tensor.data.copy_(message)  # what waits for an activation is a leaf that requires a gradient
+        # What waits for an activation is a leaf that requires a gradient.
+        tensor.data.copy_(message.reshape(tensor.shape))
 
 
 def _no_room(directory: Path, error: OSError) -> CannotReplay:

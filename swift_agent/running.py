@@ -291,6 +291,7 @@ class Protected:
                 raise PeerFailure("stopped before the update")
             if not updates.num_steps and updates.has_changed_nothing:
                 tracked.check_gradients_used()
+            tracked.check_carried()
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
                 updates.finish()
@@ -317,7 +318,7 @@ class Protected:
                 if self.supervisor.is_ahead(go):
                     updates.finish_update()
                     return True
-        place.start.restore()  # and with that the gradients are gone
+        self._restore_start()  # and with that the gradients are gone
         tracked.rewind()
         place.leave()
         # The point's state may be replaced by this; the iteration's own begins anew.
@@ -377,7 +378,7 @@ class Protected:
         tracked.pass_over()
         # Where an update has begun, the forward was complete; it may be here that the rest of it is brought to.
         buffers = None if owes and not tracked.updates.done else tracked.copy_buffers()
-        place.start.restore()
+        self._restore_start()
         with place.lock:
             place.inside = ""
             if not owes:
@@ -435,6 +436,15 @@ class Protected:
             self._recovered_s = now_s
         return result
 
+    def _restore_start(self) -> None:
+        place = self._place
+        if place.start.by_hand.is_spoilt():
+            self._have_this_replaced(
+                f"iteration {place.here.iteration}, which was cut, has changed parameters of no tracked optimizer, for "
+                "the first time in this process, and what they were is not kept"
+            )
+        place.start.restore()
+
     def _have_this_replaced(self, why: str, *, by_itself: bool = False) -> NoReturn:
         """Only another process helps. Unless *by_itself* because of the failure of another one."""
         if not by_itself:
@@ -455,7 +465,7 @@ class Protected:
         # What the script has done since then, to a scheduler for one, stays done.
         since = tracked.script_side()
         since.take(rng=place.seeds.keeps_generators)
-        place.start.restore()
+        self._restore_start()
         place.seeds.for_iteration(place.here.iteration)
         tracked.begin(place.here.iteration)
         place.enter("iteration")

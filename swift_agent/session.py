@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from swift_agent import data, torch_pipelining, tracking
+from swift_agent import data, torch_pipelining, tracking, unsupported
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, Units
@@ -103,7 +103,8 @@ class Job:
     ) -> None:
         """Name the state of this job, before its first iteration. May be called several times.
 
-        *model* and *optimizer*: one, a list, or a dict of names. *scheduler*, *scaler* and any keyword argument:
+        *model* and *optimizer*: one, a list, or a dict of names; of an optimizer in a wrapper (Accelerate's,
+        Lightning's) the one inside, with the wrapper's scaler. *scheduler*, *scaler* and any keyword argument:
         objects with `state_dict` and `load_state_dict`. *loader* is accepted for the record: `job.batches` positions
         it.
         *replicas*: the global ranks that hold the same parameters, this one included; found out for
@@ -119,7 +120,8 @@ class Job:
         them, in the first iteration that has one (`torch.use_deterministic_algorithms`); for this whole process.
 
         Raises `UsageError` for state that could not be recovered (an optimizer over parameters of no tracked model,
-        sharded parameters, LBFGS, objects without `state_dict`) and after the first iteration.
+        sharded parameters, LBFGS, FSDP1, averaging now and then, objects without `state_dict`) and after the first
+        iteration.
         """
         if self._begun:
             raise UsageError("job.track() after the first iteration: name all state before the training loop begins.")
@@ -131,16 +133,21 @@ class Job:
         self._is_stage = self._is_stage or any(module is not None for module in modules.values())
         self._log_messages = self._log_messages if log_messages is None else log_messages
         self._pending["models"].update({name: modules[name] or one for name, one in models.items()})
-        self._pending["optimizers"].update(named("optimizer", optimizer))
+        for name, one in named("optimizer", optimizer).items():
+            self._pending["optimizers"][name] = unsupported.unwrapped_optimizer(one)
+            if scaler is None and (found := unsupported.scaler_of(one)) is not None:
+                self._pending["others"].setdefault("scaler", found)
         objects = {"scheduler": scheduler, "scaler": scaler, **others}
         for name, value in objects.items():
-            self._pending["others"].update(named(name, value))
+            for one_name, one in named(name, value).items():
+                # An average's parameters come from a replica, as those of any model.
+                self._pending["models" if isinstance(one, torch.nn.Module) else "others"][one_name] = one
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             self._pending["others"]["loader"] = loader
         if replicas is not None:
             self._replicas = sorted(replicas)
         self._overlap_update, self._exact = self._overlap_update or overlap_update, self._exact or exact
-        tracking.check(self._pending, overlap_update=self._overlap_update)
+        tracking.check(self._pending, overlap_update=self._overlap_update, replicas=self._replicas)
 
     def checkpoint(self, directory: str | os.PathLike[str], *, every: int, keep: int = 2) -> None:
         """Take a checkpoint of all tracked state before each iteration whose number *every* divides, while training

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from swift_agent import process_group
+from swift_agent import process_group, second_init
 from swift_agent.channel import ENV_SOCKET, connect
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, RngMode, Seeds
@@ -54,7 +54,8 @@ def init(
     it copies. *seed* defaults to `torch.initial_seed()` when training begins, that is to the script's
     `torch.manual_seed`.
 
-    Afterwards the default process group exists. Raises `UsageError` if called twice or after `init_process_group`.
+    Afterwards the default process group exists; a later `init_process_group`, of a library for one, has nothing to do,
+    and raises `UsageError` if it asks for another one. So does this if called twice or after `init_process_group`.
     """
     global _job
     if _job is not None:
@@ -70,6 +71,7 @@ def init(
         _job = _without_agent(backend, timeout, device, rng, seed)
     else:
         _job = _with_agent(socket_path, backend, timeout, device, rng, seed)
+    second_init.allow_again()
     return _job
 
 
@@ -195,7 +197,7 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
         original_destroy(group)
 
     sys.excepthook, sys.exit = on_exception, exit_  # type: ignore[assignment]
-    dist.destroy_process_group = destroy
+    second_init.replace("destroy_process_group", destroy)
     job._close_at_exit()
 
 

@@ -402,6 +402,11 @@ def has_comm_hook(ddp: DDP) -> bool:
     return bool(ddp._comm_hooks) or bool(name)
 
 
+def comm_hooks(ddp: DDP) -> list[tuple[Any, Any]]:
+    """Communication hooks for gradients that are not built in, each with its state."""
+    return list(ddp._comm_hooks)
+
+
 def is_in_backward() -> bool:
     """Whether the calling thread is one of torch's, that works for a backward while another one waits."""
     is_theirs = isinstance(threading.current_thread(), threading._DummyThread)
@@ -434,6 +439,12 @@ def is_fsdp(module: torch.nn.Module) -> TypeGuard[FSDPModule]:
     """Whether `fully_shard` was applied to *module*. FSDP is not imported for it: that takes 0.6 s, in agents too."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether *module* is a `FullyShardedDataParallel`, which is not imported for it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def reset_fsdp(root: FSDPModule) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_private, transfer
+from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_private, transfer, unsupported
+from swift_agent.carried import CarriedGradients
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
@@ -51,19 +52,20 @@ def named(kind: str, value: Any) -> dict[str, Any]:
     return {kind: value}
 
 
-def check(pending: Pending, *, overlap_update: bool = False) -> None:
+def check(pending: Pending, *, overlap_update: bool = False, replicas: Sequence[int] | None = None) -> None:
     """Raise `UsageError` naming everything that could not be recovered, or not updated in the backward."""
+    alone = replicas is not None and len(replicas) == 1
     mistakes = []
     for name, model in pending["models"].items():
         if not isinstance(model, nn.Module):
-            mistakes.append(f"{name} is a {type(model).__name__}, not a torch.nn.Module")
-            continue
+            mistakes.append(unsupported.no_module(name, model))
     for name, optimizer in pending["optimizers"].items():
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            mistakes.append(f"{name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        mistakes += unsupported.mistakes_of_optimizer(name, optimizer)
     for name, other in pending["others"].items():
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             mistakes.append(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
+    if not mistakes:
+        mistakes += unsupported.mistakes_of_models(pending["models"], pending["others"].values(), alone=alone)
     if not mistakes and pending["models"]:
         try:
             # Describing it once finds what cannot be sent, while nothing is lost yet.
@@ -102,7 +104,7 @@ class Tracked:
         """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
         *logs*: if this rank is the only one with its part of the model, its messages are logged there. *checkpoints*:
         if and where they are taken."""
-        check(pending, overlap_update=overlap_update)
+        check(pending, overlap_update=overlap_update, replicas=replicas)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
         has_shards = any(map(is_sharded, self.state.parameters()))
@@ -139,8 +141,10 @@ class Tracked:
         self._sharded = _sharded_roots(pending)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
+        self._carried: CarriedGradients | None = None
         if supervisor is None:
             return
+        self._carried = CarriedGradients(optimizers.values())
         for module in ddps:
             try:
                 self.keepers.append(ddp.BucketKeeper(module))
@@ -160,9 +164,16 @@ class Tracked:
         for keeper in self.keepers:
             keeper.iteration = iteration
         self.updates.begin(ghost=ghost)
+        if self._carried is not None:
+            self._carried.begin(ghost=ghost)
         if self.messages is not None and not ghost:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
+
+    def check_carried(self) -> None:
+        """An iteration is over. Raises `UsageError` for gradients that it has taken over from the one before."""
+        if self._carried is not None and self._carried.end(updated=self.updates.num_steps > 0):
+            self._carried = None
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""
@@ -261,6 +272,7 @@ def _without_reduction(ddps: Iterable[DistributedDataParallel]) -> Iterator[None
     with contextlib.ExitStack() as stack:
         for module in ddps:
             stack.enter_context(module.no_sync())
+            stack.enter_context(ddp.stays_unsynchronised(module))
         yield
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swift_recovery import stateful
+from swift_recovery.by_hand import ByHand
 from swift_recovery.codec import join_path
 from swift_recovery.errors import StateError
 from swift_recovery.incoming import replace_values
@@ -60,11 +61,13 @@ class Snapshot:
 
     Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
     A scheduler and the learning rate that it wrote into an optimizer are kept together. *watch*: the class `Watch` of
-    swift-agent's native library, which makes taking faster.
+    swift-agent's native library, which makes taking faster. *by_hand*: with parameters that no optimizer updates, as
+    far as they change; these are restored, but in no :meth:`tree`.
     """
 
-    def __init__(self, state: TrainingState, watch: Any | None = None) -> None:
+    def __init__(self, state: TrainingState, watch: Any | None = None, *, by_hand: bool = False) -> None:
         self._state = state
+        self.by_hand = ByHand(state.loose_parameters() if by_hand else ())
         self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
             (join_path(name, path) if path else name, module._buffers, {})
             for name, model in state.models.items()
@@ -82,7 +85,7 @@ class Snapshot:
         self.is_current: Callable[[], bool] = _never
         """Whether `take`, without generators, would keep what is kept already. Cheaper than to take it; may be false
         although it is so."""
-        if self._watch is not None and not self._buffers and not state.others:
+        if self._watch is not None and not self._buffers and not state.others and not self.by_hand:
             self.is_current = self._watch.is_same
 
     def take(self, rng: bool = False) -> None:
@@ -95,6 +98,8 @@ class Snapshot:
         self._taken = False
         if self._buffers:
             self._take_buffers()
+        if self.by_hand:
+            self.by_hand.take()
         if self._watch is None or not self._watch.is_same():
             self._take_groups_and_gradients()
         if self._state.others:
@@ -133,7 +138,8 @@ class Snapshot:
                 self._watch.forget()  # a tensor, for one, may change in place
 
     def restore(self, *, buffers: bool = True) -> None:
-        """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these.
+        """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these,
+        and parameters.
 
         Buffers and tensors of hyper-parameters are written in place. A gradient that did not exist becomes None; one
         that existed becomes zero, because its sum is spoilt and an iteration that does not clear it first left it zero
@@ -154,6 +160,8 @@ class Snapshot:
                     targets.append(buffer.restored())
                     sources.append(buffer.copy)
         copy_all(targets, sources)
+        if buffers:
+            self.by_hand.put_back()
         # Before the hyper-parameters: a scheduler's load_state_dict may write a learning rate of its own.
         for name, tree in self._others.items():
             stateful.apply(self._state.others[name], stateful.copy_tree(tree))

@@ -84,6 +84,11 @@ class TrainingState:
         """All parameters, each once, in the order of the models."""
         return list({id(p): p for model in self.models.values() for p in model.parameters()}.values())
 
+    def loose_parameters(self) -> list[Tensor]:
+        """Those of no optimizer, of sharded ones the part that is here."""
+        held = {id(p) for optimizer in self.optimizers.values() for p in _optimizer_parameters(optimizer)}
+        return [local_of(parameter) for parameter in self.parameters() if id(parameter) not in held]
+
     def replicated_tensors(self) -> list[Tensor]:
         """Parameters and tensors of optimizer state, of sharded ones the part that is here: what replicas hold alike
         (buffers, as of BatchNorm, need not)."""
@@ -194,10 +199,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _check_kind(name: str, optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise StateError(f"optimizer '{name}': LBFGS keeps a history of closures; it cannot be recovered")
+        raise StateError(f"optimizer '{name}': LBFGS keeps a history of closures; it cannot be recovered: use another")
     # By name: importing the class would import all of torch.distributed.optim.
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
-        raise StateError(f"optimizer '{name}': ZeroRedundancyOptimizer spreads its state over ranks; no replica has it")
+        raise StateError(
+            f"optimizer '{name}': ZeroRedundancyOptimizer spreads its state over ranks; no replica has it: use the "
+            "optimizer itself, or fully_shard on a mesh of two dimensions (replicate, shard)"
+        )
 
 
 def _layout(path: str | tuple[object, ...], tensor: Tensor) -> Layout:

@@ -54,4 +54,17 @@ IDIOMS: dict[str, Idiom] = {
     "statistics of each rank": Idiom("own_statistics.py", args=("hand",)),
     "statistics that ddp leaves alone": Idiom("own_statistics.py", args=("ddp",)),
     "local sgd": Idiom("local_sgd.py", Told("Nothing has failed", "start", "refused")),
+    "averaged copy among the models": Idiom("averaged_copy.py", args=("models",)),
+    "averaged model": Idiom("averaged_copy.py", args=("swa",)),
+    "shards of FSDP1": Idiom("refused.py", Told("(FSDP1), of whose shards", "start", "refused"), args=("fsdp1",)),
+    "averaged now and then": Idiom(
+        "refused.py", Told("with a PeriodicModelAverager ranks hold different", "start", "refused"), args=("averager",)
+    ),
+    "gradients that are never cleared": Idiom(
+        "refused.py", Told("Call optimizer.zero_grad() in each iteration", "start", "refused"), args=("carried",)
+    ),
+    "traced pipeline": Idiom("traced_pipeline.py"),
+    "pipeline with static shapes": Idiom("traced_pipeline.py", args=("static",)),
+    "micro-steps with a flag": Idiom("micro_steps.py"),
+    "micro-steps with a flag, compiled": Idiom("micro_steps.py", args=("compiled",)),
 }

@@ -24,6 +24,7 @@ from fault_train import DIR, ORDERS, RANK, fault, mark, now
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import swift_agent as swift
@@ -71,7 +72,7 @@ def sharded_loader(job: swift.Job, data: Dataset, **options: Any) -> DataLoader:
 
 
 def make_step(
-    job: swift.Job, model: nn.Module, optimizer: torch.optim.Optimizer, *, name: str = "iteration"
+    job: swift.Job, model: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[], object] = lambda: None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     def train(x: Tensor, y: Tensor) -> Tensor:
         now["iteration"] = job.iteration_number
@@ -80,6 +81,7 @@ def make_step(
         before_step(job)
         optimizer.step()
         after_step()
+        then()
         optimizer.zero_grad()
         return loss.detach()
 
@@ -387,15 +389,17 @@ def loops_in_turn(job: swift.Job) -> State:
 
 
 def ahead(job: swift.Job) -> State:
-    """As most scripts are; the scheduler is stepped outside. What a survivor that skips an iteration sees is kept."""
+    """As most scripts are, with an average of the weights; the scheduler is stepped outside. What a survivor that skips
+    an iteration sees is kept."""
     torch.manual_seed(7)
     net = Net()
     model = replicated(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     loader = sharded_loader(job, Points())
-    job.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    train = make_step(job, model, optimizer)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    job.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, average=average)
+    train = make_step(job, model, optimizer, lambda: average.update_parameters(net))
     losses = open(DIR / f"losses.{RANK}", "a", buffering=1)  # noqa: SIM115 - kept for the life of the process
     for _ in job.epochs(ITERATIONS // len(loader)):
         for x, y in job.batches(loader):
@@ -403,7 +407,7 @@ def ahead(job: swift.Job) -> State:
             assert isinstance(loss, Tensor) and torch.isfinite(loss)
             print(now["iteration"], float(loss), file=losses)
             scheduler.step()
-    return [net], [optimizer], [scheduler], []
+    return [net, average], [optimizer], [scheduler], []
 
 
 FORMS = (

@@ -35,6 +35,7 @@ def test_a_section_inside_a_ghost_is_a_part_of_it() -> None:
     ghosts.tracked = cast(Any, SimpleNamespace(
         restore_layouts=nothing, layouts_for=nothing, begin=nothing, end=nothing,
         without_reduction=lambda finite: contextlib.nullcontext(), updates=SimpleNamespace(cut=nothing),
+        state=SimpleNamespace(loose_parameters=list),
     ))  # fmt: skip
     assert ghosts.iteration(section, 0) == ghosts.iteration_of_newcomer(section) == 5
     outer = job.resilient(section)

@@ -1,0 +1,96 @@
+"""Gradients that an iteration goes on adding to although its predecessor has made the update: a script without
+`zero_grad`.
+
+They are a part of the state that no replica sends and no iteration that was cut can put back, so they are an error, in
+the second iteration of a process. This module must never change a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from swift_agent.errors import UsageError
+from swift_recovery.sharded import local_of
+
+
+class CarriedGradients:
+    """`begin` before each iteration and `end` after each that is complete, until that says that it has seen enough."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._follows_update = False
+
+    def begin(self, *, ghost: bool) -> None:
+        follows, self._follows_update = self._follows_update, False
+        self.stop()
+        if follows and not ghost:
+            self._watch()
+
+    def _watch(self) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and parameter.grad is not None:
+                        watch = _watch(parameter, self._found)
+                        self._undo.append(parameter.register_hook(watch).remove)
+            self._notice_clearing(optimizer)
+        original = nn.Module.zero_grad
+
+        def zero_grad(module: nn.Module, *args: Any, **named: Any) -> None:
+            self._found.clear()
+            original(module, *args, **named)
+
+        nn.Module.zero_grad = zero_grad  # type: ignore[assignment,method-assign]
+        self._undo.append(lambda: setattr(nn.Module, "zero_grad", original))
+
+    def _notice_clearing(self, optimizer: Optimizer) -> None:
+        original, own = optimizer.zero_grad, vars(optimizer).get("zero_grad")
+
+        def zero_grad(*args: Any, **named: Any) -> None:
+            self._found.clear()
+            original(*args, **named)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._undo.append(
+            (lambda: delattr(optimizer, "zero_grad")) if own is None else lambda: setattr(optimizer, "zero_grad", own)
+        )
+
+    def end(self, *, updated: bool) -> bool:
+        """Whether this was all; *updated*: the iteration has made an update. Raises `UsageError`."""
+        if not self._undo:
+            self._follows_update = updated
+            return False
+        # An auxiliary backward may come before they are cleared by hand.
+        carried = any(parameter.grad is grad for parameter, grad in self._found.values())
+        self.stop()
+        if carried:
+            raise UsageError(
+                "an iteration has added to gradients of the one before, whose update was made: what they were could "
+                "not be recovered. Call optimizer.zero_grad() in each iteration."
+            )
+        return True
+
+    def stop(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._found.clear()
+
+
+def _watch(parameter: Tensor, found: dict[int, tuple[Tensor, Tensor]]) -> Callable[[Tensor], None]:
+    """Called before something is added to the gradient."""
+    before = parameter.grad
+    assert before is not None
+    version = before._version
+
+    def watch(_: Tensor) -> None:
+        grad = parameter.grad
+        if grad is before and grad._version == version and bool(local_of(grad).detach().any()):
+            found[id(parameter)] = (parameter, grad)
+
+    return watch

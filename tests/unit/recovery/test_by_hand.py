@@ -1,0 +1,96 @@
+"""Parameters that a script changes itself, across an iteration that is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from swift_recovery import by_hand
+from swift_recovery.by_hand import ByHand, copies_of, put_back
+from swift_recovery.snapshot import Snapshot
+from swift_recovery.state import TrainingState
+
+
+@pytest.fixture(params=[True, False], ids=["kept from the beginning", "kept when they change"])
+def eager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(by_hand, "EAGER_BYTES", 0)
+    return bool(request.param)
+
+
+def average(ema: nn.Parameter, value: float, way: str) -> None:
+    with torch.no_grad():
+        if way == "counted":
+            ema.lerp_(torch.full_like(ema, value), 0.5)
+        elif way == "by way of data":
+            ema.data.mul_(0.5).add_(0.5 * value)
+        else:
+            ema.data = ema.data * 0.5 + 0.5 * value
+
+
+@pytest.mark.parametrize("way", ["counted", "by way of data", "other memory"])
+def test_what_a_cut_iteration_has_averaged_is_taken_back(way: str, eager: bool) -> None:
+    ema, frozen = nn.Parameter(torch.zeros(40)), nn.Parameter(torch.ones(8))
+    kept = ByHand([ema, frozen])
+    for number in range(6):
+        kept.take()
+        average(ema, number + 1.0, way)  # an iteration that counts
+        kept.take()
+        before = ema.detach().clone()
+        for _ in range(2):  # cut twice
+            average(ema, 7.0, way)
+            assert not kept.is_spoilt()
+            kept.put_back()
+            assert torch.equal(ema, before)
+    assert torch.equal(frozen, torch.ones(8))
+    assert (kept._all[1].copy is not None) == eager, "a frozen parameter needs no copy"
+
+
+def test_the_first_change_of_what_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_hand, "EAGER_BYTES", 0)
+    for way in ("counted", "by way of data", "other memory"):
+        ema = nn.Parameter(torch.zeros(40))
+        kept = ByHand([ema])
+        kept.take()
+        assert not kept.is_spoilt()
+        average(ema, 1.0, way)
+        assert kept.is_spoilt(), way
+
+
+def test_a_state_that_has_come_is_no_change(eager: bool) -> None:
+    ema = nn.Parameter(torch.zeros(4))
+    kept = ByHand([ema])
+    kept.take()
+    with torch.no_grad():
+        ema.fill_(5.0)
+    kept.settle()
+    assert not kept.is_spoilt()
+    kept.put_back()
+    assert torch.equal(ema, torch.full((4,), 5.0))
+    assert (kept._all[0].copy is not None) == eager
+
+
+def test_copies_are_put_back() -> None:
+    parameters = [nn.Parameter(torch.arange(3.0)), nn.Parameter(torch.ones(2))]
+    copies = copies_of(parameters)
+    for parameter in parameters:
+        parameter.data.zero_()
+    put_back(copies)
+    assert parameters[0].tolist() == [0.0, 1.0, 2.0] and parameters[1].tolist() == [1.0, 1.0]
+
+
+def test_a_snapshot_has_those_of_no_optimizer() -> None:
+    model, ema = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState({"model": model, "ema": ema}, {"o": optimizer})
+    snapshot = Snapshot(state, by_hand=True)
+    snapshot.take()
+    weights = model.weight.detach().clone(), ema.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+        ema.weight.add_(1.0)
+    snapshot.restore()
+    # An optimizer knows what its step has overwritten.
+    assert torch.equal(model.weight, weights[0] + 1.0) and torch.equal(ema.weight, weights[1])
+    assert not Snapshot(state).by_hand and not snapshot.is_current()
