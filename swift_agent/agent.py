@@ -77,13 +77,13 @@ class Agent:
         self._patience = Patience(self._probe_store, self._tell_to_wait)
         self._channels = WorkerChannels(
             self._directory, self._selector, self._workers, self._patience,
-            lambda event: self._event(event), self._on_modules,
+            lambda event: self._event(event), self._on_modules, self._why_not_ours,
         )  # fmt: skip
         self._stores = GenerationStores(self._host, config.key)
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
         self._timeline = timeline.Timeline()
         self._presence: Presence
-        self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s, config.lease_ttl_s)
+        self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
         self._end: ResultRecord | None = None
         self._limit_told = False
         self._started_s = time.time()
@@ -140,6 +140,7 @@ class Agent:
             lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
             reclaimed=lambda incarnation: self._post(lambda: self._on_reclaimed(incarnation)),
             place_lost=lambda incarnation, why: self._post(lambda: self._on_place_lost(incarnation, why)),
+            place_read=lambda incarnation, revision: self._post(lambda: self._on_place_read(incarnation, revision)),
         )
         self._presence = Presence(config, self._store, self._keys, self._host, listeners, known_job)
         self._entered_s = time.monotonic()
@@ -148,12 +149,16 @@ class Agent:
             self._presence.me.incarnation,
             config.max_restarts,
             config.stop_deadline_s,
-            config.lease_ttl_s,
             restarts_used=self._state.restarts_used,
         )
         if self._presence.journal is not None:
             self._presence.journal.begin(self._state)
         log.info("node %s joined job %s (%s)", config.node_id, config.job_id, self._host)
+        if known_job is None and config.on_etcd_loss == "train" and config.etcd is not None:
+            log.warning(
+                "--on-etcd-loss train: this node trains on while it cannot reach etcd; if another one has got its "
+                "places meanwhile, both train the same ranks until etcd answers again"
+            )
         if known_job is None and config.max_nodes + config.spares > 1:
             least_s, most_s = Limits(config.heartbeat_s).detection_s
             ttl_s = config.lease_ttl_s
@@ -206,8 +211,25 @@ class Agent:
             self._patience.tick(now_s)
             self._channels.tick(now_s, self._state.stop_deadline_s, self._state.paused)
             self._workers.reap_orphans()
-            self._event(msg.Tick(self._presence.overdue_s(), self._presence.liveness.silence_s()))
+            self._event(self._tick(now_s))
             self._event(msg.RateTick())
+
+    def _tick(self, now_s: float) -> msg.Tick:
+        if self._config.on_etcd_loss == "train":
+            return msg.Tick()
+        if self._presence.holds(now_s):
+            return msg.Tick(is_away=self._presence.is_away())
+        return msg.Tick(holds=False, why=self._presence.why_not(now_s))
+
+    def _why_not_ours(self, generation: int) -> str:
+        """Why what the workers of this node have made in *generation* must not count, '' if it may."""
+        now = self._state.view.generation
+        if now is None or now.number != generation:
+            return f"generation {generation} is over"
+        if now.slot_of(self._state.incarnation) is None:
+            return "another node has the place of this one"
+        tick = self._tick(time.monotonic())
+        return "" if tick.holds and not self._state.paused else tick.why or "this node does not know its place yet"
 
     def _signal_workers(self, signum: int) -> None:
         for process in self._workers.processes.values():
@@ -286,6 +308,10 @@ class Agent:
     def _on_place_lost(self, incarnation: str, why: str) -> None:
         if incarnation == self._state.incarnation and self._end is None:
             self._rejoin(f"the lease of {self._config.node_id} was lost: {why}")
+
+    def _on_place_read(self, incarnation: str, revision: int) -> None:
+        if incarnation == self._state.incarnation:
+            self._event(msg.PlaceRead(revision))
 
     def _on_exit(self, process: WorkerProcess) -> None:
         end = self._workers.collect(process)
@@ -378,10 +404,16 @@ class Agent:
             case msg.Reclaim():
                 self._reclaim()
             case msg.PauseWorkers(why):
-                log.warning("%s; the workers of this node are paused until etcd does", why)
+                log.warning(
+                    "%s. The workers of this node are paused before another node can get their places. Nothing is "
+                    "lost: they go on when etcd answers and the places are still theirs, else they are ended. Bring "
+                    "etcd, or the way to it, back (or start with --on-etcd-loss train to go on regardless)", why,
+                )  # fmt: skip
                 self._signal_workers(signal.SIGSTOP)
+            case msg.ReadPlace():
+                self._presence.read_place()
             case msg.ResumeWorkers():
-                log.info("etcd answers: the workers of this node are not paused any more")
+                log.info("nobody else has the places of this node: its workers are not paused any more")
                 self._signal_workers(signal.SIGCONT)
             case msg.Rejoin(why):
                 self._rejoin(why)

@@ -14,6 +14,7 @@ from swift_agent.errors import UsageError
 from swift_agent.place import Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.tracking import Tracked
+from swift_recovery import timelines
 from swift_recovery.errors import StateError
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -49,15 +50,19 @@ class Checkpointing:
         # The newest that any rank sees: what a node lists may be old, what it opens is not.
         iteration = max(number for number, _ in found)
         if not iteration:
+            checkpoints.begins(0, self._groups.generation)
             return
         while iteration:
             extra: dict[str, Any] = {}
+            taken_by = 0
             try:
                 extra = checkpoints.load(iteration, tracked.state)
+                taken_by = timelines.number_of(checkpoints.loaded_from)
             except (OSError, StateError) as error:
                 reasons.append(str(error))
                 self._note(f"the checkpoint of iteration {iteration} cannot be loaded: {error}")
-            if all(loaded for (loaded,) in self._groups.all_gather_ints([bool(extra)])):
+            loaded = {by for (by,) in self._groups.all_gather_ints([taken_by])}
+            if len(loaded) == 1 and 0 not in loaded:
                 place.begin_with(extra["place"], iteration, repeats=False)
                 if len(extra["layouts"]) == len(tracked.keepers):
                     # In other buckets the same gradients would have other sums.
@@ -68,6 +73,7 @@ class Checkpointing:
                 if place.rank == 0:
                     self._note(f"all ranks begin with the checkpoint of iteration {iteration}")
                 self._compare_seeds(extra, iteration)
+                checkpoints.begins(iteration, self._groups.generation)
                 return
             iteration = max(older for (older,) in self._groups.all_gather_ints([checkpoints.find(iteration)]))
         raise CheckpointError(
@@ -94,7 +100,8 @@ class Checkpointing:
             store = self._groups.store
             # On all ranks, or they gather other things next: an evaluation may have left whole parameters behind.
             tracked.reset_shards()
-            checkpoints.take(number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT))
+            generation = self._groups.generation
+            checkpoints.take(number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT), generation)
 
     def _extra(self) -> dict[str, Any]:
         """What belongs to a checkpoint besides the state. Raises `NotNow`."""
@@ -108,7 +115,7 @@ class Checkpointing:
 
     def recovered(self, iteration: int) -> None:
         """All go on with that iteration, in a new generation."""
-        self._checkpoints.recovered(iteration)
+        self._checkpoints.recovered(iteration, self._groups.generation)
 
     def is_over(self, timeout_s: float) -> bool:
         """Whether none is under way, after so long at most. Rank 0 says now and then what is waited for."""

@@ -5,9 +5,11 @@
 
 Training waits for the copy of the state only. One rank of each replica set writes it. A checkpoint counts when rank 0
 has committed it (`swift_recovery.checkpoint`), which it does once all ranks of one generation have told that store of
-the parts: a generation without all ranks, so one that has stopped, commits nothing. The first design has it in
-etcd; a worker does not speak to etcd, the store of a generation is fenced as well, and whoever reads the directory
-later, in a job of another day, finds in it what counts.
+the parts: a generation without all ranks, so one that has stopped, commits nothing. One of which all ranks are cut off
+together could: so rank 0 claims the directory for each generation that begins, and before it commits or removes
+anything it asks its agent whether their place is still theirs, and the directory whether a later generation has begun.
+The first design has it in etcd; a worker does not speak to etcd, and whoever reads the directory later, in a job of
+another day, finds in it what counts.
 
 This module must never decide who begins with a checkpoint.
 """
@@ -15,6 +17,7 @@ This module must never decide who begins with a checkpoint.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -32,6 +35,9 @@ from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.errors import StateError
 from swift_recovery.state import TrainingState
 from swift_recovery.state_file import StateCopy
+from swift_recovery.timelines import NOBODY, Timeline
+
+log = logging.getLogger(__name__)
 
 # A slow filesystem is no error; what ends the wait is the end of the generation.
 _PATIENCE = timedelta(days=7)
@@ -63,6 +69,7 @@ class _Task:
 
     iteration: int
     connect: Callable[[], StoreClient]
+    timeline: Timeline = NOBODY
     copy: StateCopy | None = None
     none: str = ""
     began_s: float = field(default_factory=time.monotonic)
@@ -72,37 +79,44 @@ class _Task:
 
 
 class Checkpoints:
-    """Of the rank *rank* of *world_size*, which holds the same as *replicas*. *note* tells people.
+    """Of the rank *rank* of *world_size*, which holds the same as *replicas*. *note* tells people. *run*: of the job,
+    '' for none. *why_not*: asks the agent; why nothing of that generation may count any more, '' if it may.
 
     Threads: one writes and speaks to the store; everything else belongs to the thread that trains, which waits for
     neither.
     """
 
     def __init__(
-        self, settings: Settings, rank: int, world_size: int, replicas: list[int], note: Callable[[str], None]
-    ) -> None:
+        self, settings: Settings, rank: int, world_size: int, replicas: list[int], note: Callable[[str], None], *,
+        run: str = "", why_not: Callable[[int], str] = lambda generation: "",
+    ) -> None:  # fmt: skip
         self.directory, self.every, self._keep = settings.directory, settings.every, settings.keep
         self._rank, self._world_size, self._replicas = rank, world_size, replicas
-        self._note = note
+        self._note, self._run, self._why_not = note, run, why_not
         self.newest = 0
         """The iteration of the newest one that this process knows to count, 0 if there is none."""
         self.due = self.every
         """One is to be taken at the first point from this iteration on."""
         self.why_not: Callable[[int], str] = lambda iteration: ""
         """Why the state before that iteration must not count, '' if it may. Called in the thread, and may wait."""
+        self.loaded_from = NOBODY
+        """Who has taken the one that was loaded last."""
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()  # the first is under way
+        self._begun: tuple[Timeline, int] | None = None  # to be claimed
+        self._begins: dict[Timeline, int] = {}
         self._thread: threading.Thread | None = None
 
     # ---- taking ----
 
     def take(
-        self, iteration: int, state: TrainingState, extra: Callable[[], Any], connect: Callable[[], StoreClient]
-    ) -> None:
-        """Take that of the state before *iteration*; what *extra* gives goes with it. *connect*: to the store of the
-        generation, for the thread. Where that is impossible it is left out, by all ranks, and said."""
+        self, iteration: int, state: TrainingState, extra: Callable[[], Any], connect: Callable[[], StoreClient],
+        generation: int = 0,
+    ) -> None:  # fmt: skip
+        """Take that of the state before *iteration*; what *extra* gives goes with it. *connect*: to the store of that
+        *generation*, for the thread. Where that is impossible it is left out, by all ranks, and said."""
         self._is_next_after(iteration)
-        task = _Task(iteration, connect)
+        task = _Task(iteration, connect, self._timeline(generation))
         with self._changed:
             before = self._tasks[0] if self._tasks else None
         if before is not None:
@@ -118,12 +132,28 @@ class Checkpoints:
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
+        self._start()
+
+    def begins(self, iteration: int, generation: int) -> None:
+        """All go on with that iteration, in that generation: rank 0 claims the directory for it, in the thread."""
+        timeline = self._timeline(generation)
+        if self._rank == 0 and timeline.run:
+            with self._changed:
+                self._begun = (timeline, iteration)
+                self._begins = {timeline: iteration}
+                self._changed.notify_all()
+            self._start()
+
+    def _timeline(self, generation: int) -> Timeline:
+        return Timeline(self._run, generation) if self._run else NOBODY
+
+    def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="swift-checkpoints", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="swift-checkpoints", daemon=True)
             self._thread.start()
 
-    def recovered(self, iteration: int) -> None:
-        """A generation begins with that iteration. What a former one had under way does not count if it does not yet;
+    def recovered(self, iteration: int, generation: int = 0) -> None:
+        """*generation* begins with that iteration. What a former one had under way does not count if it does not yet;
         none is taken here, where some ranks may have taken theirs."""
         with self._changed:
             for task in self._tasks:
@@ -133,6 +163,7 @@ class Checkpoints:
             self._changed.notify_all()
         if iteration >= self.due:
             self._is_next_after(iteration)
+        self.begins(iteration, generation)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is under way any more."""
@@ -173,20 +204,26 @@ class Checkpoints:
                 f"job has {self._world_size}"
             )
         part = found.part_of(self._rank)
-        path = self.directory.path_of(iteration, part)
+        path = self.directory.path_of(found, part)
         with self.directory.store.reading(path) as stream:
             extra = state_file.read(stream, f"{self.directory}/{path}", state, part.written)
         self.newest = iteration
         self._is_next_after(iteration)
+        self.loaded_from = found.timeline
         return extra
 
     # ---- the thread ----
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks)
-                task = self._tasks[0]
+                self._changed.wait_for(lambda: self._tasks or self._begun)
+                begun, self._begun = self._begun, None
+                task = self._tasks[0] if self._tasks else None
+            if begun is not None:
+                self._try_to_claim(*begun)
+            if task is None:
+                continue
             try:
                 self._settle(task)
             except Exception as error:  # whatever it is: the next one may succeed
@@ -195,6 +232,24 @@ class Checkpoints:
                 with self._changed:
                     self._tasks.popleft()
                     self._changed.notify_all()
+
+    def _try_to_claim(self, timeline: Timeline, iteration: int) -> None:
+        try:
+            self._claim(timeline, iteration)
+        except Exception as error:  # whatever it is: without it nothing is committed, and that is said then
+            log.debug("generation %d has not claimed %s yet: %s", timeline.generation, self.directory, error)
+
+    def _claim(self, timeline: Timeline, iteration: int) -> None:
+        """Raises OSError, `NotNow`, or `Superseded`."""
+        self._must_be_ours(timeline)
+        self.directory.claim(timeline, iteration)
+        with self._changed:
+            self._begins.pop(timeline, None)
+
+    def _must_be_ours(self, timeline: Timeline) -> None:
+        why = self._why_not(timeline.generation)
+        if why:
+            raise NotNow(why)
 
     def _settle(self, task: _Task) -> None:
         part: dict[str, Any] = {"none": task.none}
@@ -258,7 +313,7 @@ class Checkpoints:
             return {}
         if why := self.why_not(task.iteration):
             return {"none": why}
-        path, copy = self.directory.new_part(task.iteration, self._rank), task.copy
+        path, copy = self.directory.new_part(task.iteration, self._rank, task.timeline), task.copy
         written = self.directory.store.write(path, lambda stream: state_file.write(stream, copy))
         return Part(path.rpartition("/")[2], tuple(self._replicas), written).to_json()
 
@@ -271,8 +326,14 @@ class Checkpoints:
             return False
         parts = tuple(Part.from_json(data) for data in told if data)
         # As it will be read: one that nobody could use must not count.
-        checkpoint = Checkpoint.from_json(Checkpoint(task.iteration, self._world_size, parts).to_json())
+        checkpoint = Checkpoint(task.iteration, self._world_size, parts, task.timeline)
+        checkpoint = Checkpoint.from_json(checkpoint.to_json())
         self.directory.check_parts(checkpoint)
+        with self._changed:
+            begins = self._begins.get(task.timeline)
+        if begins is not None:  # it could not be claimed when it began
+            self._claim(task.timeline, begins)
+        self._must_be_ours(task.timeline)
         self.directory.commit(checkpoint)
         size = sum(part.written.num_bytes for part in parts)
         self._note(
@@ -283,8 +344,9 @@ class Checkpoints:
 
     def _remove_old(self, task: _Task) -> None:
         try:
-            removed = self.directory.remove(self._keep, task.iteration)
-        except OSError as error:
+            self._must_be_ours(task.timeline)
+            removed = self.directory.remove(self._keep, task.iteration, task.timeline)
+        except (OSError, StateError, NotNow) as error:
             self._note(f"old checkpoints cannot be removed: {error}")
             return
         if removed:

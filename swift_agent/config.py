@@ -33,6 +33,7 @@ from swift_rendezvous.keys import AS_LONG_AS_IT_ADVANCES
 from swift_rendezvous.liveness import Limits
 
 EntryKind = Literal["script", "module", "command", "function"]
+OnEtcdLoss = Literal["pause", "train"]
 
 # The least that a lease can be renewed in time for: it is refreshed every third of its time to live.
 MIN_LEASE_TTL_S = 2
@@ -87,6 +88,7 @@ class AgentConfig:
     join_timeout_s: float
     last_call_s: float
     lease_ttl_s: int
+    on_etcd_loss: OnEtcdLoss
     heartbeat_s: float
     stop_deadline_s: float
     recovery: str
@@ -115,6 +117,9 @@ class AgentConfig:
         preload = _preload(ns.preload, mistakes)
         if ns.recovery not in get_args(Way):
             mistakes.append(f"--recovery {ns.recovery}: there is no such way; type one of {', '.join(get_args(Way))}")
+        if ns.on_etcd_loss not in get_args(OnEtcdLoss):
+            ways = " or ".join(get_args(OnEtcdLoss))
+            mistakes.append(f"--on-etcd-loss {ns.on_etcd_loss}: there is no such way; type {ways}")
         etcd = _etcd(ns, max_nodes, environ, mistakes)
         host = socket.gethostname()
         node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
@@ -163,6 +168,7 @@ class AgentConfig:
             join_timeout_s=join_timeout_s,
             last_call_s=last_call_s,
             lease_ttl_s=ns.lease_ttl,
+            on_etcd_loss=ns.on_etcd_loss,
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             recovery=ns.recovery,

@@ -1,9 +1,11 @@
 """When the workers of a node have to stand still, and how long a node that was given up stays away. Pure.
 
-Who can reach neither the store nor another node cannot be told that it was given up; the others go on without it.
+Who cannot reach the store cannot be told that it was given up; the others go on without it, whoever it can reach.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 # A node that was in the job for less than this before it was given up waits longer and longer before it comes back:
 # if only some of the others can reach it, it must not keep them busy.
@@ -12,17 +14,22 @@ FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 30.0
 
 
-def shall_pause(paused: bool, lease_overdue_s: float, silence_s: float, lease_ttl_s: float) -> bool:
-    """Whether the workers of a node stand still; *paused*: whether they do now.
+Pausing = Literal["", "pause", "ask", "resume"]
 
-    Without etcd and without a sign of life from anybody the others may have given this node's slot away, so its workers
-    must not touch what they share. Or else etcd and all others are gone, and these workers hold the only state there
-    is: so they are not ended before etcd has said which it is. Only etcd ends the pause: a peer may be cut off as well.
 
-    *lease_overdue_s*: for how long the node's lease may have been over; *silence_s*: since any other node gave a sign
-    of life, 0 while there is no other.
+def pausing(paused: bool, holds: bool, is_away: bool) -> Pausing:
+    """What to do about the workers of a node; *paused*: they stand still now.
+
+    *holds*: nobody else can have its slot, as `swift_rendezvous.tenure` knows it. If not, the workers must not touch
+    what they share; they are not ended, because they may hold the only state there is, and only etcd can say whether
+    they are still wanted. Who has stood still asks it before they go on, since the slot may have been given away for
+    another reason than the lease. *is_away*: it can give no slot to anybody, and cannot be asked: they go on.
     """
-    return lease_overdue_s > 0 and (paused or silence_s > lease_ttl_s)
+    if not holds:
+        return "" if paused else "pause"
+    if not paused:
+        return ""
+    return "resume" if is_away else "ask"
 
 
 def rejoin_delay_s(previous_s: float, stayed_s: float) -> float:

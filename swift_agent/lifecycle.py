@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from swift_agent import keeping, leaving, rate
-from swift_agent.isolation import shall_pause
+from swift_agent.isolation import pausing
 from swift_agent.lifecycle_messages import (
     Command,
     DropKept,
@@ -32,8 +32,10 @@ from swift_agent.lifecycle_messages import (
     PauseWorkers,
     PeerDoubted,
     PeerLost,
+    PlaceRead,
     PlaceReclaimed,
     RateTick,
+    ReadPlace,
     Reclaim,
     Rejoin,
     ReportReceived,
@@ -155,8 +157,6 @@ class AgentState:
     incarnation: str
     max_restarts: int = 0
     stop_deadline_s: float = 10.0
-    lease_ttl_s: float = 10.0
-    """At the last tick nobody had answered for too long."""
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     lost_peers: Mapping[str, Suspicion] = field(default_factory=dict)
@@ -165,6 +165,7 @@ class AgentState:
     restarts_counted_in: int = 0
     store_started: int = 0
     paused: bool = False
+    """Its workers stand still: another node may have their places."""
     kept: Held | None = None
     """What a file of this node has, for a change of the job's size."""
     rate: rate.Meter = field(default_factory=rate.Meter)
@@ -185,11 +186,15 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     state = _fold(state, event, now_s)
     changed: tuple[Command, ...] = ()
     if isinstance(event, Tick):
-        paused = shall_pause(state.paused, event.lease_overdue_s, event.silence_s, state.lease_ttl_s)
-        why = f"cut off: neither etcd nor another node has answered for {state.lease_ttl_s:g} s"
-        if paused != state.paused:
-            changed = (PauseWorkers(why) if paused else ResumeWorkers(),)
-        state = replace(state, paused=paused)
+        match pausing(state.paused, event.holds, event.is_away):
+            case "pause":
+                state, changed = replace(state, paused=True), (PauseWorkers(event.why),)
+            case "ask":
+                changed = (ReadPlace(),)
+            case "resume":
+                state, changed = replace(state, paused=False), (ResumeWorkers(),)
+    elif isinstance(event, PlaceRead) and state.paused and _has_place(state, event.revision):
+        state, changed = replace(state, paused=False), (ResumeWorkers(),)
     step = reconcile(state, now_s=now_s)
     step = Step(step.state, (*changed, *step.commands))
     generation, first = step.state.view.generation, step.state.workers.get(0)
@@ -199,6 +204,17 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     trains = first.alive and first.hello and first.current == generation.number and not step.state.paused
     meter, commands = rate.watch(step.state.rate, event, first.pid, generation.number, trains, now_s)
     return Step(replace(step.state, rate=meter), (*step.commands, *commands))
+
+
+def _has_place(state: AgentState, revision: int) -> bool:
+    """What is known here is what the job is in (*revision*: of the record of its generation), and it wants this node's
+    workers."""
+    generation = state.view.generation
+    if revision != state.view.generation_revision:
+        return False
+    if generation is None or generation.slot_of(state.incarnation) is not None:
+        return True
+    return leaving.slot_left(generation, state.incarnation) is not None
 
 
 def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
@@ -255,7 +271,7 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             return _doubt(state, incarnation)
         case PlaceReclaimed():
             return _written_again(state)
-        case Tick() | RateTick() | WorkerAt():
+        case Tick() | PlaceRead() | RateTick() | WorkerAt():
             return state
 
 

@@ -164,10 +164,18 @@ class PlaceReclaimed:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. *lease_overdue_s*, *silence_s*: see `isolation.shall_pause`."""
+    """Time has passed. *holds*, *is_away*: see `isolation.pausing`; *why*: if it does not hold, for people."""
 
-    lease_overdue_s: float = 0.0
-    silence_s: float = 0.0
+    holds: bool = True
+    is_away: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class PlaceRead:
+    """etcd was asked which generation the job is in: the revision of its record."""
+
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,7 @@ Event = (
     | PeerDoubted
     | PlaceReclaimed
     | Tick
+    | PlaceRead
     | RateTick
 )
 
@@ -387,6 +396,11 @@ class PauseWorkers:
 
 
 @dataclass(frozen=True)
+class ReadPlace:
+    """Ask etcd which generation the job is in; `PlaceRead` is the answer, if there is one."""
+
+
+@dataclass(frozen=True)
 class ResumeWorkers:
     """Etcd has answered: the slot is still that of this node."""
 
@@ -442,6 +456,7 @@ Command = (
     | ForgetSpare
     | LookAgain
     | PauseWorkers
+    | ReadPlace
     | ResumeWorkers
     | Reclaim
     | Rejoin

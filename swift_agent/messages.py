@@ -50,12 +50,14 @@ class Messages:
     """Of the rank *rank*; its `log` is written below *directory*, which is local to the node. One per process.
 
     *origin*: what this process's set-up gave; *origins*: what that of the first process of each rank gave, empty if
-    that is not known. *note* tells people; *check* raises when a recovery is cut.
+    that is not known. *note* tells people; *check* raises when a recovery is cut; *is_ours*: see
+    `Archive`.
     """
 
     def __init__(
-        self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None
-    ) -> None:
+        self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.origin: list[int] = []
         self.origins: list[list[int]] = []
@@ -63,7 +65,7 @@ class Messages:
         self._sent_before = SentBefore(directory, rank)
         self._has_predecessors = True  # for all that is known
         self._directory = directory / f"{self._sent_before.prefix}{uuid.uuid4().hex[:8]}"
-        self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note)
+        self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note, is_ours)
         self.all_began_at = 0
         """The iteration of the checkpoint with which all ranks began together; 0: with what set-up gave."""
         self._complete_from = 0  # the iteration

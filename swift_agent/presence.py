@@ -23,7 +23,9 @@ from swift_agent import host
 from swift_agent.config import AgentConfig
 from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
+from swift_rendezvous import tenure
 from swift_rendezvous.coordinator import Coordinator
+from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, ResultRecord
 from swift_rendezvous.kv import KeepAlive, KeyValueStore, Lease, RendezvousError
 from swift_rendezvous.liveness import Limits, Liveness
@@ -50,6 +52,7 @@ class Listeners:
     lease_lost: Callable[[str, str], None]
     reclaimed: Callable[[str], None]
     place_lost: Callable[[str, str], None]
+    place_read: Callable[[str, int], None]
 
 
 class Presence:
@@ -96,8 +99,17 @@ class Presence:
             self._listeners, self._ttl_s = listeners, config.lease_ttl_s
             self._lock = threading.Lock()
             self._stopped, self._reclaiming = False, False
+            self._tenure = tenure.Tenure()
+            self._reading_place = False
             self._keep_alive = self._keep(self._lease)
             undo.callback(self._keep_alive.stop)
+            # A private server is a child of this agent: nobody else can be given its slot.
+            self._is_alone = config.etcd is None
+            self._members = None
+            if isinstance(store, EtcdStore) and not self._is_alone:
+                in_doubt = lambda: tenure.is_in_doubt(self._held(), now_s=time.monotonic())  # noqa: E731
+                self._members = store.watch_members(self._learn, in_doubt)
+                undo.callback(self._members.stop)
             rules = Rules(config.replacement_timeout_s, config.join_timeout_s, RETURN_S, OUTAGE_S, config.last_call_s)
             self.journal: Journal | None = open_journal(config.journal, config.job_id, self.me, rules)
             if self.journal is not None:
@@ -131,9 +143,48 @@ class Presence:
     def lease_id(self) -> int:
         return self._lease.id
 
-    def overdue_s(self) -> float:
-        """For how long this node's lease may have been over, as far as it can tell without the store."""
-        return self._keep_alive.overdue_s()
+    # ---- whether the slot is still ours ----
+
+    def holds(self, now_s: float) -> bool:
+        """Whether nobody else can have this node's slot, as far as it can tell by its own clock: see `tenure`."""
+        return self._is_alone or tenure.holds(self._held(), now_s=now_s)
+
+    def is_away(self) -> bool:
+        """What holds it is the proof that etcd has no quorum: nobody can be asked, nor given anything."""
+        held = self._held()
+        return not self._is_alone and held.until_s > held.sent_s + held.ttl_s
+
+    def why_not(self, now_s: float) -> str:
+        return tenure.why_not(self._held(), now_s=now_s)
+
+    def _held(self) -> tenure.Tenure:
+        """As of now: the keep-alive is asked what it has heard."""
+        with self._lock:
+            keeper, lease = self._keep_alive, self._lease
+        return self._learn(tenure.Renewed(keeper.confirmed_s(), lease.ttl_s))
+
+    def _learn(self, event: tenure.Event) -> tenure.Tenure:
+        with self._lock:
+            self._tenure = tenure.fold(self._tenure, event)
+            return self._tenure
+
+    def read_place(self) -> None:
+        """Ask etcd, in a thread, for the job's generation; `place_read` of the listeners gets its revision."""
+        with self._lock:
+            if self._stopped or self._reading_place:
+                return
+            self._reading_place = True
+        threading.Thread(target=self._read_place, name="swift-place", daemon=True).start()
+
+    def _read_place(self) -> None:
+        try:
+            found = self._store.get(self._keys.generation)
+            self._listeners.place_read(self.me.incarnation, 0 if found is None else found.mod_revision)
+        except RendezvousError as error:
+            log.debug("the generation could not be read: %s", error)
+        finally:
+            with self._lock:
+                self._reading_place = False
 
     def _ask_store(self) -> None:
         self._store.get(self._keys.generation)
@@ -172,7 +223,11 @@ class Presence:
             _revoke(lease)  # this node has left meanwhile
 
     def _keep(self, lease: Lease) -> KeepAlive:
-        return lease.keep_alive(lambda why: self._listeners.lease_lost(self.me.incarnation, why))
+        def lost(why: str) -> None:
+            self._learn(tenure.Ended(time.monotonic()))
+            self._listeners.lease_lost(self.me.incarnation, why)
+
+        return lease.keep_alive(lost)
 
     def leave(self) -> None:
         """Tell the others and remove this node's records; who is last removes the job's."""
@@ -210,6 +265,8 @@ class Presence:
             self._stopped = True
         self.coordinator.stop()
         self._keep_alive.stop()
+        if self._members is not None:
+            self._members.stop()
         self.liveness.stop(goodbye)
         if self.journal is not None:
             self.journal.close()

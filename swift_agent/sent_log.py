@@ -39,14 +39,15 @@ _FIRST_WAIT_S = 1.0
 
 class SentLog:
     """By rank *rank*, below *directory*, which is this process's own. *num_bytes*: what it may take there, and *limit*:
-    what that is, in words. *note* tells people.
+    what that is, in words. *note* tells people. *is_ours*: see `Archive`.
 
     *incomplete*: why it lacks something, '' if it has all.
     """
 
     def __init__(
-        self, rank: int, directory: Path, num_bytes: int, limit: str, note: Callable[[str], None]
-    ) -> None:
+        self, rank: int, directory: Path, num_bytes: int, limit: str, note: Callable[[str], None],
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self.incomplete = ""
         self._rank, self._note = rank, note
         self._directory, self._brought = directory / SENT, directory / "brought"
@@ -55,7 +56,7 @@ class SentLog:
         self._for_good = False  # given up
         self._next_note_at_s = _FIRST_WAIT_S
         url = os.environ.get(ENV_LOG_STORE)
-        self._archive = Archive(url, _name_in_store(rank), note) if url else None
+        self._archive = Archive(url, _name_in_store(rank), note, is_ours) if url else None
         self._num_logs = 0
         self._lock = threading.Lock()
         self._num_readers = 0  # guarded by the lock

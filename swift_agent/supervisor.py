@@ -45,6 +45,8 @@ AGAIN_AFTER_S = 5.0
 # Tries that are asked for within this time, before it is this process that has to be replaced.
 MOST_AGAIN = 3
 AGAIN_WITHIN_S = 600.0
+# An agent that does not answer for so long may be one that was given up.
+ASK_PLACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Supervisor:
         self._released = False
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
+        self._place_asked, self._place_told = 0, dict[int, str]()
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int
@@ -290,6 +293,18 @@ class Supervisor:
             self._updating -= 1
             self.changed.notify_all()
 
+    def ask_place(self, generation: int) -> str:
+        """Ask the agent whether the place of this worker is still its own in *generation*: why it is not, '' if it is.
+        What is answered is true when it is given; the agent pauses its workers before it may not be any more."""
+        with self.changed:
+            self._place_asked += 1
+            number = self._place_asked
+        self.send({"op": "place", "number": number, "generation": generation})
+        with self.changed:
+            if not self.changed.wait_for(lambda: number in self._place_told, ASK_PLACE_S):
+                return f"the agent has not said within {ASK_PLACE_S:g} s whether this place is still its own"
+            return self._place_told.pop(number)
+
     def wait_updates(self) -> None:
         """Until no other thread is inside an update."""
         with self.changed:
@@ -322,6 +337,10 @@ class Supervisor:
                 go = _read_go(message)
                 with self.changed:
                     self._go = go
+                    self.changed.notify_all()
+            case "place":
+                with self.changed:
+                    self._place_told[int(message["number"])] = str(message["why"])
                     self.changed.notify_all()
             case "wait":
                 with self.changed:

@@ -26,6 +26,7 @@ from swift_agent.messages import Messages
 from swift_agent.pipelines import Pipelines
 from swift_agent.supervisor import Supervisor
 from swift_agent.updates import UpdateTracker
+from swift_agent.worker_env import ENV_RUN
 from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
 from swift_recovery.sharded import is_sharded, local_of, replicas_of
@@ -116,11 +117,15 @@ class Tracked:
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             Messages.check_ways()
-            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check)
+            is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
+            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours)
         self.pipelines = Pipelines() if supervisor is not None and torch_pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
-            self.checkpoints = Checkpoints(checkpoints, rank, world_size, self.replicas, supervisor.note)
+            self.checkpoints = Checkpoints(
+                checkpoints, rank, world_size, self.replicas, supervisor.note,
+                run=os.environ.get(ENV_RUN, ""), why_not=supervisor.ask_place,
+            )  # fmt: skip
         self._supervisor = supervisor
         several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)
         if overlap_update and len(self.replicas) == 1 < world_size:

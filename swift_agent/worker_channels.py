@@ -24,15 +24,17 @@ log = logging.getLogger(__name__)
 class WorkerChannels:
     """Registers its sockets with *selector*, whose keys' data are called when they are readable.
 
-    *on_event* takes events; *on_modules* a local rank and what it has imported.
+    *on_event* takes events; *on_modules* a local rank and what it has imported. *why_not*: why the place of this node
+    in a generation is not its own, '' if it is.
     """
 
     def __init__(
         self, directory: str, selector: selectors.BaseSelector, workers: Workers, patience: Patience,
         on_event: Callable[[msg.Event], None], on_modules: Callable[[int, list[str]], None],
+        why_not: Callable[[int], str],
     ) -> None:  # fmt: skip
         self._selector, self._workers, self._patience = selector, workers, patience
-        self._on_event, self._on_modules = on_event, on_modules
+        self._on_event, self._on_modules, self._why_not = on_event, on_modules, why_not
         self._listener = Listener(directory)
         self._channels: dict[int, Channel] = {}  # by local rank
         self._pids: dict[int, int] = {}
@@ -168,6 +170,9 @@ class WorkerChannels:
                 generation, why = int(message["generation"]), str(message["why"])
                 self._patience.suspected(local_rank, time.monotonic())  # it waits for the next generation
                 self._on_event(msg.WorkerApart(local_rank, pid, generation, why))
+            case "place":
+                why = self._why_not(int(message["generation"]))
+                self.send((local_rank,), {"op": "place", "number": int(message["number"]), "why": why})
             case "modules":
                 self._on_modules(local_rank, message["names"])
             case "note":

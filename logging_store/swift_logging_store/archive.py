@@ -84,10 +84,13 @@ class _Task:
 
 class Archive:
     """Of one process. *url*: of the store; *directory*: this process's own in it, see `directory_name`. *note* tells
-    people; it is called in a thread."""
+    people; it is called in a thread. *is_ours*: whether the rank is still this process's own; else nothing of others is
+    removed, who may be its successors under another etcd."""
 
-    def __init__(self, url: str, directory: str, note: Callable[[str], None]) -> None:
-        self._url, self._directory, self._note = url, directory, note
+    def __init__(
+        self, url: str, directory: str, note: Callable[[str], None], is_ours: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._url, self._directory, self._note, self._is_ours = url, directory, note, is_ours
         self._changed = threading.Condition()
         # Guarded by the condition.
         self._tasks: deque[_Task] = deque()
@@ -268,7 +271,10 @@ class Archive:
             self._note(f"logs of messages are copied to {self._url} again")
 
     def _remove_predecessors(self, helper: Helper) -> None:
-        for name in predecessors(self._directory, helper.ask("names", path="")):
+        names = predecessors(self._directory, helper.ask("names", path=""))
+        if not names or not self._is_ours():
+            return
+        for name in names:
             helper.ask("remove_directory", path=name)
 
     def _failed(self, task: _Task, error: Exception) -> None:

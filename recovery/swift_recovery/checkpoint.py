@@ -1,30 +1,34 @@
 """Checkpoints in a directory that all nodes see: what is there, what counts, how one comes and goes.
 
-    {directory}/iteration-000000000100/rank-3.5f2e91ab.state     a part: the state of rank 3 and of its replicas
-                                       committed.json            names the parts; written last
+    {directory}/iteration-000000000100.e17-2/rank-3.5f2e91ab.state   a part: the state of rank 3 and of its replicas
+                                             committed.json          names the parts; written last
+                timeline-00000001.e17-2.000000000060.json            generation 2 of run e17 has begun before 60
 
 A checkpoint counts from the moment on at which its `committed.json` has its name: then all its parts are on the disk.
-Parts have names that nobody uses again, so a process that was believed dead cannot change what counts. One is removed
-by taking its `committed.json` away first. Must never decide when a checkpoint is taken, or by whom.
+One is removed by taking its `committed.json` away first.
+
+A generation that was believed dead may still write. So each writes into directories of its own name, and removes none
+of a later one; and what an earlier generation has written counts only up to the iteration with which a later one has
+begun (`timelines`). Parts have names that nobody uses again. Must never decide when a checkpoint is taken, or by whom.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from swift_logging_store.store import Store
+from swift_recovery import timelines
 from swift_recovery.errors import StateError
 from swift_recovery.progress import ranges_of, ranks_of
 from swift_recovery.state_file import Written
+from swift_recovery.timelines import NOBODY, Entry, History, Timeline
 
 VERSION = 1
 _MARK = "committed.json"
-_NAME = re.compile(r"iteration-(\d{12})")
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of the whole job before *iteration*: every rank below *world_size* is in one of *parts*."""
+    """The state of the whole job before *iteration*: every rank below *world_size* is in one of *parts*. *timeline*: of
+    the generation that has taken it."""
 
     iteration: int
     world_size: int
     parts: tuple[Part, ...]
+    timeline: Timeline = NOBODY
 
     def part_of(self, rank: int) -> Part:
         """Where all ranks hold the same state there is one part, for a job of any size."""
@@ -76,6 +82,8 @@ class Checkpoint:
             "iteration": self.iteration,
             "world_size": self.world_size,
             "parts": [part.to_json() for part in self.parts],
+            "run": self.timeline.run,
+            "generation": self.timeline.generation,
         }
 
     @classmethod
@@ -83,7 +91,10 @@ class Checkpoint:
         """Raises KeyError, TypeError or ValueError on what `to_json` did not write."""
         if data["version"] != VERSION:
             raise ValueError(f"its format has version {data['version']}, this is {VERSION}")
-        found = cls(int(data["iteration"]), int(data["world_size"]), tuple(map(Part.from_json, data["parts"])))
+        # Who has written none of a run is a version that knew of none.
+        timeline = Timeline(str(data.get("run", "")), int(data.get("generation", 0)))
+        parts = tuple(map(Part.from_json, data["parts"]))
+        found = cls(int(data["iteration"]), int(data["world_size"]), parts, timeline)
         ranks = sorted(rank for part in found.parts for rank in part.ranks)
         if ranks != list(range(found.world_size)):
             raise ValueError(f"it has parts of ranks {ranges_of(ranks)}, of {found.world_size}")
@@ -107,66 +118,103 @@ class CheckpointDirectory:
     def __str__(self) -> str:
         return str(self.store)
 
+    # ---- reading ----
+
     def committed(self) -> list[int]:
         """The iterations of the checkpoints that count, in ascending order."""
-        return [number for number in self._found() if self.counts(number)]
+        return sorted({entry.iteration for entry in self._counting(self._history())})
 
     def counts(self, iteration: int) -> bool:
-        return self.store.exists(f"{_at(iteration)}/{_MARK}")
+        return self._newest_of(iteration) is not None
 
     def newest(self, before: int | None = None) -> int:
         """The iteration of the newest one that counts (below *before*), 0 if there is none."""
-        for number in reversed(self._found()):
-            if (before is None or number < before) and self.counts(number):
-                return number
+        for entry in self._history().newest_first():
+            if (before is None or entry.iteration < before) and self._is_marked(entry):
+                return entry.iteration
         return 0
-
-    def new_part(self, iteration: int, rank: int) -> str:
-        """The path in the store of a part that is to be written: a name that nobody has."""
-        return f"{_at(iteration)}/rank-{rank}.{uuid.uuid4().hex[:8]}.state"
-
-    def path_of(self, iteration: int, part: Part) -> str:
-        return f"{_at(iteration)}/{part.name}"
-
-    def commit(self, checkpoint: Checkpoint) -> None:
-        """All its parts are durable: it counts when this returns."""
-        data = json.dumps(checkpoint.to_json(), indent=1).encode()
-        self.store.put(f"{_at(checkpoint.iteration)}/{_MARK}", data)
 
     def load(self, iteration: int) -> Checkpoint:
         """One that counts. Raises `StateError` if what says so cannot be understood."""
-        path = f"{_at(iteration)}/{_MARK}"
+        entry = self._newest_of(iteration) or Entry(iteration)
+        path = f"{entry.name}/{_MARK}"
         with self.store.reading(path) as stream:
             data = stream.read()
         try:
             found = Checkpoint.from_json(json.loads(data))
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.store}/{path} cannot be used: {error}") from None
-        if found.iteration != iteration:
-            raise StateError(f"{self.store}/{path} is of iteration {found.iteration}")
+        if (found.iteration, found.timeline) != (iteration, entry.timeline):
+            raise StateError(f"{self.store}/{path} is of iteration {found.iteration} {found.timeline}")
         return found
+
+    # ---- writing ----
+
+    def claim(self, timeline: Timeline, begins: int) -> None:
+        """The generation of *timeline* has begun before iteration *begins*: what earlier ones write from there on does
+        not count. May be repeated. Raises `Superseded`."""
+        history = self._history()
+        if history.has(timeline):
+            history.check(timeline)
+            return
+        claim = history.new_claim(timeline, begins)
+        self.store.put(claim.name, json.dumps(claim.to_json()).encode())
+        self._history().check(timeline)  # two who begin at once both see the other, or one does
+
+    def check(self, timeline: Timeline) -> None:
+        """Raises `Superseded` if a later generation has begun."""
+        self._history().check(timeline)
+
+    def new_part(self, iteration: int, rank: int, timeline: Timeline = NOBODY) -> str:
+        """The path in the store of a part that is to be written: a name that nobody has."""
+        return f"{Entry(iteration, timeline).name}/rank-{rank}.{uuid.uuid4().hex[:8]}.state"
+
+    def path_of(self, checkpoint: Checkpoint, part: Part) -> str:
+        return f"{Entry(checkpoint.iteration, checkpoint.timeline).name}/{part.name}"
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """All its parts are durable: it counts when this returns. Raises `Superseded`."""
+        self.check(checkpoint.timeline)
+        data = json.dumps(checkpoint.to_json(), indent=1).encode()
+        self.store.put(f"{Entry(checkpoint.iteration, checkpoint.timeline).name}/{_MARK}", data)
 
     def check_parts(self, checkpoint: Checkpoint) -> None:
         """Raise `StateError` if this process does not see all parts, in their sizes."""
         for part in checkpoint.parts:
-            path = self.path_of(checkpoint.iteration, part)
+            path = self.path_of(checkpoint, part)
             if self.store.size(path) != part.written.num_bytes:
                 raise StateError(
                     f"the part {path} of ranks {ranges_of(part.ranks)} is not there for all: do all nodes share "
                     f"{self.store}?"
                 )
 
-    def remove(self, keep: int, newest: int) -> list[int]:
-        """That of *newest* counts: see `to_remove`. Returns what was removed."""
-        removed = to_remove(self.committed(), self._found(), keep, newest)
-        for iteration in removed:
-            self.store.remove(f"{_at(iteration)}/{_MARK}")
-            self.store.remove_directory(_at(iteration))
-        return removed
+    def remove(self, keep: int, newest: int, timeline: Timeline = NOBODY) -> list[int]:
+        """That of *newest* counts: see `to_remove`. Of later generations than that of *timeline* nothing goes. Returns
+        what was removed. Raises `Superseded`."""
+        history = self._history()
+        history.check(timeline)
+        counting = self._counting(history)
+        begun = [entry.iteration for entry in history.entries]
+        gone = set(to_remove([entry.iteration for entry in counting], begun, keep, newest))
+        # A dead one beside one that counts goes, too.
+        old = [entry for entry in history.entries if entry.iteration < newest and not history.is_later(entry, timeline)]
+        removed = [entry for entry in old if entry.iteration in gone or entry not in counting]
+        for entry in removed:
+            self.store.remove(f"{entry.name}/{_MARK}")
+            self.store.remove_directory(entry.name)
+        for claim in history.without(removed).needless(timeline):
+            self.store.remove(claim.name)
+        return sorted({entry.iteration for entry in removed} & gone)
 
-    def _found(self) -> list[int]:
-        return sorted(int(match[1]) for name in self.store.names() if (match := _NAME.fullmatch(name)))
+    def _history(self) -> History:
+        return timelines.read(self.store.names())
 
+    def _is_marked(self, entry: Entry) -> bool:
+        return self.store.exists(f"{entry.name}/{_MARK}")
 
-def _at(iteration: int) -> str:
-    return f"iteration-{iteration:012d}"
+    def _counting(self, history: History) -> list[Entry]:
+        return [entry for entry in history.newest_first() if self._is_marked(entry)]
+
+    def _newest_of(self, iteration: int) -> Entry | None:
+        entries = (entry for entry in self._history().newest_first() if entry.iteration == iteration)
+        return next(filter(self._is_marked, entries), None)

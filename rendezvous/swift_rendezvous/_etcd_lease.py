@@ -65,6 +65,9 @@ class EtcdKeepAlive:
     def stop(self) -> None:
         self._stop.set()
 
+    def confirmed_s(self) -> float:
+        return self._lease.confirmed_s
+
     def overdue_s(self) -> float:
         return max(0.0, time.monotonic() - self._lease.confirmed_s - self._lease.ttl_s)
 

@@ -68,6 +68,8 @@ LEASE_TIME_TO_LIVE = Method("Lease", "LeaseTimeToLive")
 # call has a deadline and needs no thread.
 LEASE_KEEP_ALIVE = Method("Lease", "LeaseKeepAlive")
 AUTHENTICATE = Method("Auth", "Authenticate")
+MEMBER_LIST = Method("Cluster", "MemberList")
+STATUS = Method("Maintenance", "Status")
 WATCH = Method("Watch", "Watch")
 
 _CompareMessage = _message("Compare")

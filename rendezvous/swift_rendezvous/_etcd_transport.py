@@ -204,13 +204,14 @@ class Transport:
                     raise _closed_error()
                 channel = self._channels.get(index)
                 if channel is None:
-                    channel = self._channels[index] = self._connect(self.endpoint(index))
+                    channel = self._channels[index] = self.connect(self.endpoint(index))
                 make = channel.stream_stream if stream else channel.unary_unary
                 stub = make(method.path, method.request.SerializeToString, method.response.FromString)
                 self._stubs[index, method.path] = stub
         return stub
 
-    def _connect(self, endpoint: str) -> Any:
+    def connect(self, endpoint: str) -> Any:
+        """A channel to any server of the cluster; whoever asks for it closes it."""
         target = f"ipv6:{endpoint}" if endpoint.startswith("[") else endpoint
         if self._credentials is None:
             return grpc.insecure_channel(target, _OPTIONS)

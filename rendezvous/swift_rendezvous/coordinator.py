@@ -271,6 +271,8 @@ class Coordinator:
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
             case PublishResult(result):
                 guards.append(self._unwritten(view, keys.result))
+                if view.generation is not None:
+                    guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
                 ops = [Put(keys.result, encode(result))]
             case PublishLoss(failure):
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))

@@ -6,9 +6,10 @@ Must never hold policy: what keys mean is decided in `membership` and `keys`. Im
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swift_rendezvous._etcd_lease import EtcdKeepAlive, EtcdLease
+from swift_rendezvous._etcd_members import MembersWatch
 from swift_rendezvous._etcd_proto import (
     COMPACT,
     DELETE_RANGE,
@@ -27,6 +28,7 @@ from swift_rendezvous._etcd_watch import EtcdWatch, Watchdog
 from swift_rendezvous._lock import StoreLock
 from swift_rendezvous.etcd_config import DEFAULT_PORT, EtcdConfig, parse_endpoints
 from swift_rendezvous.kv import Compare, KeyValue, Op, TransactionResult
+from swift_rendezvous.tenure import Event
 
 __all__ = ["DEFAULT_PORT", "EtcdConfig", "EtcdKeepAlive", "EtcdLease", "EtcdStore", "EtcdWatch", "parse_endpoints"]
 
@@ -140,6 +142,10 @@ class EtcdStore:
             answer = self._transport.call(RANGE, RANGE.request(**keys, count_only=True))
             start_revision = answer.response.header.revision + 1
         return EtcdWatch(self._transport, self._watchdog, key, single_key, start_revision, before)
+
+    def watch_members(self, tell: Callable[[Event], object], in_doubt: Callable[[], bool]) -> MembersWatch:
+        """What `tenure` has to know of the members, as long as it runs; they are asked while *in_doubt* says so."""
+        return MembersWatch(self._transport, tell, in_doubt)
 
     def lock(self, name: str, ttl_s: int = 10) -> StoreLock:
         return StoreLock(self, name, ttl_s)

@@ -183,6 +183,9 @@ class KeepAlive(Protocol):
     def stop(self) -> None:
         """Refresh no more; returns at once. The lease then lives on for its TTL. May be called twice."""
 
+    def confirmed_s(self) -> float:
+        """When the last refresh that was answered was sent (or the lease asked for), by the monotonic clock."""
+
     def overdue_s(self) -> float:
         """Seconds since when the lease may have expired because no refresh was confirmed; 0.0 while it is alive."""
 

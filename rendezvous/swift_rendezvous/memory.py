@@ -325,6 +325,9 @@ class MemoryKeepAlive:
     def stop(self) -> None:
         self._lease.drop(self)
 
+    def confirmed_s(self) -> float:
+        return self._store.now_s
+
     def overdue_s(self) -> float:
         return max(0.0, self._store.now_s - self._lease.deadline_s)
 

@@ -31,7 +31,7 @@ from swift_recovery.state import TrainingState
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.ports import free_ports
 from tests.support.relay import Relay
-from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go
+from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go, first_part
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -91,7 +91,7 @@ def test_checkpoints_come_back_and_old_ones_go(cluster: HdfsCluster) -> None:
     parts = {number: commit(store, number, state) for number, state in states.items()}
     assert directory.committed() == [10, 20, 30] and directory.newest(before=30) == 20
     assert directory.remove(keep=2, newest=30) == [10] and directory.committed() == [20, 30]
-    found, path = make(0), directory.path_of(30, directory.load(30).part_of(0))
+    found, path = make(0), first_part(directory, 30)
     assert parts[30].written.num_bytes > 2 * hdfs.PIECE_BYTES
     with store.reading(path) as stream:
         assert state_file.read(stream, "part", found) == {"at": 30}
@@ -255,7 +255,7 @@ def test_files_are_written_while_a_data_node_is_dead(
         assert archive.wait(240.0) and len(archive.stored) == 5
         directory = CheckpointDirectory(store)
         assert directory.committed() == list(states)
-        parts = {number: directory.path_of(number, directory.load(number).part_of(0)) for number in states}
+        parts = {number: first_part(directory, number) for number in states}
         for where in parts.values():
             assert sorted(store.names(where.rpartition("/")[0])) == sorted([where.rpartition("/")[2], "committed.json"])
         if how == "kill":  # a node that copies to a frozen one waits for that for minutes

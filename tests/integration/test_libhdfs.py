@@ -18,7 +18,7 @@ from swift_logging_store.store import StoreUnknown, check_url, open_store
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.state_file import Written
 from tests.support.hdfs_cluster import CLASSPATH, HdfsCluster, why_not
-from tests.support.stores import check_files_come_and_go
+from tests.support.stores import check_files_come_and_go, first_part
 
 LIBRARY = CLASSPATH.with_name("libhdfs.so")
 _missing = why_not() or ("" if LIBRARY.exists() else f"no {LIBRARY}: run scripts/build_libhdfs.sh .cache/hdfs")
@@ -63,7 +63,7 @@ def test_checkpoints_come_back_and_old_ones_go(cluster: HdfsCluster) -> None:
         directory.check_parts(Checkpoint(iteration, 1, (part,)))
         directory.commit(Checkpoint(iteration, 1, (part,)))
     assert directory.remove(keep=2, newest=30) == [10] and directory.committed() == [20, 30]
-    with directory.store.reading(directory.path_of(30, directory.load(30).part_of(0))) as stream:
+    with directory.store.reading(first_part(directory, 30)) as stream:
         assert stream.read() == content
 
 

@@ -20,7 +20,7 @@ from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
 from swift_recovery.state import TrainingState
 from tests.support.s3_server import BUCKET, S3Server
-from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go
+from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go, first_part
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_checkpoints_come_back_and_old_ones_go() -> None:
     parts = {number: commit(store, number, state) for number, state in states.items()}
     assert directory.committed() == [10, 20, 30] and directory.newest(before=30) == 20
     assert directory.remove(keep=2, newest=30) == [10] and directory.committed() == [20, 30]
-    found, path = make(0), directory.path_of(30, directory.load(30).part_of(0))
+    found, path = make(0), first_part(directory, 30)
     assert parts[30].written.num_bytes > 9_000_000  # several parts of an upload
     assert load(store, "part", path, found) == {"at": 30}
     assert checksum(found.replicated_tensors()) == checksum(states[30].replicated_tensors())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from swift_agent import lifecycle, records
-from swift_rendezvous import coordinator, draining, membership, mending, view
+from swift_rendezvous import coordinator, draining, membership, mending, tenure, view
 from tests.model import world as model
 from tests.model.explore import explore
 from tests.model.world import Action, World
@@ -92,6 +92,23 @@ def draining_until(what: str, **changes: Any) -> World:
     return world
 
 
+def cut_off(num_nodes: int, num_slots: int, **options: Any) -> World:
+    """All train, and there is work left. etcd is about to be out of reach."""
+    world = World(num_nodes, num_slots, ordered=True, target=3, **options)
+    return go_on(world, lambda w: sum(n.proc is not None and n.proc.live > 0 for n in w.nodes) == num_slots)
+
+
+def given_away(num_nodes: int, num_slots: int, **options: Any) -> World:
+    """The nodes of all slots are cut off from etcd, and their leases have ended."""
+    world = cut_off(num_nodes, num_slots, faults=num_slots, kinds=("cut",))
+    for what in ("cut", "doubt", "expire"):
+        for index in range(num_slots):
+            world.do((what, index, 0))
+    for name, value in options.items():
+        setattr(world, name, value)
+    return world
+
+
 SEARCHES: dict[str, Callable[[], World]] = {
     "no failure, every order": lambda: World(),
     "one failure from the start": lambda: World(faults=1, ordered=True),
@@ -108,6 +125,10 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "a link is parted while a newcomer has no state": lambda: joining(faults=1, kinds=("part",), ordered=False),
     "a link is parted while two of three have no state": lambda: joining_again(faults=1, kinds=("part",)),
     "a node is cut off while a newcomer has no state": lambda: joining(faults=1, kinds=("cut",), ordered=False),
+    "nodes are cut off from etcd, not from each other": lambda: cut_off(4, 2, faults=3, kinds=("cut",)),
+    "the places of those who are cut off are given away": lambda: given_away(4, 2, faults=1, kinds=("cut", "kill")),
+    "a single node is cut off from etcd": lambda: cut_off(2, 1, faults=3, kinds=("cut", "freeze")),
+    "etcd is away for all, and a node is cut off": lambda: cut_off(3, 2, faults=3, kinds=("cut", "outage", "kill")),
     "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
     "a spare has been mistaken, and gets a slot": lambda: training(faults=2, kinds=(model.ALARM, "crash", "cut")),
     "garbage in a record, and a failure, in training": lambda: training(faults=2, kinds=("garble", "remove", "kill")),
@@ -190,6 +211,15 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "what cannot be read is not written again": (
         lifecycle, "_written_again", "issued=state.issued & {RECLAIM}, ", "",
         lambda: training(faults=2, kinds=("garble", "kill"))),
+    "who hears a peer goes on without etcd": (
+        lifecycle, "pausing", "if not holds:", "if False:",
+        lambda: given_away(4, 2)),
+    "a single node goes on without etcd": (
+        lifecycle, "pausing", "if not holds:", "if False:",
+        lambda: cut_off(2, 1, faults=1, kinds=("cut",))),
+    "an etcd that does not answer is taken for one that is away": (
+        tenure, "_seen", "if event.sight in PROVEN:", "if True:",
+        lambda: cut_off(2, 1, faults=1, kinds=("cut",))),
     "nobody notices that a drained node is lost": (
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
         lambda: draining_until("handover", faults=1)),

@@ -8,6 +8,8 @@ Real are the cores (membership, lifecycle, planning, view), the transactions (th
 - Each transaction is a step of its own, so that anything may fail between any two of them, and any may come too late.
 - Every node sees all keys, also those that only a coordinator follows (`Keys.for_coordinator`).
 - A node sees changes at once unless it is late, frozen or cut off: these are failures, and are counted as such.
+- Who is cut off from etcd still hears the other nodes, and its worker those of the others. Its own clock comes to the
+  end of what `tenure` gives it ("doubt") before its lease can end. While etcd is away for all no lease ends.
 
 `World.check` holds after every step; `World.settled` where nothing more can happen.
 """
@@ -15,6 +17,7 @@ Real are the cores (membership, lifecycle, planning, view), the transactions (th
 from __future__ import annotations
 
 import copy
+import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +31,7 @@ from swift_agent.planning import plan_generation
 from swift_agent.writer import Write
 from swift_recovery.plan import Plan
 from swift_recovery.progress import ranges_of
-from swift_rendezvous import registration
+from swift_rendezvous import registration, tenure
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     DrainRecord,
@@ -58,6 +61,8 @@ Response = tuple[Change, ...]
 FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse", "part")
 # A node without a slot takes another for lost, and is mistaken; much later something else happens.
 ALARM = "alarm"
+# Of etcd, for everybody.
+OUTAGES = ("outage",)
 # An operator's, and taking it back: counted like failures.
 ORDERS = ("drain", "cancel")
 # Of people and strangers who write into the store: something that cannot be read, or remove it.
@@ -144,6 +149,11 @@ class Node:
     dirty: bool = False
     proc: Proc | None = None
     num_procs: int = 0
+    doubted: bool = False
+    """Its own clock has passed the time until which it may act, counted from the last word of etcd."""
+    paused: bool = False
+    asked: tuple[int, int] = (0, 0)
+    """The generations, of etcd and of its own view, about which it has been asked last while it stood still."""
 
     @property
     def here(self) -> bool:
@@ -175,8 +185,10 @@ class Driver(Agent):
     def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
         self._world, self._node, self._events = world, node, events
         self._state, self._end = node.state, None
+        revision = world.stored_revision
         self._presence = SimpleNamespace(  # type: ignore[assignment]
-            me=node.record, journal=None, liveness=SimpleNamespace(reconsider=lambda _: None)
+            me=node.record, journal=None, liveness=SimpleNamespace(reconsider=lambda _: None),
+            read_place=lambda: events.append(msg.PlaceRead(revision)),
         )
 
     def look(self, node: Node) -> None:
@@ -235,6 +247,9 @@ class Driver(Agent):
             case "release":
                 self._world.end_proc(node, 0, self._events)
 
+    def _signal_workers(self, signum: int) -> None:
+        self._node.paused, self._node.asked = signum == signal.SIGSTOP, (0, 0)
+
     def _rejoin(self, why: str) -> None:
         self._world.rejoin(self._node)
 
@@ -264,6 +279,7 @@ class World:
         self.faults, self.target, self.ordered, self.kinds = faults, target, ordered, tuple(kinds)
         self.num_slots, self.max_restarts = num_slots, max_restarts
         self.ranks = list(range(num_slots))
+        self.away = False
         self.store = MemoryStore()
         self.view = View()  # of somebody who sees all at once
         self.given_up: frozenset[str] = frozenset()
@@ -294,22 +310,29 @@ class World:
         """Without failures. What ends a failure is one of them, so none lasts for ever."""
         turns: list[Action] = []
         found: list[Action] = []
+        if self.away:
+            found.append(("back", 0, 0))
         for index, node in enumerate(self.nodes):
+            ends = node.lease_id in self.store._leases and not self.away
             if not node.here:
                 if node.where == "crashed" and node.lease_id in self.store._leases:
-                    found.append(("expire", index, 0))
+                    found += [("expire", index, 0)] if ends else []
                     found += self._accusers(index)
                 continue
             if node.where in ("frozen", "cut"):
                 found.append(("return", index, 0))
-                if node.lease_id in self.store._leases:
+                if ends and (node.doubted or node.where == "frozen"):
                     found.append(("expire", index, 0))
-                    if node.where == "cut":
-                        found += self._accusers(index)
+                if node.lease_id in self.store._leases and node.where == "cut":
+                    found += self._accusers(index)
+            if (node.where == "cut" or (self.away and node.runs)) and not node.doubted:
+                found.append(("doubt", index, 0))
             mine = turns if node.where == "up" else found
             if node.where == "late":
                 found.append(("see", index, 0))
-            if node.online:
+            if node.online and not self.away:
+                if node.paused and node.lease_id in self.store._leases and node.asked != self._answer(node):
+                    mine.append(("ask", index, 0))
                 away = node.lease_id not in self.store._leases or lc.RECLAIM in node.state.issued
                 if away and "generation" not in self.view.damaged:  # else it is tried again later
                     mine.append(("notice", index, 0))
@@ -317,8 +340,9 @@ class World:
                     mine.append(("decide", index, 0))
                 if node.writes:
                     mine.append(("write", index, 0))
-            if node.runs and node.proc is not None and self._can_work(node.proc):
-                turns.append(("work", index, 0))
+            if self._works(node):
+                # Who is cut off takes no turns with the others.
+                (found if node.where == "cut" else turns).append(("work", index, 0))
         return [*turns[:1], *found] if self.ordered else [*turns, *found]
 
     def failures(self) -> list[Action]:
@@ -326,6 +350,8 @@ class World:
             return []
         found: list[Action] = [(kind, index, 0) for kind in INTRUSIONS if kind in self.kinds
                                for index in range(len(self.targets(kind)))]  # fmt: skip
+        if "outage" in self.kinds and not self.away:
+            found.append(("outage", 0, 0))
         for index, node in enumerate(self.nodes):
             if not node.here:
                 continue
@@ -372,7 +398,7 @@ class World:
         """Carry it out, and check."""
         what, index, other = action
         node = self.nodes[index] if what not in INTRUSIONS else self.nodes[0]
-        if what in (*FAULTS, *ORDERS, *INTRUSIONS, ALARM):
+        if what in (*FAULTS, *ORDERS, *INTRUSIONS, *OUTAGES, ALARM):
             self.faults -= 1
         match what:
             case "crash":
@@ -399,6 +425,21 @@ class World:
                 self.handle(node, events)
             case "return":
                 node.where = "late"
+                if node.lease_id in self.store._leases and not self.away:
+                    node.doubted = False  # it is renewed
+            case "outage":
+                self.away = True
+            case "back":
+                self.away = False
+                for one in self.nodes:
+                    one.doubted = one.doubted and one.where == "cut"
+            case "doubt":
+                node.doubted = True
+                events = deque[msg.Event]([self._tick_in_doubt(node)])
+                self.handle(node, events)
+            case "ask":
+                node.asked = self._answer(node)
+                self.handle(node, deque([msg.Tick()]))
             case "expire" | "lapse":
                 self.store.revoke(self.store._leases[node.lease_id])
             case "notice":
@@ -423,6 +464,16 @@ class World:
                 self._work(node)
         self.settle()
         self.check()
+
+    def _tick_in_doubt(self, node: Node) -> msg.Tick:
+        """At the end of what it was given: what is proven by then is what it sees of the one member that there is."""
+        sight: tenure.Sight = "refused" if self.away and node.where != "cut" else "silent"
+        held = tenure.fold(tenure.Tenure(), tenure.MembersRead({1: "etcd"}))
+        held = tenure.fold(held, tenure.Renewed(0.0, TTL_S))
+        now_s = held.acts_until_s
+        for at_s in (now_s - 1.0, now_s - 0.5, now_s):
+            held = tenure.fold(held, tenure.Probed(1, sight, at_s, at_s))
+        return msg.Tick(tenure.holds(held, now_s=now_s), is_away=True, why="cut off")
 
     # ---- store and views ----
 
@@ -477,6 +528,8 @@ class World:
         node.lease_id, node.job = entry.lease.id, entry.job
         node.state = lc.AgentState(node.name, node.record.incarnation, self.max_restarts, 10.0, restarts_used=used)
         node.where, node.queue, node.writes, node.decided = "up", (), (), ()
+        node.doubted = node.paused = False
+        node.asked = (0, 0)
         self.settle_others(node)
         listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
                    for kv in self.store.get_prefix(KEYS.prefix)[0] if not kv.key.startswith(EVENTS)]  # fmt: skip
@@ -507,6 +560,7 @@ class World:
             self.rejoin(node)
             return
         demand(node.record.incarnation not in self.given_up, f"{node.record.incarnation} comes back after its slot")
+        node.doubted = False
         self.settle()
         self.handle(node, deque([msg.PlaceReclaimed()]))
 
@@ -561,6 +615,14 @@ class World:
         demand(number == write.number, f"a late '{write.what}' of generation {write.number} counts in {number}")
         demand(lives, f"'{write.what}' of a node that was given up takes effect")
         demand(self.store._revision > revision, "an empty write")
+
+    def _answer(self, node: Node) -> tuple[int, int]:
+        return self._stored_number(), node.view.number
+
+    @property
+    def stored_revision(self) -> int:
+        stored = self.store._keys.get(KEYS.generation)
+        return stored.mod_revision if stored else 0
 
     def _stored_number(self) -> int:
         stored = self.store._keys.get(KEYS.generation)
@@ -656,6 +718,9 @@ class World:
                 return proc if proc.inside else None
         return None
 
+    def _works(self, node: Node) -> bool:
+        return node.runs and not node.paused and node.proc is not None and self._can_work(node.proc)
+
     def _can_work(self, proc: Proc) -> bool:
         if not proc.inside or proc.finished_in == proc.go or proc.leaves or proc.held:
             return False
@@ -669,7 +734,7 @@ class World:
             if found is None:
                 return False
             node, other = found
-            moves = node.runs and other.inside
+            moves = node.runs and not node.paused and other.inside
             if proc.live < proc.go:
                 if not moves:
                     return False
@@ -782,6 +847,11 @@ class World:
         ranks = [node.proc.rank for node in self.nodes if node.proc is not None and node.proc.inside
                  and node.where != "frozen" and node.proc.go == self.view.number and not node.proc.leaves]  # fmt: skip
         demand(len(set(ranks)) == len(ranks), f"two workers of one rank: {ranks}")
+        if "cut" not in self.kinds or "lapse" in self.kinds:
+            return  # a lease that an operator revokes is over before its time
+        training = [node.proc.rank for node in self.nodes if self._works(node) and node.proc
+                    and 0 < node.proc.live == node.proc.go and not node.proc.finished_in]  # fmt: skip
+        demand(len(set(training)) == len(training), f"two owners train one rank: {training}")
 
     def settled(self) -> None:
         """Nothing more can happen: the job has ended, or waits for nodes that do not exist."""
@@ -817,7 +887,8 @@ class World:
             state, proc = node.state, node.proc
             workers = tuple(_worker_key(worker) for worker in state.workers.values())
             fixed = (
-                node.life, node.where, node.dirty, node.num_procs, proc.key() if proc else None,
+                node.life, node.where, node.dirty, node.doubted, node.paused, state.paused, node.asked,
+                node.num_procs, proc.key() if proc else None,
                 node.lease_id in self.store._leases, workers, frozenset(state.lost_peers), state.restarts_used,
                 state.restarts_counted_in, state.store_started, state.issued, state.view.number,
             )  # fmt: skip
@@ -845,7 +916,7 @@ class World:
         numbers.discard(0)
         ranks = {number: rank for rank, number in enumerate(sorted(numbers), 1)}
         ranks[0] = 0
-        return hash((self.faults, self.given_up, _renamed(tuple(parts), ranks)))
+        return hash((self.faults, self.away, self.given_up, _renamed(tuple(parts), ranks)))
 
 
 class _Revision(int):

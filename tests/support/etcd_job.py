@@ -8,6 +8,8 @@ import re
 import signal
 from pathlib import Path
 
+import psutil
+
 from swift_rendezvous.etcd import EtcdConfig, EtcdStore
 from swift_rendezvous.keys import GenerationRecord, Keys, decode
 from swift_rendezvous.kv import KeyValue
@@ -69,6 +71,12 @@ class EtcdJob:
         began = {rank: self.iteration(rank) for rank in RANKS}
         wait_for(lambda: all(self.iteration(rank) >= began[rank] + num_iterations for rank in RANKS), 60.0,
                  f"{num_iterations} iterations from {began}\n{self.logs()}")  # fmt: skip
+
+    def stands_still(self) -> None:
+        """The workers of all nodes are paused by their agents, which say so."""
+        self.wait_log("paused before another node can get their places", tuple(self.owners.values()))
+        for pids in self.pids.values():
+            wait_for(lambda pid=pids[0]: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 5.0, "its workers")  # type: ignore[misc]
 
     def wait_log(self, text: str, nodes: tuple[str, ...] | None = None, timeout_s: float = 60.0) -> None:
         for node in nodes or tuple(self.agents.running):

@@ -11,6 +11,7 @@ import pytest
 from swift_logging_store import archive as archives
 from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.store import Store
+from swift_recovery.checkpoint import CheckpointDirectory
 
 
 def check_files_come_and_go(store: Store) -> None:
@@ -65,3 +66,9 @@ def check_copies_outlive_a_frozen_server(
             assert (directory / "back").read_bytes() == content
     archive.close()
     assert notes[1:] == [f"logs of messages are copied to {url} again"]
+
+
+def first_part(directory: CheckpointDirectory, iteration: int) -> str:
+    """The path in its store of rank 0's part of that checkpoint."""
+    found = directory.load(iteration)
+    return directory.path_of(found, found.part_of(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -288,3 +289,78 @@ def test_rank_0_says_now_and_then_that_the_end_waits() -> None:
         assert len(notes) == 4  # after 5, 10, 20 and 40 s, and nobody else
     done.wait = lambda timeout_s: True
     assert waiting.is_over(0.5)
+
+
+class Fenced:
+    """Generation *generation* of one rank that takes checkpoints in *path*. *why*: what its agent says."""
+
+    def __init__(self, path: Path, server: StoreServer, generation: int, run: str = "e7") -> None:
+        self.notes: list[str] = []
+        self.why, self.generation, self._server = "", generation, server
+        self.directory = CheckpointDirectory(LocalStore(path))
+        settings = Settings(self.directory, every=10, keep=1)
+        self.checkpoints = Checkpoints(
+            settings, 0, 1, [0], self.notes.append, run=run, why_not=lambda generation: self.why
+        )
+
+    def take(self, iteration: int) -> None:
+        connect = lambda: StoreClient("127.0.0.1", self._server.port, b"", timedelta(seconds=10))  # noqa: E731
+        self.checkpoints.take(iteration, state(iteration), lambda: {"at": iteration}, connect, self.generation)
+        assert self.checkpoints.wait(10.0)
+
+
+@pytest.fixture
+def fenced(tmp_path: Path) -> Iterator[Callable[..., Fenced]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(generation: int, **options: Any) -> Fenced:
+            return Fenced(tmp_path, stack.enter_context(contextlib.closing(StoreServer("127.0.0.1"))), generation,
+                          **options)  # fmt: skip
+
+        yield make
+
+
+def test_an_older_generation_commits_and_removes_nothing(fenced: Callable[..., Fenced]) -> None:
+    """All its ranks live, cut off together; the next one is behind."""
+    old, new = fenced(1), fenced(2)
+    old.checkpoints.begins(0, 1)
+    for iteration in (10, 20):
+        old.take(iteration)
+    assert old.directory.committed() == [20]
+    new.checkpoints.begins(20, 2)
+    new.take(30)
+    for iteration in (40, 50):
+        old.take(iteration)
+    assert old.checkpoints.newest == 20, old.notes
+    assert "no checkpoint of iteration 50: another generation has taken over" in old.notes[-1]
+    assert new.directory.committed() == [30] and new.checkpoints.find() == 30
+    new.take(40)
+    assert new.checkpoints.newest == 40 and new.directory.committed() == [40]
+
+
+def test_nothing_counts_of_a_node_that_may_have_been_given_up(fenced: Callable[..., Fenced]) -> None:
+    one = fenced(1)
+    one.checkpoints.begins(0, 1)
+    one.take(10)
+    one.why = "etcd has not answered for 4 s"
+    one.take(20)
+    assert one.directory.committed() == [10] and one.checkpoints.newest == 10
+    assert "no checkpoint of iteration 20: etcd has not answered for 4 s. Training goes on" in one.notes[-1]
+    one.why = ""
+    one.take(30)
+    assert one.directory.committed() == [30]
+
+
+def test_a_directory_that_could_not_be_claimed_is_claimed_later(fenced: Callable[..., Fenced]) -> None:
+    one = fenced(1)
+    one.why = "not yet"
+    one.checkpoints.begins(0, 1)
+    one.take(10)
+    one.why = ""
+    one.take(20)
+    assert one.directory.committed() == [20]
+    other = fenced(3, run="e2")  # of another etcd
+    other.checkpoints.begins(20, 3)
+    other.take(30)
+    one.take(40)
+    assert one.checkpoints.newest == 20 and other.directory.committed() == [30]

@@ -25,6 +25,7 @@ OURS = {
     "spares": 0,
     "replacement_timeout": 300.0,
     "lease_ttl": 5,
+    "on_etcd_loss": "pause",
     "heartbeat": 0.1,
     "preload": "",
     "standbys": 1,

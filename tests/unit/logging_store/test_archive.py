@@ -156,6 +156,21 @@ def test_no_process_can_be_made(
     assert archive.wait(SOON_S) and len(archive.stored) == 2 and len(notes) == 2
 
 
+def test_who_may_have_been_given_up_removes_nothing_of_others(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str]
+) -> None:
+    """By its name this one came later: its etcd counts further than that of its successor."""
+    successor = make(1, run="e4")
+    successor.add(segment(tmp_path, 1))
+    assert successor.wait(SOON_S)
+    directory = directory_name("job", 1, "e900", 3, "00000003")
+    old = Archive(str(tmp_path / "store"), directory, notes.append, lambda: False)
+    old.remove_predecessors()
+    assert old.wait(SOON_S)
+    old.close()
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {successor._directory}
+
+
 def test_what_predecessors_have_left_goes(make: Callable[..., Archive], tmp_path: Path) -> None:
     """At the end too; nothing else, whatever its name."""
     kept = [tmp_path / "store" / name / "file" for name in ("job.rank1", "job.rank1.models", "job.rank1.swiftlog-x")]

@@ -106,7 +106,7 @@ def test_what_counts(tmp_path: Path) -> None:
     assert directory.committed() == [100, 200]
     assert (directory.newest(), directory.newest(before=200), directory.newest(before=100)) == (200, 100, 0)
     assert directory.load(100) == first
-    with directory.store.reading(directory.path_of(100, first.part_of(3))) as stream:
+    with directory.store.reading(directory.path_of(first, first.part_of(3))) as stream:
         assert stream.read() == b"state"
     assert first.part_of(2) is first.parts[1] and first.fits(4) and not first.fits(2)
     everybodys = Checkpoint(1, 2, (Part("n", (0, 1), Written(1, 1)),))
@@ -140,7 +140,7 @@ def test_a_part_that_is_not_seen_is_told_of(tmp_path: Path) -> None:
     directory = CheckpointDirectory(LocalStore(tmp_path))
     found = made(directory, 100, commit=False)
     directory.check_parts(found)
-    (tmp_path / directory.path_of(100, found.parts[1])).write_bytes(b"stat")
+    (tmp_path / directory.path_of(found, found.parts[1])).write_bytes(b"stat")
     with pytest.raises(StateError, match="of ranks 2-3 is not there for all: do all nodes share"):
         directory.check_parts(found)
 

@@ -1,0 +1,156 @@
+"""Several generations write into one directory of checkpoints: what counts, and what nobody can take away."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from swift_logging_store.store import LocalStore
+from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.state_file import Written
+from swift_recovery.timelines import NOBODY, Claim, Entry, Superseded, Timeline, read
+
+
+def timeline(number: int, run: str = "e17") -> Timeline:
+    return Timeline(run, number)
+
+
+def made(directory: CheckpointDirectory, iteration: int, by: Timeline = NOBODY, *, fenced: bool = True) -> None:
+    """*fenced*: else the process was stopped after it had looked whether it may."""
+    path = directory.new_part(iteration, 0, by)
+    with directory.store.writing(path) as stream:
+        stream.write(b"state")
+    found = Checkpoint(iteration, 1, (Part(path.rpartition("/")[2], (0,), Written(5, 77)),), by)
+    if fenced:
+        directory.commit(found)
+        return
+    check, directory.check = directory.check, lambda timeline: None  # type: ignore[method-assign]
+    try:
+        directory.commit(found)
+    finally:
+        directory.check = check  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDirectory:
+    return CheckpointDirectory(LocalStore(tmp_path))
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    entries = [Entry(7), Entry(7, timeline(3)), Entry(8, timeline(1, "t173"))]
+    claims = [Claim(1, timeline(3), 0), Claim(22, timeline(1, "t173"), 7)]
+    names = [*(entry.name for entry in entries), *(claim.name for claim in claims), "iteration-7", "timeline-1", "x"]
+    found = read(names)
+    assert sorted(found.entries, key=lambda e: e.name) == sorted(entries, key=lambda e: e.name)
+    assert list(found.claims) == claims
+
+
+def test_what_an_earlier_generation_goes_on_to_write_does_not_count(directory: CheckpointDirectory) -> None:
+    directory.claim(timeline(1), 0)
+    made(directory, 20, timeline(1))
+    directory.claim(timeline(2), 20)  # it has begun with that one
+    with pytest.raises(Superseded, match=r"generation 2 of run e17.*has begun before iteration 20.*generation 1"):
+        made(directory, 40, timeline(1))
+    for iteration in (40, 60):
+        made(directory, iteration, timeline(1), fenced=False)  # it had looked before
+    assert directory.newest() == 20 and directory.committed() == [20]
+    made(directory, 40, timeline(2))
+    assert directory.newest() == 40 and directory.load(40).timeline == timeline(2)
+
+
+def test_an_earlier_generation_takes_nothing_away(directory: CheckpointDirectory) -> None:
+    directory.claim(timeline(1), 0)
+    made(directory, 20, timeline(1))
+    directory.claim(timeline(2), 20)
+    made(directory, 40, timeline(2))
+    made(directory, 100, timeline(1), fenced=False)
+    with pytest.raises(Superseded):
+        directory.remove(1, 100, timeline(1))
+    assert directory.committed() == [20, 40]
+    made(directory, 60, timeline(2))
+    made(directory, 120, timeline(2))
+    assert directory.remove(2, 120, timeline(2)) == [20, 40, 100]
+    assert directory.committed() == [60, 120] and directory.store.names().count(Entry(100, timeline(1)).name) == 0
+
+
+def test_a_later_run_is_later_whatever_its_number(directory: CheckpointDirectory) -> None:
+    """Its etcd is another one, which counts anew."""
+    old, new = timeline(5, "e900"), timeline(1, "e4")
+    directory.claim(old, 0)
+    made(directory, 20, old)
+    directory.claim(new, 20)
+    with pytest.raises(Superseded):
+        directory.claim(timeline(6, "e900"), 40)
+    made(directory, 40, old, fenced=False)
+    assert directory.newest() == 20
+    made(directory, 30, new)
+    assert directory.committed() == [20, 30]
+
+
+def test_what_a_version_without_claims_has_left_counts(directory: CheckpointDirectory) -> None:
+    for iteration in (10, 20, 30):
+        made(directory, iteration)
+    assert directory.newest() == 30
+    directory.claim(timeline(1), 30)
+    made(directory, 40, timeline(1))
+    made(directory, 50)
+    assert directory.committed() == [10, 20, 30, 40]
+    assert directory.remove(2, 40, timeline(1)) == [10, 20]
+    assert directory.committed() == [30, 40]
+
+
+def test_a_claim_that_is_still_needed_stays(directory: CheckpointDirectory) -> None:
+    """Where the second one had begun says what of the first is dead."""
+    directory.claim(timeline(1), 0)
+    for iteration in (20, 40):
+        made(directory, iteration, timeline(1))
+    directory.claim(timeline(2), 20)
+    made(directory, 30, timeline(2))
+    directory.claim(timeline(3), 50)
+    assert directory.committed() == [20, 30]
+    made(directory, 60, timeline(3))
+    directory.remove(9, 35, timeline(3))
+    assert directory.committed() == [20, 30, 60]
+    made(directory, 70, timeline(3))
+    directory.remove(1, 70, timeline(3))
+    assert directory.committed() == [70]
+    assert [claim.timeline.generation for claim in read(directory.store.names()).claims] == [3]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_latest_keeps_what_it_has_committed(seed: int, tmp_path: Path) -> None:
+    """All generations go on for ever, stopped and woken between any look and what follows from it."""
+    choose = random.Random(seed)
+    directory, keep = CheckpointDirectory(LocalStore(tmp_path)), 2
+    at: dict[Timeline, int] = {}
+    committed: dict[Timeline, list[int]] = {}
+    latest = timeline(1)
+    directory.claim(latest, 0)
+    at[latest], committed[latest] = 0, []
+    for _ in range(60):
+        if choose.random() < 0.08:
+            run = latest.run if choose.random() < 0.7 else f"e{choose.randrange(1000)}"
+            number = latest.generation + 1 if run == latest.run else 1
+            if Timeline(run, number) in at or any(t.run == run for t in at if run != latest.run):
+                continue
+            latest = Timeline(run, number)
+            at[latest], committed[latest] = directory.newest() if choose.random() < 0.7 else at[max(at, key=id)], []
+            at[latest] = min(at[latest], directory.newest())
+            directory.claim(latest, at[latest])
+        who = choose.choice(list(at))
+        at[who] += 10
+        made(directory, at[who], who, fenced=who == latest)
+        if who == latest:
+            committed[who].append(at[who])
+        if choose.random() < 0.5:
+            try:
+                directory.remove(keep, at[who], who)
+            except Superseded:
+                assert who != latest
+        mine = committed[latest]
+        if mine:
+            assert directory.newest() == mine[-1]
+            assert directory.load(mine[-1]).timeline == latest
+            assert set(mine[-keep:]) <= set(directory.committed())
