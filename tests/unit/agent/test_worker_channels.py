@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 
 from swift_agent import lifecycle_messages as msg
+from swift_agent import supervisor
 from swift_agent.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
 from swift_agent.patience import Patience
+from swift_agent.supervisor import Supervisor
 from swift_agent.worker_channels import WorkerChannels
 
 
@@ -30,8 +33,9 @@ class Line:
         workers: Any = SimpleNamespace(processes=self.processes)
         patience = Patience(lambda: None, lambda ranks: None)
         self.channels = WorkerChannels(
-            str(directory), self.selector, workers, patience, self.events.append, lambda rank, names: None
-        )
+            str(directory), self.selector, workers, patience, self.events.append, lambda rank, names: None,
+            lambda generation: "" if generation == 1 else f"generation {generation} is over",
+        )  # fmt: skip
 
     def turn(self, timeout_s: float = 0.1) -> None:
         for key, _ in self.selector.select(timeout_s):
@@ -108,4 +112,23 @@ def test_what_is_kept_for_a_worker_is_bounded(line: Line) -> None:
             line.turn(0.0)
             worker.receive_ready()
             time.sleep(0.0)
+    worker.close()
+
+
+def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From two threads at once; and an agent that does not answer has said no."""
+    worker = Supervisor(connect(line.channels.path), 0)
+    worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+    line.until(lambda: bool(line.events))
+    answers: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda number=number: answers.update({number: worker.ask_place(number)}))
+        for number in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    line.until(lambda: len(answers) == 2)
+    assert answers == {1: "", 2: "generation 2 is over"}
+    monkeypatch.setattr(supervisor, "ASK_PLACE_S", 0.2)
+    assert "has not said within 0.2 s" in worker.ask_place(1)
     worker.close()
