@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from swift_agent import in_script
 from swift_agent.generation_store import StoreClient
 from swift_agent.place import Place
 from swift_agent.process_group import ProcessGroups
@@ -39,10 +37,9 @@ FIRST_NOTE_S = 60.0
 # More than that of a period, and a thread works.
 _BUSY_SHARE = 0.05
 _CONNECT = timedelta(seconds=5)
-_TORCH, _OURS = (os.path.dirname(module.__file__ or "") + os.sep for module in (torch, sys.modules["swift_agent"]))
 _WAITING = tuple(
-    [_TORCH + path for path in ("distributed/", "autograd/", "nn/parallel/distributed.py")]
-    + [_OURS + path for path in ("works.py", "messages.py", "transfer.py", "results.py")]
+    [in_script.TORCH + path for path in ("distributed/", "autograd/", "nn/parallel/distributed.py")]
+    + [in_script.OURS + path for path in ("works.py", "messages.py", "transfer.py", "results.py")]
 )
 
 
@@ -107,7 +104,7 @@ class Lookout:
         """Whether the script's thread is in an operation in which ranks wait for each other; where the script is."""
         frame = sys._current_frames().get(self._script)
         waits = frame is not None and frame.f_code.co_filename.startswith(_WAITING)
-        return waits, where_in_script(frame)
+        return waits, in_script.place_of(frame)
 
     def _tell(self, standing: Standing) -> None:
         if self._store is None:
@@ -140,12 +137,3 @@ class Lookout:
             with contextlib.suppress(dist.DistStoreError):
                 store.set(f"standing/{self._place.rank}", "")
             store.close()
-
-
-def where_in_script(frame: FrameType | None) -> str:
-    """The innermost line of the script, or of whatever is neither torch's nor ours: "train, train.py:33"."""
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS, "<")):
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -489,10 +489,20 @@ class Protected:
 
     # ---- sections ----
 
-    def section(self, call: Callable[[], R]) -> R:
+    def barrier(self, call: Callable[[], None]) -> None:
+        """A section that draws nothing, and has no result."""
+        place = self._place
+        if place.here.sections < place.ghost_sections:  # the others have passed it
+            with place.lock:
+                place.here.sections += 1
+            return
+        self.section(call, seeded=False)
+
+    def section(self, call: Callable[[], R], *, seeded: bool = True) -> R:
         place, supervisor = self._place, self.supervisor
         while True:
-            place.seeds.for_section(place.here.sections)
+            if seeded:
+                place.seeds.for_section(place.here.sections)
             try:
                 if place.here.sections >= place.ghost_sections:
                     place.keep_start()
@@ -502,7 +512,8 @@ class Protected:
                     between = place.repeats and place.here.sections >= place.restored_sections
                     return self._section_between_logs(call) if between else self.ghosts.section(call)
                 place.keep_start()  # what was received belongs to it, too
-                place.seeds.for_section(place.here.sections)
+                if seeded:
+                    place.seeds.for_section(place.here.sections)
                 place.enter("section")
                 result = call()
                 with place.lock:

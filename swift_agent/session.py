@@ -27,6 +27,7 @@ import torch
 from swift_agent import data, torch_pipelining, tracking, unsupported
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
+from swift_agent.outside import Outside
 from swift_agent.place import Place, Units
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
@@ -212,6 +213,9 @@ class Job:
         if self.rank == 0 and self._place.status != "empty" and self._supervisor and begins_anew(tracked):
             self._supervisor.note(_BEGINS_ANEW)
         self._running.begin(tracked)
+        begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
+        note = self._supervisor.note if self._supervisor is not None else None
+        Outside(self._place, self._running, note, begin).watch()
 
     # ---- the loop ----
 

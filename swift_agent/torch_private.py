@@ -505,6 +505,32 @@ def wrap_collectives(wrapper: Callable[[str, Any, Callable[[], list[torch.Tensor
             _wrap_collective(name, wrapper)
 
 
+_NOT_ALIKE = (
+    "reduce", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base",
+    "all_to_all_single",
+)  # fmt: skip
+
+
+def wrap_all_collectives(wrapper: Callable[[str, Any, bool, Callable[[], Any]], Any]) -> None:
+    """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call)`; only of
+    a barrier it is known whether it *is_async*. C++ callers are not affected."""
+    for name in (*ALIKE, *_NOT_ALIKE):
+        if hasattr(dist.ProcessGroup, name):
+            _wrap_any(name, wrapper)
+
+
+def _wrap_any(name: str, wrapper: Callable[[str, Any, bool, Callable[[], Any]], Any]) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def operation(group: Any, *args: Any, **named: Any) -> Any:
+        is_async = bool(getattr(named.get("opts"), "asyncOp", False))
+        return wrapper(name, group, is_async, lambda: original(group, *args, **named))
+
+    setattr(dist.ProcessGroup, name, operation)
+
+
 def _wrap_collective(name: str, wrapper: Callable[..., Any]) -> None:
     original = getattr(dist.ProcessGroup, name)
 

@@ -29,6 +29,9 @@ class Running(Protocol):
     def section(self, call: Callable[[], R]) -> R:
         """Run a `@job.resilient` section until it counts; its result."""
 
+    def barrier(self, call: Callable[[], None]) -> None:
+        """Make a barrier of all ranks between iterations, until it counts."""
+
     def close(self) -> None:
         """The end of the run: return once no other rank can need this one."""
 
@@ -62,5 +65,9 @@ class Unprotected:
         place.seeds.for_section(place.here.sections)
         place.here.sections += 1
         return call()
+
+    def barrier(self, call: Callable[[], None]) -> None:
+        self._place.here.sections += 1  # as it is a section under an agent
+        call()
 
     def close(self) -> None: ...

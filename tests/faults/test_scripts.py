@@ -79,6 +79,8 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "between two steps": ("adversaries", [kill(1, "between_steps", 0), kill(0, "between_steps", 6)], {}),
     "evaluation among the batches": ("evaluation_inside", [kill(1, "evaluate", 4), kill(0, "backward", 9)], {}),
     "end of an evaluation among the batches": ("evaluation_inside", [kill(2, "evaluated", 6)], {}),
+    "barriers between iterations": ("barrier", [kill(1, "barrier", 2), kill(0, "barrier", 6)], {}),
+    "barrier after a section": ("barrier", [kill(2, "at epoch", 4), kill(3, "backward", 9)], {}),
     "first of two iterations with a batch": ("two_per_batch", [kill(2, "backward", 8)], {}),
     "numbered loop, then batches": ("loops_in_turn", [kill(1, "backward", 2), kill(0, "backward", 9)], {}),
 }
@@ -116,9 +118,16 @@ def test_survivor_ahead(source_lost: bool, check: Callable[..., Outcome]) -> Non
 
 
 def test_collective_outside_an_iteration(run_form: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Nothing can be repeated in place: all workers are started again, one line says why, and the job ends well."""
-    outcome = run_form(tmp_path / "job", [kill(1, "barrier", 2)], form="barrier")
+    """Nothing can be repeated in place: all workers are started again, one line says why, and the job ends well. That
+    it would be so is said the first time."""
+    outcome = run_form(tmp_path / "job", [kill(1, "barrier", 2)], form="reduced_outside")
     text = outcome.text()
+    told = [line for line in text.splitlines() if "is outside of iterations and sections" in line]
+    line = next(n for n, code in enumerate(SCRIPT.read_text().splitlines(), 1) if code.endswith("# outside"))
+    assert all(f"all_reduce (reduced_outside, varied_train.py:{line})" in one for one in told), text
+    assert len(told) == 2, text  # once in each run of the script
+    output = next(one for one in outcome.output.values() if told[0] in one)
+    assert output.index(told[0]) < output.index("generation 2"), text
     assert outcome.fired == {0} and set(outcome.exit_codes.values()) == {0}, text
     # Rank 1 may have been replaced once before it is clear that all have to begin again.
     assert all(len(pids) == 2 for rank, pids in outcome.pids.items() if rank != 1), f"{outcome.pids}\n{text}"

@@ -356,6 +356,28 @@ def two_per_batch(job: swift.Job) -> State:
 
 
 def barrier(job: swift.Job) -> State:
+    """Barriers between iterations, one before and one after a section."""
+    torch.manual_seed(7)
+    net = Net()
+    model = replicated(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = sharded_loader(job, Points())
+    job.track(model=model, optimizer=optimizer, loader=loader)
+    train = make_step(job, model, optimizer)
+    evaluate = make_evaluation(job, net, loader)
+    seen = []
+    for _ in job.epochs(ITERATIONS // len(loader)):
+        for x, y in job.batches(loader):
+            train(x, y)
+            fault("barrier", job.iteration_number)
+            dist.barrier()
+        seen.append(evaluate())
+        fault("at epoch", job.iteration_number)
+        dist.barrier()
+    return [net], [optimizer], [], seen[-1:]
+
+
+def reduced_outside(job: swift.Job) -> State:
     """A collective outside iterations, of the kind that cannot be repeated in place."""
     torch.manual_seed(7)
     net = Net()
@@ -367,7 +389,7 @@ def barrier(job: swift.Job) -> State:
     for x, y in job.batches(loader):
         train(x, y)
         fault("barrier", job.iteration_number)
-        dist.barrier()
+        dist.all_reduce(torch.ones(1))  # outside
     return [net], [optimizer], [], []
 
 
@@ -412,7 +434,7 @@ def ahead(job: swift.Job) -> State:
 
 FORMS = (
     mesh, scaler, loader_workers, shuffled, run_form, plain_range, adversaries, evaluation_inside, two_per_batch,
-    barrier, loops_in_turn, ahead,
+    barrier, reduced_outside, loops_in_turn, ahead,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_agent.lookout import where_in_script
+from swift_agent.in_script import place_of
 from swift_agent.standstill import Standing, describe, waits_for_ever
 
 ITERATION = Standing(30, 4, "iteration", "waits", "train, t.py:9", 20.0)
@@ -83,4 +83,4 @@ def test_it_survives_json() -> None:
 
 
 def test_the_line_is_the_scripts() -> None:
-    assert where_in_script(sys._getframe()).startswith("test_the_line_is_the_scripts, test_standstill.py:")
+    assert place_of(sys._getframe()).startswith("test_the_line_is_the_scripts, test_standstill.py:")

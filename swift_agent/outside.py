@@ -1,0 +1,72 @@
+"""Collectives of the script between its iterations and sections.
+
+One that is cut there cannot be run again: its results may be anywhere in the script. So all workers would start again,
+and that is said the first time one is made, with its line. A barrier of all ranks has no results: it is a section of
+its own, repeated if a peer fails in it, and passed if the others have passed it.
+
+This module must never look at a tensor. What C++ code calls (DDP, functional collectives) is not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from swift_agent import in_script, torch_private
+from swift_agent.place import Place
+
+# Of a script's lines, to be told.
+MAX_TOLD = 20
+
+
+class Barriers(Protocol):
+    def barrier(self, call: Callable[[], None]) -> None:
+        """Make it by *call*, until it counts."""
+
+
+class Outside:
+    """One per process, from the first point of the loop on. *note* tells people, None: nothing is protected. *begin*:
+    what all workers would begin with."""
+
+    def __init__(self, place: Place, barriers: Barriers, note: Callable[[str], None] | None, begin: str) -> None:
+        self._place, self._barriers, self._note, self._begin = place, barriers, note, begin
+        self._script = threading.get_ident()
+        self._told: set[str] = set()
+
+    def watch(self) -> None:
+        torch_private.wrap_all_collectives(self._collective)
+
+    def _collective(self, name: str, group: Any, is_async: bool, call: Callable[[], Any]) -> Any:
+        place = self._place
+        if place.inside or not place.has_points or group.size() == 1 or threading.get_ident() != self._script:
+            return call()
+        frame = sys._getframe()
+        if in_script.called_by_us(frame):
+            return call()
+        if name == "barrier" and not is_async and group.size() == dist.get_world_size():
+            self._barriers.barrier(lambda: _wait(call()))
+            return torch_private.finished_work()
+        if self._note is not None and len(self._told) < MAX_TOLD:
+            self._tell(name, group, in_script.operation_of(frame) or name, in_script.place_of(frame))
+        return call()
+
+    def _tell(self, name: str, group: Any, operation: str, where: str) -> None:
+        """Once for each line, by one rank."""
+        assert self._note is not None
+        if where in self._told:
+            return
+        self._told.add(where)
+        if self._place.rank == min(torch_private.global_ranks(group)):
+            self._note(
+                f"{operation} ({where}) is outside of iterations and sections: if a peer is lost in it, all workers "
+                f"start again, with {self._begin}. Decorate the function that has it with @job.resilient."
+            )
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
