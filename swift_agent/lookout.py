@@ -55,6 +55,10 @@ class Lookout:
         self._world_size = dist.get_world_size()
         self.at_end = False
         """The script has come to its end, and waits for the others."""
+        self.at_begin = False
+        """It is at its first point, where all wait for the end of each other's set-up."""
+        self.is_aside = False
+        """It is in a recovery: what is waited for there is no business of the script's."""
         self._mark: tuple[Any, ...] = ()
         self._since_s = self._cpu_s = 0.0
         self._beat = 0
@@ -81,7 +85,8 @@ class Lookout:
         place, here = self._place, self._place.here
         cpu_s = time.clock_gettime(self._clock)
         is_busy, self._cpu_s = cpu_s - self._cpu_s > _BUSY_SHARE * PERIOD_S, cpu_s
-        if self._supervisor.interrupted or self._supervisor.pausing or place.replays or place.target is not None:
+        is_elsewhere = self.is_aside or place.replays or place.target is not None or self._groups.store is None
+        if is_elsewhere or self._supervisor.interrupted or self._supervisor.pausing:
             self._forget()
             return
         mark = (self._supervisor.generation, here.iteration, here.sections, here.passes, here.batch, place.inside)
@@ -93,7 +98,7 @@ class Lookout:
         if still_s < STILL_S:
             return
         waits, where = self._doing()
-        inside: Inside = "end" if self.at_end else place.inside
+        inside: Inside = "end" if self.at_end else "begin" if self.at_begin else place.inside
         doing: Doing = "waits" if self.at_end or (waits and not is_busy) else "works"
         self._beat += 1
         self._tell(Standing(here.iteration, here.sections, inside, doing, where, still_s, self._beat))

@@ -19,7 +19,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -101,9 +101,11 @@ class Protected:
 
     def begin(self, tracked: Tracked) -> None:
         """See `unprotected.Running`."""
-        self._begin(tracked)
         self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill)
+        self._lookout.at_begin = True
         self._lookout.start()
+        self._begin(tracked)
+        self._lookout.at_begin = False
 
     def _begin(self, tracked: Tracked) -> None:
         place = self._place
@@ -183,6 +185,9 @@ class Protected:
         if self._tracked is not None:
             place.target = None
             place.keep_start()
+        elif dist.is_initialized():  # there was no loop; other ranks may wait for it
+            self._lookout = Lookout(place, supervisor, self._groups, self._tell_standstill)
+            self._lookout.start()
         while True:
             if supervisor.interrupted:
                 if self._tracked is None:
@@ -581,7 +586,7 @@ class Protected:
         messages = self._require_tracked().messages
         aside = messages.aside() if messages is not None else contextlib.nullcontext()
         try:
-            with aside:
+            with aside, self._looking_away():
                 if not self._rejoin.run(staying=staying):
                     return False
         except (CannotConnect, CutReplay, LostLog) as error:
@@ -599,6 +604,18 @@ class Protected:
         self._recovered_s = self._told_s = time.monotonic()
         self._repeats_from = self._place.here.iteration
         return True
+
+    @contextlib.contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """Inside, nobody takes a wait for one of the script's."""
+        lookout = self._lookout
+        if lookout is not None:
+            lookout.is_aside = True
+        try:
+            yield
+        finally:
+            if lookout is not None:
+                lookout.is_aside = False
 
     def _wait_quiet(self) -> None:
         """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""

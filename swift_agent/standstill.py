@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Literal
 
-Inside = Literal["", "iteration", "section", "end"]
+Inside = Literal["begin", "", "iteration", "section", "end"]
 Doing = Literal["waits", "works"]
 
 
 @dataclass(frozen=True)
 class Standing:
     """Of a rank that has been still for *still_s*: after how many *iterations* and *sections* it is, *inside* of what
-    ("end": it waits for the others at the end of its run), and *where* its script is. *beat*: how often it has said
-    so.
+    ("begin": at its first point, "end": at the end of its run), and *where* its script is. *beat*: how often it has
+    said so.
     """
 
     iterations: int
@@ -40,7 +40,7 @@ class Standing:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Standing:
         inside, doing = data["inside"], data["doing"]
-        if inside not in ("", "iteration", "section", "end") or doing not in ("waits", "works"):
+        if inside not in ("begin", "", "iteration", "section", "end") or doing not in ("waits", "works"):
             raise ValueError(f"a rank is inside {inside!r} and {doing!r}")
         return Standing(
             int(data["iterations"]), int(data["sections"]), inside, doing, str(data["where"]), float(data["still_s"]),
@@ -67,12 +67,14 @@ def waits_for_ever(before: Mapping[int, Standing], now: Mapping[int, Standing], 
 def _part(one: Standing, other: Standing) -> bool:
     """Whether they have gone different ways, or one has come to its end before the other."""
     for first, second in ((one, other), (other, one)):
+        if first.inside == "end" and second.inside == "begin":
+            return True  # it has no loop
         if first.inside == "end" and second.inside in ("iteration", "section"):
             count = (second.iterations, first.iterations), (second.sections, first.sections)
             mine, theirs = count[0] if second.inside == "iteration" else count[1]
             if mine >= theirs:
                 return True
-    if "end" in (one.inside, other.inside):
+    if "end" in (one.inside, other.inside) or "begin" in (one.inside, other.inside):
         return False
     if _done(one) == _done(other):
         return one.inside != other.inside
@@ -106,6 +108,7 @@ def _describe_one(one: Standing | None) -> str:
     if one.inside == "end":
         return f"have come to the end of the run after {one.iterations} iterations"
     place = {
+        "begin": "at the begin of the training loop",
         "iteration": f"in iteration {one.iterations}",
         "section": f"in a section (@job.resilient) after iteration {one.iterations - 1}",
         "": f"outside of iterations, after {one.iterations} of them",

@@ -38,6 +38,8 @@ def ever(*now: Standing, world_size: int | None = None) -> bool:
         ((replace(ITERATION, iterations=31), replace(ITERATION, inside="section")), True),
         ((END, replace(ITERATION, doing="works")), False),
         ((END, END, END), True),
+        ((replace(END, iterations=31), replace(ITERATION, inside="begin", iterations=0, sections=0)), True),
+        ((replace(ITERATION, inside="begin"),), False),
     ],
 )
 def test_who_waits_for_what_never_comes(others: tuple[Standing, ...], expected: bool) -> None:
