@@ -171,15 +171,6 @@ class Liveness:
         if not self._stopped:
             self._wake()
 
-    def silence_s(self) -> float:
-        """Seconds since any other node gave a sign of life; 0.0 while there is none that could."""
-        with self._lock:
-            others = self._me is not None and any(name != self._me.incarnation for name in self._known)
-            if not others:
-                self._life_s = time.monotonic()
-                return 0.0
-            return time.monotonic() - self._life_s
-
     def stop(self, goodbye: bool = True) -> None:
         """Say goodbye to all peers, so that they do not take the closed connections for a death; or let them."""
         if self._stopped:

@@ -31,7 +31,12 @@ from swift_recovery.state import TrainingState
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.ports import free_ports
 from tests.support.relay import Relay
-from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go, first_part
+from tests.support.stores import (
+    check_copies_outlive_a_frozen_server,
+    check_files_come_and_go,
+    check_generations_are_kept_apart,
+    first_part,
+)
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -83,6 +88,10 @@ def test_what_is_broken_off_leaves_nothing(cluster: HdfsCluster) -> None:
     with pytest.raises(ZeroDivisionError), store.writing("a/b") as stream:
         stream.write(b"%d" % (1 // 0))
     assert store.names("a") == ["b"] and store.size("a/b") == 6
+
+
+def test_generations_are_kept_apart(cluster: HdfsCluster) -> None:
+    check_generations_are_kept_apart(open_store(f"{cluster.url}/apart"))
 
 
 def test_checkpoints_come_back_and_old_ones_go(cluster: HdfsCluster) -> None:

@@ -18,7 +18,11 @@ from swift_logging_store.store import StoreUnknown, check_url, open_store
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.state_file import Written
 from tests.support.hdfs_cluster import CLASSPATH, HdfsCluster, why_not
-from tests.support.stores import check_files_come_and_go, first_part
+from tests.support.stores import (
+    check_files_come_and_go,
+    check_generations_are_kept_apart,
+    first_part,
+)
 
 LIBRARY = CLASSPATH.with_name("libhdfs.so")
 _missing = why_not() or ("" if LIBRARY.exists() else f"no {LIBRARY}: run scripts/build_libhdfs.sh .cache/hdfs")
@@ -50,6 +54,11 @@ def test_files_come_and_go(cluster: HdfsCluster) -> None:
     with pytest.raises(ZeroDivisionError), store.writing("a/b") as stream:
         stream.write(b"%d" % (1 // 0))
     assert store.names("a") == []
+
+
+@needs_library
+def test_generations_are_kept_apart(cluster: HdfsCluster) -> None:
+    check_generations_are_kept_apart(open_store(f"{cluster.url}/apart"))
 
 
 @needs_library

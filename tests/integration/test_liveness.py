@@ -480,18 +480,6 @@ def test_a_loss_that_is_over_can_be_looked_at_again(
     assert me.next_lost()[0] == "b"
 
 
-def test_who_is_alone_knows_it(make_network: Callable[[int], Network], start: Callable[..., Node | Process]) -> None:
-    network = make_network(2)
-    me, _ = connected_in(network, start)
-    wait_for(lambda: me.liveness.silence_s() < 0.3, 5.0, "signs of life")
-    for host in network.hosts:
-        host.cut()
-    wait_for(lambda: me.liveness.silence_s() > 1.0, 5.0, "silence")
-    network.hosts[1].heal()
-    me.liveness.update([me.record])
-    assert me.liveness.silence_s() == 0.0  # nobody else is known: that is not the same
-
-
 @pytest.mark.timeout(120)
 def test_starved_processors_are_no_loss(start: Callable[..., Node | Process]) -> None:
     """Every core is busy several times over, and one peer even stands still."""

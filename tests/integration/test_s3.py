@@ -20,7 +20,12 @@ from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
 from swift_recovery.state import TrainingState
 from tests.support.s3_server import BUCKET, S3Server
-from tests.support.stores import check_copies_outlive_a_frozen_server, check_files_come_and_go, first_part
+from tests.support.stores import (
+    check_copies_outlive_a_frozen_server,
+    check_files_come_and_go,
+    check_generations_are_kept_apart,
+    first_part,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,10 @@ def test_files_come_and_go() -> None:
     store = open_store(f"s3://{BUCKET}/some/files")
     assert str(store) == f"s3://{BUCKET}/some/files"
     check_files_come_and_go(store)
+
+
+def test_generations_are_kept_apart() -> None:
+    check_generations_are_kept_apart(open_store(f"s3://{BUCKET}/apart"))
 
 
 def test_checkpoints_come_back_and_old_ones_go() -> None:

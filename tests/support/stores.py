@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from swift_logging_store import archive as archives
 from swift_logging_store.archive import Archive, directory_name
 from swift_logging_store.store import Store
-from swift_recovery.checkpoint import CheckpointDirectory
+from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.state_file import Written
+from swift_recovery.timelines import Entry, Superseded, Timeline
 
 
 def check_files_come_and_go(store: Store) -> None:
@@ -72,3 +75,38 @@ def first_part(directory: CheckpointDirectory, iteration: int) -> str:
     """The path in its store of rank 0's part of that checkpoint."""
     found = directory.load(iteration)
     return directory.path_of(found, found.part_of(0))
+
+
+def check_generations_are_kept_apart(store: Store) -> None:
+    """Checkpoints in *store*, which is empty: what a generation that was given up does, and when it does it."""
+    directory = CheckpointDirectory(store)
+    first, second, other = Timeline("e7", 1), Timeline("e7", 2), Timeline("e3", 1)  # the last one under another etcd
+
+    def take(iteration: int, by: Timeline) -> Checkpoint:
+        path = directory.new_part(iteration, 0, by)
+        store.put(path, b"state")
+        made = Checkpoint(iteration, 1, (Part(path.rpartition("/")[2], (0,), Written(5, iteration)),), by)
+        directory.check_parts(made)
+        return made
+
+    directory.claim(first, 0)
+    directory.commit(take(10, first))
+    late = take(20, first)
+    directory.claim(second, 10)
+    with pytest.raises(Superseded):
+        directory.commit(late)
+    directory.commit(take(20, second))
+    directory.commit(take(30, second))
+    # What it does without looking first is of no use, and does no harm.
+    store.put(f"{Entry(40, first).name}/committed.json", json.dumps(take(40, first).to_json()).encode())
+    assert directory.committed() == [10, 20, 30] and directory.load(20).timeline == second
+    with pytest.raises(Superseded):
+        directory.remove(1, 40, first)
+    directory.claim(other, 30)
+    with pytest.raises(Superseded):
+        directory.commit(take(40, second))
+    directory.commit(take(50, other))
+    assert directory.committed() == [10, 20, 30, 50]
+    assert directory.remove(1, 50, other) == [10, 20, 30, 40]
+    assert directory.committed() == [50] and directory.newest() == 50
+    assert sorted(store.names()) == ["iteration-000000000050.e3-1", "timeline-00000002.e3-1.000000000030.json"]

@@ -228,6 +228,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--nproc-per-node", "some", "train.py"], r"--nproc-per-node some: .*type a number, auto, cpu or gpu"),
     (["--nproc-per-node", "0", "train.py"], r"--nproc-per-node 0: .*at least one"),
     (["--recovery", "nonsense", "train.py"], r"--recovery nonsense: .*type one of exact, .*, lossy-forward"),
+    (["--on-etcd-loss", "never", "train.py"], r"--on-etcd-loss never: .*type pause or train"),
     (["--spares", "-1", "train.py"], r"--spares -1: must be 0 or more"),
     (["--standbys", "-1", "train.py"], r"--standbys -1: must be 0 or more"),
     (["--max-restarts", "-1", "train.py"], r"--max-restarts -1: must be 0 or more"),

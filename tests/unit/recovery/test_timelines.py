@@ -11,6 +11,7 @@ from swift_logging_store.store import LocalStore
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.state_file import Written
 from swift_recovery.timelines import NOBODY, Claim, Entry, Superseded, Timeline, read
+from tests.support.stores import check_generations_are_kept_apart
 
 
 def timeline(number: int, run: str = "e17") -> Timeline:
@@ -36,6 +37,10 @@ def made(directory: CheckpointDirectory, iteration: int, by: Timeline = NOBODY, 
 @pytest.fixture
 def directory(tmp_path: Path) -> CheckpointDirectory:
     return CheckpointDirectory(LocalStore(tmp_path))
+
+
+def test_in_a_directory(tmp_path: Path) -> None:
+    check_generations_are_kept_apart(LocalStore(tmp_path))
 
 
 def test_names_are_read_as_they_are_written() -> None:
