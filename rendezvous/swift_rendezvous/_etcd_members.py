@@ -139,6 +139,8 @@ class MembersWatch:
     def _status(self, address: str) -> Any:
         """None if there is none."""
         with self._lock:
+            if self._stop.is_set():
+                return None
             channel = self._channels.get(address)
             if channel is None:
                 channel = self._channels[address] = self._transport.connect(address)
