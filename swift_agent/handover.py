@@ -12,11 +12,12 @@ import contextlib
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ POLL_S = 0.1
 # The longest that either waits for the other to come. One that dies before is reported by its agent.
 MEET_TIMEOUT_S = 600.0
 HELLO_TIMEOUT_S = 10.0
+# Who has connected and said nothing yet.
+_MOST_WAITING = 64
 _SIZE = struct.Struct(">Q")
 _MAX_MANIFEST_BYTES = 1 << 30
 # What is copied to be sent at once.
@@ -161,36 +164,90 @@ class Listener:
     @contextlib.contextmanager
     def accepted(self, check: Check) -> Iterator[SocketLink]:
         """The link to that process. Raises `PeerFailure` if it does not come."""
-        while True:
-            with self._accept(check) as sock:
-                if _knows(self._ticket, sock, check):
-                    yield SocketLink(sock, check)
-                    return
+        with self._meet(check) as sock:
+            yield SocketLink(sock, check)
 
-    def _accept(self, check: Check) -> socket.socket:
+    def _meet(self, check: Check) -> socket.socket:
+        """Whoever comes is heard, all at the same time: strangers that say nothing hold up nobody."""
         deadline_s = time.monotonic() + MEET_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            try:
-                return self._server.accept()[0]
-            except ConnectionAbortedError:
-                continue  # whoever that was is gone
-            except TimeoutError:
+        with _Lobby(self._server, self._ticket) as lobby:
+            while time.monotonic() < deadline_s:
+                found = lobby.hear()
+                if found is not None:
+                    return found
                 check()
         raise PeerFailure(f"nobody came within {MEET_TIMEOUT_S:g} s")
 
 
-def _knows(ticket: str, sock: socket.socket, check: Check) -> bool:
-    deadline_s = time.monotonic() + HELLO_TIMEOUT_S
+class _Lobby:
+    """Who has connected to *server* and has not said *ticket* yet; a context manager, which closes them."""
 
-    def impatient() -> None:
-        check()
-        if time.monotonic() >= deadline_s:
-            raise PeerFailure("it says nothing")
+    def __init__(self, server: socket.socket, ticket: str) -> None:
+        self._server = server
+        self._hello = _SIZE.pack(len(ticket)) + ticket.encode()
+        # In the order in which they came: since when, and what they have said.
+        self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
 
-    try:
-        return hmac.compare_digest(SocketLink(sock, impatient).recv_bytes(limit=4096), ticket.encode())
-    except PeerFailure:
-        return False  # somebody else, who does not know what to say
+    def __enter__(self) -> _Lobby:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for sock in list(self._waiting):
+            self._dismiss(sock)
+        self._selector.close()
+
+    def hear(self) -> socket.socket | None:
+        """Wait for up to `POLL_S`; the one who knows the ticket, if it is there."""
+        for key, _ in self._selector.select(POLL_S):
+            if key.fileobj is self._server:
+                self._admit()
+            elif (sock := cast(socket.socket, key.fileobj)) not in self._waiting:
+                continue  # it had to go a moment ago
+            elif self._knows(sock):
+                del self._waiting[sock]
+                self._selector.unregister(sock)
+                return sock
+        for sock, (since_s, _) in list(self._waiting.items()):
+            if time.monotonic() - since_s >= HELLO_TIMEOUT_S:
+                self._dismiss(sock)
+        return None
+
+    def _admit(self) -> None:
+        if len(self._waiting) == _MOST_WAITING:
+            self._dismiss(next(iter(self._waiting)))  # one that is meant speaks at once
+        try:
+            sock = self._server.accept()[0]
+        except OSError:  # it is gone; or no descriptor is left, and somebody has to go
+            if self._waiting:
+                self._dismiss(next(iter(self._waiting)))
+            return
+        sock.setblocking(False)
+        self._waiting[sock] = time.monotonic(), bytearray()
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _knows(self, sock: socket.socket) -> bool:
+        """Takes no more of what it says than the hello. Who says something else is dismissed."""
+        said = self._waiting[sock][1]
+        try:
+            data = sock.recv(len(self._hello) - len(said))
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        said += data
+        if len(said) == len(self._hello) and hmac.compare_digest(said, self._hello):
+            return True
+        size = _SIZE.size
+        if not data or len(said) == len(self._hello) or (len(said) >= size and said[:size] != self._hello[:size]):
+            self._dismiss(sock)
+        return False
+
+    def _dismiss(self, sock: socket.socket) -> None:
+        del self._waiting[sock]
+        self._selector.unregister(sock)
+        sock.close()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from swift_agent.config import AgentConfig
 from swift_agent.errors import JobStopped
+from swift_rendezvous.etcd_config import UNIX
 from swift_rendezvous.keys import NodeRecord
 
 
@@ -39,6 +40,8 @@ def local_host(config: AgentConfig) -> str:
         return "127.0.0.1"
     problems = []
     for endpoint in config.etcd.endpoints:
+        if endpoint.startswith(UNIX):
+            return "127.0.0.1"
         host, _, port = endpoint.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         try:

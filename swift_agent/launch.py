@@ -46,7 +46,8 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
             with contextlib.ExitStack() as stack:
                 etcd = config.etcd
                 if etcd is None:
-                    etcd = stack.enter_context(_closed_at_last(PrivateEtcd(), "the private etcd")).config
+                    etcd = stack.enter_context(_closed_at_last(PrivateEtcd(loopback=False), "the private etcd")).config
+                    log.info("a private etcd runs for this job: swiftctl status --rdzv-endpoint %s", *etcd.endpoints)
                 store = stack.enter_context(_closed_at_last(EtcdStore(etcd), "the connection to etcd"))
                 signals.raise_first()
                 Agent(config, store, directories, signals, all_children_are_ours).run()

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_PORT = 2379
+# Of an endpoint that is the absolute path of a Unix socket.
+UNIX = "unix:"
 _PLAIN_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _IPV6_HOST = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 
@@ -19,14 +21,22 @@ _IPV6_HOST = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 def parse_endpoints(text: str) -> tuple[tuple[str, ...], bool | None]:
     """Read a comma-separated list such as ``a:2379,b`` or ``https://[::1]:2379``.
 
-    Returns the endpoints as ``host:port`` in the given order, without repetition, and whether their scheme asks for
-    TLS (None when no endpoint has a scheme). Raises ValueError with every mistake of the list, one per line.
+    ``unix:/path`` is the Unix socket of a server on this machine. Returns the endpoints as ``host:port`` (or
+    ``unix:/path``) in the given order, without repetition, and whether their scheme asks for TLS (None when no endpoint
+    has a scheme). Raises ValueError with every mistake of the list, one per line.
     """
     endpoints: list[str] = []
     schemes: set[str] = set()
     mistakes: list[str] = []
     for part in text.split(","):
         endpoint = part.strip()
+        if endpoint.startswith(UNIX):
+            path = "/" + endpoint.removeprefix(UNIX).removeprefix("//").lstrip("/")
+            if not os.path.isabs(endpoint.removeprefix(UNIX)) or path == "/":
+                mistakes.append(f"{endpoint!r}: a Unix socket is named by its absolute path, as in unix:/run/etcd")
+            elif UNIX + path not in endpoints:
+                endpoints.append(UNIX + path)
+            continue
         scheme, separator, rest = endpoint.rpartition("://")
         if separator and scheme not in ("http", "https"):
             mistakes.append(f"{endpoint.rpartition('@')[2]!r}: scheme {scheme!r} is not http or https")
@@ -43,7 +53,7 @@ def parse_endpoints(text: str) -> tuple[tuple[str, ...], bool | None]:
         mistakes.append("http and https are mixed: use one of them for all")
     if mistakes:
         raise ValueError("\n".join(mistakes))
-    return tuple(endpoints), {"http": False, "https": True}.get(max(schemes))
+    return tuple(endpoints), {"http": False, "https": True}.get(max(schemes, default=""))
 
 
 def _split_host_port(text: str) -> tuple[str, int, str]:
@@ -78,9 +88,9 @@ def _split_host_port(text: str) -> tuple[str, int, str]:
 class EtcdConfig:
     """How to reach an etcd cluster.
 
-    ``endpoints`` are ``host:port``. ``tls`` is on when asked for by an https endpoint or by any of the three files;
-    without ``ca_cert`` the roots that come with gRPC are trusted. ``timeout_s`` is the overall deadline of one
-    operation, over all endpoints. The password is left out of the repr.
+    ``endpoints`` are ``host:port`` or ``unix:/path``. ``tls`` is on when asked for by an https endpoint or by any of
+    the three files; without ``ca_cert`` the roots that come with gRPC are trusted. ``timeout_s`` is the overall
+    deadline of one operation, over all endpoints. The password is left out of the repr.
     """
 
     endpoints: tuple[str, ...]

@@ -1,7 +1,8 @@
-"""An etcd server of our own, for a job on one machine: on loopback, in a temporary directory, gone with its owner.
+"""An etcd server of our own, for a job on one machine, in a temporary directory, gone with its owner.
 
-Must never outlive the process that started it, nor be used for a job of several machines: nothing protects it but that
-only this machine can reach it.
+It listens on sockets in that directory, which only its user may enter; or on loopback, where any user of the machine
+reaches it. Must never outlive the process that started it, nor be used for a job of several machines: nothing else
+protects it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from swift_rendezvous.kv import RendezvousError
 from swift_rendezvous.owned_directory import own, remove_orphans
 
 _PREFIX = "swift-etcd-"
+# Etcd wants a host and a port: it makes a file of that name in its working directory.
+_CLIENT_SOCKET, _PEER_SOCKET = "client:1", "peer:1"
+# The kernel limits the path of a socket to 107 bytes.
+_MAX_PATH_BYTES = 100
+_SHORT_PARENT = "/tmp"
 _NUM_STARTS = 5  # another process may take a free port before etcd does
 
 _SHELL = "/bin/sh"
@@ -88,13 +94,16 @@ class PrivateEtcd:
     """
 
     def __init__(self, binary: str | None = None, *, start_timeout_s: float = 30.0,
-                 directory: str | os.PathLike[str] | None = None) -> None:
-        """*directory* is the parent of the temporary directory, by default the system's place for such."""
+                 directory: str | os.PathLike[str] | None = None, loopback: bool = True) -> None:
+        """*directory* is the parent of the temporary directory, by default the system's place for such. *loopback*:
+        listen there, for all users of this machine; else for its own user only."""
+        self._loopback = loopback
         self._binary = binary
         self._start_timeout_s = start_timeout_s
         self._parent = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         self._directory: Path | None = None
-        self._owner_lock: int | None = None
+        self._sockets: Path | None = None  # the directory of the sockets: that, or a shorter one
+        self._owner_locks: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._reaper: threading.Thread | None = None
         self._endpoint = ""
@@ -109,7 +118,7 @@ class PrivateEtcd:
 
     @property
     def endpoint(self) -> str:
-        """``127.0.0.1:port``, or '' when it is not running."""
+        """``127.0.0.1:port`` or ``unix:/path``, or '' when it is not running."""
         return self._endpoint
 
     @property
@@ -131,14 +140,18 @@ class PrivateEtcd:
         deadline_s = time.monotonic() + self._start_timeout_s
         try:
             remove_orphans(self._parent, _PREFIX)
-            self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-            self._owner_lock = own(self._directory)
+            self._directory = self._sockets = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+            self._owner_locks.append(own(self._directory))
+            if not self._loopback and len(os.fsencode(self._directory / _CLIENT_SOCKET)) > _MAX_PATH_BYTES:
+                remove_orphans(Path(_SHORT_PARENT), _PREFIX)
+                self._sockets = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHORT_PARENT))
+                self._owner_locks.append(own(self._sockets))
             # Nothing here outlives the job, so nothing needs to reach the disk.
             flags = ["--unsafe-no-fsync"] if etcd_version(binary) >= (3, 5) else []
             for attempt in range(_NUM_STARTS):
-                port = self._launch(binary, flags, attempt)
-                if self._wait_until_healthy(port, deadline_s):
-                    self._endpoint = f"127.0.0.1:{port}"
+                endpoint = self._launch(binary, flags, attempt)
+                if self._wait_until_healthy(endpoint, deadline_s):
+                    self._endpoint = endpoint
                     return self.config
                 self._kill()
             raise RendezvousError(f"{binary} found no free port in {_NUM_STARTS} tries")
@@ -150,12 +163,13 @@ class PrivateEtcd:
         """Kill it and remove its directory; does nothing when it is not running."""
         self._kill()
         self._endpoint = ""
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-        lock, self._owner_lock = self._owner_lock, None
-        if lock is not None:
-            os.close(lock)
+        directories = {self._directory, self._sockets}
+        self._directory = self._sockets = None
+        for directory in directories:
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+        while self._owner_locks:
+            os.close(self._owner_locks.pop())
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The end of the server's log."""
@@ -169,10 +183,16 @@ class PrivateEtcd:
 
     # -- the process ---------------------------------------------------------------------------------------------
 
-    def _launch(self, binary: str, flags: list[str], attempt: int) -> int:
-        assert self._directory is not None
-        client_port, peer_port = _free_ports(2)
-        client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+    def _launch(self, binary: str, flags: list[str], attempt: int) -> str:
+        """Returns its endpoint."""
+        assert self._directory is not None and self._sockets is not None
+        if self._loopback:
+            client_port, peer_port = _free_ports(2)
+            client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+            endpoint = f"127.0.0.1:{client_port}"
+        else:
+            client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
+            endpoint = f"unix:{self._sockets / _CLIENT_SOCKET}"
         command = [
             binary, "--name", self._name, "--data-dir", str(self._directory / f"data{attempt}"),
             "--listen-client-urls", client, "--advertise-client-urls", client,
@@ -186,19 +206,19 @@ class PrivateEtcd:
         ]
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
         # A parent-death signal is sent at the end of the *thread* that started the child. This one waits for the child.
-        self._reaper = threading.Thread(target=_run_child, args=(command, self._directory / "etcd.log", started),
-                                        name="private-etcd", daemon=True)
+        args = (command, self._sockets, self._directory / "etcd.log", started)
+        self._reaper = threading.Thread(target=_run_child, args=args, name="private-etcd", daemon=True)
         self._reaper.start()
         process = started.get()
         if isinstance(process, OSError):
             raise RendezvousError(f"{binary} cannot be started: {process}")
         self._process = process
-        return client_port
+        return endpoint
 
-    def _wait_until_healthy(self, port: int, deadline_s: float) -> bool:
+    def _wait_until_healthy(self, endpoint: str, deadline_s: float) -> bool:
         """False when a port was taken; raises when it ended otherwise or the time is over."""
         assert self._process is not None
-        while not _is_healthy(port, self._name, deadline_s):
+        while not _is_healthy(endpoint, self._name, deadline_s):
             # Not `poll`: the other thread waits for the child, and both would want its exit status.
             if self._process.returncode is not None or not (self._reaper and self._reaper.is_alive()):
                 tail = self.log_tail()
@@ -227,11 +247,12 @@ class PrivateEtcd:
         reaper.join()
 
 
-def _run_child(command: list[str], log_path: Path, started: queue.SimpleQueue[Any]) -> None:
+def _run_child(command: list[str], directory: Path, log_path: Path, started: queue.SimpleQueue[Any]) -> None:
     try:
         with open(log_path, "ab") as log:
             process = subprocess.Popen(
                 guarded(command),
+                cwd=directory,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -260,10 +281,28 @@ def _clean_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
 
 
-def _is_healthy(port: int, name: str, deadline_s: float) -> bool:
-    """Whether the server called *name* answers on *port*: another one may have taken the port before ours."""
+class _SocketConnection(http.client.HTTPConnection):
+    """HTTP over the Unix socket at *path*."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _is_healthy(endpoint: str, name: str, deadline_s: float) -> bool:
+    """Whether the server called *name* answers there: another one may have taken the port before ours."""
     timeout_s = max(0.01, min(1.0, deadline_s - time.monotonic()))
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    host, _, where = endpoint.partition(":")
+    connection: http.client.HTTPConnection
+    if host == "unix":
+        connection = _SocketConnection(where, timeout_s)
+    else:
+        connection = http.client.HTTPConnection(host, int(where), timeout=timeout_s)
     try:
         connection.request("GET", "/health")
         if b"true" not in connection.getresponse().read():

@@ -463,14 +463,15 @@ def test_endpoints_are_read() -> None:
     assert parse_endpoints("host:2379, host2,host:2379") == (("host:2379", "host2:2379"), None)
     assert parse_endpoints("http://10.0.0.1:1,http://b") == (("10.0.0.1:1", "b:2379"), False)
     assert parse_endpoints("https://[::1]:2380/,[fe80::1]") == (("[::1]:2380", "[fe80::1]:2379"), True)
+    assert parse_endpoints("unix:/run/etcd:1,a,unix:///run/etcd:1") == (("unix:/run/etcd:1", "a:2379"), None)
 
 
 def test_all_mistakes_of_a_list_are_told_together() -> None:
-    text = "good:1,bad:port,:5,::1,ftp://a,http://a/path,a:70000,https://b,http://c,[::1]x,,user:hunter2@c"
+    text = "good:1,bad:port,:5,::1,ftp://a,http://a/path,a:70000,https://b,http://c,[::1]x,,user:hunter2@c,unix:etcd"
     with pytest.raises(ValueError) as caught:
         parse_endpoints(text)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 10 and "hunter2" not in "\n".join(lines)
+    assert len(lines) == 11 and "hunter2" not in "\n".join(lines)
     assert not any("good" in line for line in lines)
 
 

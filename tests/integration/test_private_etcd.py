@@ -17,6 +17,7 @@ import pytest
 
 from swift_rendezvous import private_etcd
 from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.kv import RendezvousError
 from swift_rendezvous.private_etcd import PrivateEtcd, find_etcd
 from tests.support.etcd_cluster import etcd_binary, wait_for
@@ -86,6 +87,34 @@ def test_it_serves_and_leaves_nothing(tmp_path: Path, guard: str) -> None:
         assert store.get_prefix("")[0] == []
     server.stop()
     assert list(home.iterdir()) == [] and servers_in(home) == []
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["short path", "long path"])
+def test_no_other_user_reaches_it_where_it_is_not_on_loopback(tmp_path: Path, guard: str, is_long: bool) -> None:
+    home = tmp_path / ("x" * 100 if is_long else "tmp")
+    home.mkdir()
+    with PrivateEtcd(directory=home, loopback=False) as server:
+        assert server.endpoint.startswith("unix:/") and server.endpoint == server.config.endpoints[0]
+        path = Path(server.endpoint.removeprefix("unix:"))
+        for directory in {path.parent, *home.iterdir()}:
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert server.pid is not None
+        family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        assert [one for process in family for one in process.net_connections("inet")] == []
+        with EtcdStore(server.config) as store:
+            store.put("k", b"v")
+            assert store.grant_lease(1).ttl_s == 1
+        config = EtcdConfig.from_environment({"SWIFT_ETCD_ENDPOINTS": server.endpoint})
+        assert config is not None
+        with EtcdStore(config) as store:  # as swiftctl does
+            found = store.get("k")
+            assert found is not None and found.value == b"v"
+        if os.getuid() == 0:
+            code = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
+            command = ["/usr/bin/python3", "-S", "-c", code]
+            done = subprocess.run(command, capture_output=True, text=True, cwd="/", user=65534, extra_groups=[])
+            assert done.returncode == 1 and "PermissionError" in done.stderr, done.stderr
+    assert list(home.iterdir()) == [] and servers_in(home) == [] and not path.parent.exists()
 
 
 def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path, guard: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +87,28 @@ def test_who_does_not_have_the_ticket_gets_nothing(stores: list[StoreClient]) ->
         receive_state(state_of(1)[1], link, staged=False)
     thread.join(10.0)
     assert sent[0] > 2_000_000
+
+
+@pytest.mark.parametrize("said", [b"", b"\0" * 7, b"GET / HTTP/1.0\r\n\r\n"])
+def test_strangers_hold_up_nobody(stores: list[StoreClient], said: bytes) -> None:
+    """More of them than are let in at the same time; some were there first, others come while it is sent."""
+    sent: list[Any] = []
+    thread = offer(stores[0], sent)
+    address, port, _ = json.loads(PrefixStore("handover", stores[1]).get("3"))
+    strangers = [socket.create_connection((address, port)) for _ in range(150)]
+    try:
+        for stranger in strangers:
+            with contextlib.suppress(OSError):  # it was sent away
+                stranger.sendall(said)
+        began_s = time.monotonic()
+        with handover.taken(stores[1], 3, nothing) as link:
+            extra = receive_state(state_of(1)[1], link, staged=False)
+        thread.join(10.0)
+        assert extra == {"here": 7} and sent[0] > 2_000_000
+        assert time.monotonic() - began_s < handover.HELLO_TIMEOUT_S / 2
+    finally:
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_who_waits_is_freed_by_its_check(stores: list[StoreClient]) -> None:
