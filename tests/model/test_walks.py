@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from swift_agent import records
 from swift_rendezvous import coordinator
+from swift_rendezvous.keys import AS_LONG_AS_IT_ADVANCES
 from tests.model.test_exploration import patched
 from tests.model.world import World
 
@@ -43,9 +44,10 @@ def to_the_end(world: World, choose: random.Random) -> None:
 
 
 class Walk(RuleBasedStateMachine):
-    @initialize(nodes=st.integers(2, 5), slots=st.integers(1, 3), work=st.integers(1, 3), seed=st.integers(0, 2**32))
-    def begin(self, nodes: int, slots: int, work: int, seed: int) -> None:
-        self.world = World(max(nodes, slots), slots, faults=4, target=work)
+    @initialize(nodes=st.integers(2, 5), slots=st.integers(1, 3), work=st.integers(1, 3), seed=st.integers(0, 2**32),
+                max_restarts=st.sampled_from((1000, AS_LONG_AS_IT_ADVANCES)))  # fmt: skip
+    def begin(self, nodes: int, slots: int, work: int, seed: int, max_restarts: int) -> None:
+        self.world = World(max(nodes, slots), slots, faults=4, target=work, max_restarts=max_restarts)
         self.order = random.Random(seed)
 
     @rule(number=choices)
@@ -95,6 +97,25 @@ def test_what_is_lost_is_brought_back_while_one_replica_lives(seed: int) -> None
     world.settled()
     assert num_resumed and reached == world.target
     assert keeper.num_procs == kept, "a survivor was started anew"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_rank_that_does_not_advance_ends_the_job_wherever_it_is(seed: int) -> None:
+    """Workers of any rank are killed, and now and then a node, until some rank has failed three times."""
+    choose = random.Random(seed)
+    world = World(5, 2, target=100, kinds=("crash", "kill"), max_restarts=AS_LONG_AS_IT_ADVANCES)
+    while (living := sum(node.here for node in world.nodes)) and world.view.result is None:
+        for _ in range(choose.randrange(20)):
+            if actions := world.actions():
+                world.do(choose.choice(actions))
+        world.faults = 1
+        kills = [action for action in world.failures() if action[0] == "kill" or (living > 3 and choose.random() < 0.1)]
+        if kills and world.view.result is None:
+            world.do(choose.choice(kills))
+        world.faults = 0
+        assert len(world.ends) < 20, world.describe()
+    to_the_end(world, choose)
+    assert world.state == "failed" and max(world.ends.count(rank) for rank in world.ranks) >= 3
 
 
 MUTANTS: dict[str, tuple[Any, str, str, str]] = {

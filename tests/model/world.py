@@ -39,6 +39,7 @@ from swift_rendezvous.keys import (
     JobRecord,
     Keys,
     NodeRecord,
+    ResultRecord,
     StoreRecord,
     WorkerExit,
     decode,
@@ -48,6 +49,7 @@ from swift_rendezvous.kv import Compare, Delete, Op, Put, RendezvousError, Trans
 from swift_rendezvous.membership import Rules, losses
 from swift_rendezvous.memory import MemoryLease, MemoryStore
 from swift_rendezvous.registration import JobOver, PlaceLost, enter_job, leave_job
+from swift_rendezvous.setbacks import MOST
 from swift_rendezvous.view import Change, View, apply, apply_all
 
 KEYS = Keys("job")
@@ -284,6 +286,10 @@ class World:
         self.view = View()  # of somebody who sees all at once
         self.given_up: frozenset[str] = frozenset()
         self.job = JobRecord(num_slots, 1, "c", max_restarts)
+        self.ends: tuple[int, ...] = ()
+        """The ranks of processes that did not end well."""
+        self.state = ""
+        """That of the job's result, once there is one."""
         self.drivers = {f"n{index}": Driver(f"n{index}") for index in range(num_nodes)}
         self.coordinators: dict[tuple[str, int, int], Coordinator] = {}
         self.folded: dict[tuple[int, Response], tuple[View, View]] = {}
@@ -702,7 +708,9 @@ class World:
     def end_proc(self, node: Node, code: int, events: deque[msg.Event]) -> None:
         proc, node.proc = node.proc, None
         if proc is not None:
-            events.append(msg.WorkerExited(WorkerExit(proc.rank, 0, proc.pid, code, "h")))
+            self.ends += (proc.rank,) if code else ()
+            exit_ = WorkerExit(proc.rank, 0, proc.pid, code, "h", generation=proc.generation)
+            events.append(msg.WorkerExited(exit_))
 
     def _at_rank(self, rank: int, number: int) -> tuple[Node, Proc] | None:
         for node in self.nodes:
@@ -816,6 +824,7 @@ class World:
         demand(not self.given_up.intersection(owners), f"a slot is given to a node that is lost: {owners}")
         if old is None:
             return
+        self._new_troubles(old, new)
         pause = self.view.pause
         if pause is not None and pause.boundary is not None and not losses(self.view) and new.mode == "replace":
             at = [node.proc.iteration for node in self.nodes if node.here and node.proc and node.proc.go == number]
@@ -830,8 +839,26 @@ class World:
             if new.handover.get(slot) != before:
                 self.given_up |= {before.incarnation}
 
+    def _new_troubles(self, old: GenerationRecord, new: GenerationRecord) -> None:
+        """Each failure counts once, whatever node its rank is on; nobody advances far enough here to be forgiven."""
+        before = {trouble.rank: trouble.setbacks for trouble in old.troubles}
+        after = {trouble.rank: trouble.setbacks for trouble in new.troubles}
+        tried = {trouble.rank for trouble in new.troubles if trouble.tried}  # a spare has its slot
+        demand(before.keys() <= after.keys(), f"failures of {before.keys() - after.keys()} are forgotten")
+        for rank, setbacks in after.items():
+            known = before.get(rank, ())
+            demand(setbacks[: len(known)] == known, f"failures of rank {rank} are forgotten")
+            numbers = [setback.generation for setback in setbacks]
+            demand(numbers == sorted(set(numbers)), f"a failure of rank {rank} counts twice: {numbers}")
+            demand(len(setbacks) <= self.ends.count(rank), f"more failures of rank {rank} count than there were")
+            demand(len(setbacks) < MOST + (rank in tried), f"rank {rank} goes on after {len(setbacks)} failures")
+
     def _new_result(self, value: bytes) -> None:
         view = self.view
+        self.state = decode(ResultRecord, value).state
+        if self.state == "failed":
+            most = max((self.ends.count(rank) for rank in self.ranks), default=0)
+            demand(self.max_restarts < 0 and most >= MOST, f"the job ends after failures of ranks {self.ends}")
         if b'"succeeded"' in value:
             ended = all(slot in view.exited or (view.released and slot in view.finished) for slot in self.ranks)
             demand(ended, f"succeeded, but only {sorted(view.exited)} have exited")
