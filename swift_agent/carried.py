@@ -7,21 +7,22 @@ the second iteration of a process. This module must never change a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swift_agent.errors import UsageError
-from swift_recovery.sharded import local_of
+from swift_recovery.sharded import is_sharded, local_of
 
 
 class CarriedGradients:
     """`begin` before each iteration and `end` after each that is complete, until that says that it has seen enough."""
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
+    def __init__(self, optimizers: Iterable[Optimizer], sharded: Iterable[Any] = ()) -> None:
+        """*sharded*: modules whose backward adds to gradients without the hooks of their parameters (FSDP2)."""
+        self._optimizers, self._sharded = list(optimizers), list(sharded)
         self._found: dict[int, tuple[Tensor, Tensor]] = {}
         self._undo: list[Callable[[], object]] = []
         self._follows_update = False
@@ -33,13 +34,30 @@ class CarriedGradients:
             self._watch()
 
     def _watch(self) -> None:
+        in_shards: list[Callable[[Tensor], None]] = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if parameter.requires_grad and parameter.grad is not None:
-                        watch = _watch(parameter, self._found)
+                    if not parameter.requires_grad or parameter.grad is None:
+                        continue
+                    watch = _watch(parameter, self._found)
+                    if is_sharded(parameter):
+                        in_shards.append(watch)
+                    else:
                         self._undo.append(parameter.register_hook(watch).remove)
             self._notice_clearing(optimizer)
+
+        def at_backward(gradient: Tensor) -> None:
+            for watch in in_shards:
+                watch(gradient)
+
+        def after_forward(module: Any, arguments: Any, result: Any) -> None:
+            for output in _tensors(result):
+                if output.requires_grad:
+                    output.register_hook(at_backward)  # type: ignore[no-untyped-call]
+
+        if in_shards:
+            self._undo += [module.register_forward_hook(after_forward).remove for module in self._sharded]
         original = nn.Module.zero_grad
 
         def zero_grad(module: nn.Module, *args: Any, **named: Any) -> None:
@@ -86,11 +104,18 @@ def _watch(parameter: Tensor, found: dict[int, tuple[Tensor, Tensor]]) -> Callab
     """Called before something is added to the gradient."""
     before = parameter.grad
     assert before is not None
-    version = before._version
+    version = local_of(before)._version
 
     def watch(_: Tensor) -> None:
         grad = parameter.grad
-        if grad is before and grad._version == version and bool(local_of(grad).detach().any()):
+        if grad is before and local_of(grad)._version == version and bool(local_of(grad).detach().any()):
             found[id(parameter)] = (parameter, grad)
 
     return watch
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]

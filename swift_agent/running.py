@@ -296,7 +296,7 @@ class Protected:
                 raise PeerFailure("stopped before the update")
             if not updates.num_steps and updates.has_changed_nothing:
                 tracked.check_gradients_used()
-            tracked.check_carried()
+            tracked.check_repeatable()
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
                 updates.finish()

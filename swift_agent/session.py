@@ -106,8 +106,8 @@ class Job:
 
         *model* and *optimizer*: one, a list, or a dict of names; of an optimizer in a wrapper (Accelerate's,
         Lightning's) the one inside, with the wrapper's scaler. *scheduler*, *scaler* and any keyword argument:
-        objects with `state_dict` and `load_state_dict`. *loader* is accepted for the record: `job.batches` positions
-        it.
+        objects with `state_dict` and `load_state_dict`; a module among them (an average) is tracked as a model.
+        *loader* is accepted for the record: `job.batches` positions it.
         *replicas*: the global ranks that hold the same parameters, this one included; found out for
         DistributedDataParallel, otherwise all ranks.
         *overlap_update*: the parameters of each DDP bucket are updated as soon as its all-reduce is done, while the

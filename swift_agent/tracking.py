@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_private, transfer, unsupported
+from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_private, touched, transfer, unsupported
 from swift_agent.carried import CarriedGradients
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
 from swift_agent.pipelines import Pipelines
 from swift_agent.supervisor import Supervisor
+from swift_agent.touched import TouchedParameters
 from swift_agent.updates import UpdateTracker
 from swift_agent.worker_env import ENV_RUN
 from swift_recovery.checksum import checksum
@@ -147,9 +148,13 @@ class Tracked:
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
         self._carried: CarriedGradients | None = None
+        self._touched: TouchedParameters | None = None
+        self._tells = rank == self.replicas[0]
         if supervisor is None:
             return
-        self._carried = CarriedGradients(optimizers.values())
+        self._carried = CarriedGradients(optimizers.values(), self._sharded)
+        if not overlap_update:
+            self._touched = TouchedParameters(optimizers.values())
         for module in ddps:
             try:
                 self.keepers.append(ddp.BucketKeeper(module))
@@ -171,14 +176,23 @@ class Tracked:
         self.updates.begin(ghost=ghost)
         if self._carried is not None:
             self._carried.begin(ghost=ghost)
+        if self._touched is not None:
+            self._touched.begin(ghost=ghost)
         if self.messages is not None and not ghost:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
 
-    def check_carried(self) -> None:
-        """An iteration is over. Raises `UsageError` for gradients that it has taken over from the one before."""
+    def check_repeatable(self) -> None:
+        """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one
+        before; says it if the script changes what an optimizer updates."""
         if self._carried is not None and self._carried.end(updated=self.updates.num_steps > 0):
             self._carried = None
+        if self._touched is not None and self._touched.end(updated=self.updates.num_steps > 0):
+            if self._touched.found and self._tells and self._supervisor is not None:
+                names = self.state.parameter_names()
+                known = {id(local_of(p)): names[id(p)] for p in self.state.parameters()}
+                self._supervisor.note(touched.told(sorted(known[one] for one in self._touched.found)))
+            self._touched = None
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""

@@ -101,6 +101,22 @@ class ByHand:
             one.look()
 
 
+class Looks:
+    """Whether *parameters* have changed since they were last looked at; nothing of them is kept."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._all = [_One(parameter, is_kept=False) for parameter in parameters]
+
+    @torch.no_grad()
+    def changed(self) -> list[Tensor]:
+        return [one.live for one in self._all if one.has_changed(compares=True)]
+
+    @torch.no_grad()
+    def again(self) -> None:
+        for one in self._all:
+            one.look()
+
+
 @torch.no_grad()
 def copies_of(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Each with a copy in the memory of the host, for `put_back`."""

@@ -67,4 +67,5 @@ IDIOMS: dict[str, Idiom] = {
     "pipeline with static shapes": Idiom("traced_pipeline.py", args=("static",)),
     "micro-steps with a flag": Idiom("micro_steps.py"),
     "micro-steps with a flag, compiled": Idiom("micro_steps.py", args=("compiled",)),
+    "micro-steps with a flag, compiled outside": Idiom("micro_steps.py", args=("outside",)),
 }

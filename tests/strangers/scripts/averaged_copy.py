@@ -30,12 +30,12 @@ def main() -> None:
         ema = copy.deepcopy(net).requires_grad_(False)
         job.track(model=[model, ema], optimizer=optimizer)
     else:
-        ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         job.track(model=model, optimizer=optimizer, ema=ema)
 
     def update_ema() -> None:
         if isinstance(ema, AveragedModel):
-            ema.update_parameters(net)
+            ema.update_parameters(model)
             return
         with torch.no_grad():
             for mine, theirs in zip(ema.parameters(), net.parameters(), strict=True):

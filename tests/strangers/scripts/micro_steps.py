@@ -1,7 +1,7 @@
 """Accumulation over micro-steps in which the script itself switches DDP's reduction on for the last one, with a scaler,
 clipping, a cosine schedule and, if asked for, a compiled model whose gradients travel in half precision.
 
-micro_steps.py [compiled]
+micro_steps.py [compiled | outside]: the model, or what DDP has made of it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def main() -> None:
     if "compiled" in sys.argv:
         model = torch.compile(model, backend="aot_eager")
     model = DDP(model)
+    if "outside" in sys.argv:
+        model = torch.compile(model, backend="aot_eager")
     if "compiled" in sys.argv:
         model.register_comm_hook(None, fp16_compress_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))

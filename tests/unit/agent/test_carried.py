@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from swift_agent.carried import CarriedGradients
@@ -82,3 +83,28 @@ def test_a_cut_iteration_and_a_ghost_say_nothing() -> None:
     assert not script.iteration(lambda: None)
     script.by_models()
     assert script.iteration(lambda: None)
+
+
+def test_shards_add_to_theirs_without_hooks() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s")))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for clear in (None, optimizer.zero_grad, lambda: [p.grad.to_local().zero_() for p in model.parameters()]):
+            carried = CarriedGradients([optimizer], [model])
+            for last in (False, True):
+                carried.begin(ghost=False)
+                if clear is not None and last:
+                    clear()
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+                if clear is None and last:
+                    with pytest.raises(UsageError, match="zero_grad"):
+                        carried.end(updated=True)
+                else:
+                    assert carried.end(updated=True) is last
+    finally:
+        dist.destroy_process_group()
