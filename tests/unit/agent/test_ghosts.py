@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
+from torch import nn
 
 from swift_agent.ghosts import Ghosts
 from swift_agent.place import Place, Seeds
 from swift_agent.session import Job
+from swift_agent.tracking import Tracked
+from swift_recovery import by_hand
 
 
 class Running:
@@ -42,3 +47,90 @@ def test_a_section_inside_a_ghost_is_a_part_of_it() -> None:
     assert ghosts.section(outer) == 5
     assert running.num_sections == 0
     assert section() == 5 and running.num_sections == 1
+
+
+class Worker:
+    """A model, an optimizer and an average of the weights, tracked without an agent."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.ema = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.place = Place(0, Seeds("iteration", 0, 0), threading.RLock())
+        pending = {"models": {"model": self.model, "ema": self.ema}, "optimizers": {"o": self.optimizer}, "others": {}}
+        self.tracked = Tracked(pending, [0, 1], 2, None)
+        self.place.hold(self.tracked)
+        self.ghosts = Ghosts(self.place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
+        self.ghosts.tracked = self.tracked
+
+    def iteration(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(4, 3)).sum().backward()
+        self.optimizer.step()
+        self.average()
+
+    def average(self) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.ema.parameters(), self.model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5)
+
+    def values(self) -> list[list[float]]:
+        return [p.flatten().tolist() for p in self.tracked.state.parameters()]
+
+    def take(self, source: Worker) -> None:
+        for mine, theirs in zip(self.tracked.state.parameters(), source.tracked.state.parameters(), strict=True):
+            mine.data.copy_(theirs)
+        self.place.take_over(copy.deepcopy(source.place.offer()), 1)
+
+
+def worker_that_has_done_one() -> Worker:
+    worker = Worker()
+    worker.place.keep_point()
+    worker.place.keep_start()
+    worker.tracked.begin(0)
+    worker.iteration()
+    worker.tracked.updates.finish()
+    worker.place.here.iteration = 1
+    worker.place.keep_start()  # of a section after it
+    return worker
+
+
+def test_what_a_newcomer_does_on_its_way_changes_no_average() -> None:
+    """In the iteration that it runs for its result, and after it."""
+    source, newcomer = worker_that_has_done_one(), Worker()
+    newcomer.place.status = "empty"
+    newcomer.take(source)
+    newcomer.ghosts.iteration_of_newcomer(newcomer.iteration)
+    assert newcomer.values() == source.values()
+    newcomer.average()
+    newcomer.place.put_back_arrived()  # a source now
+    assert newcomer.values() == source.values()
+    newcomer.average()
+    newcomer.place.keep_start()
+    assert newcomer.values() == source.values()
+    newcomer.average()  # it has caught up
+    newcomer.place.put_back_arrived()
+    assert newcomer.values() != source.values()
+
+
+@pytest.mark.parametrize("owes", [True, False])
+@pytest.mark.parametrize("eager_bytes", [by_hand.EAGER_BYTES, 0])
+def test_what_a_survivor_runs_once_more_averages_once(
+    owes: bool, eager_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut in its second iteration, before its update (which a replica has), or after that."""
+    monkeypatch.setattr(by_hand, "EAGER_BYTES", eager_bytes)
+    survivor, undisturbed = worker_that_has_done_one(), worker_that_has_done_one()
+    survivor.tracked.begin(1)
+    if owes:
+        survivor.average()  # a momentum encoder's comes first
+    else:
+        survivor.iteration()
+        undisturbed.tracked.begin(1)
+        undisturbed.iteration()
+    survivor.place.start.restore()
+    survivor.place.here.iteration = 1 if owes else 2
+    survivor.ghosts.iteration(survivor.iteration, 1)
+    # Owed: it begins as it was, should it be run after all.
+    assert survivor.values() == undisturbed.values()
+    assert not survivor.place.start.by_hand.is_spoilt()

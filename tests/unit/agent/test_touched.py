@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from swift_agent.touched import TouchedParameters, told
 
@@ -65,3 +68,24 @@ def test_two_optimizers_may_share_one() -> None:
 
 def test_few_are_named() -> None:
     assert "(a, b)" in told(["a", "b"]) and "(a, b, c and 2 more)" in told(["a", "b", "c", "d", "e"])
+
+
+def test_shards_are_changed_by_their_optimizer_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        for layer in net:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        touched = TouchedParameters([optimizer])
+        for _ in range(2):
+            touched.begin(ghost=False)
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+            touched.end(updated=True)
+        assert not touched.found
+    finally:
+        dist.destroy_process_group()
