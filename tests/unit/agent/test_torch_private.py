@@ -615,3 +615,31 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
     torch_pipelining.reset_schedule(schedule, first=True)
     assert all(map(torch.equal, reference, step()))
     assert steps == [(schedule, first) for first in (True, False, False, False, True)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_sync_holds_where_the_script_sets_the_flag(compiled: bool, world: None) -> None:
+    module = DDP(torch.nn.Linear(4, 1))
+    reductions: list[int] = []
+
+    def hook(state, bucket):  # DDP reads annotations
+        reductions.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    module.register_comm_hook(None, hook)
+    model = torch.compile(module, backend="eager") if compiled else module
+
+    def iteration() -> int:
+        before = len(reductions)
+        for micro in range(2):
+            model.require_backward_grad_sync = micro == 1
+            model(torch.ones(3, 4)).sum().backward()
+            assert module.require_backward_grad_sync is (micro == 1)
+        return len(reductions) - before
+
+    assert [iteration(), iteration()] == [1, 1]
+    with module.no_sync(), surgery.stays_unsynchronised(module):
+        assert iteration() == 0
+    assert iteration() == 1
