@@ -333,13 +333,23 @@ class Workers:
             self.close_logs()
             specs = config.launch.logs_specs
             assert isinstance(specs, LogsSpecs)
-            self._dest = specs.reify(envs)
             self._dest_attempt = place.restart_count
-            for path in {*self._dest.stdouts.values(), *self._dest.stderrs.values()} - {"", os.devnull}:
-                open(path, "a").close()
+            try:
+                self._dest = specs.reify(envs)
+                for path in {*self._dest.stdouts.values(), *self._dest.stderrs.values()} - {"", os.devnull}:
+                    open(path, "a").close()
+                self._start_tails(place)
+            except OSError as error:
+                # No reason to end what trains: a disk may be full, or a shared directory away.
+                log.warning(
+                    "no logs of workers can be written (%s): they go on without files; their output is that of this "
+                    "agent, and tracebacks of workers that fail are not kept", error,
+                )  # fmt: skip
+                self.close_logs()
+                self._dest = _no_files(place.num_workers)
         if not self._tails:
             self._start_tails(place)
-        for local_rank, path in self._dest.error_files.items():
+        for local_rank, path in self._logs().error_files.items():
             # reify sets it for the ranks of its first call only; a stale file must not explain a later death.
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = "" if path == os.devnull else path
             process = self.processes.get(local_rank)
@@ -360,7 +370,7 @@ class Workers:
             (getattr(launch, "duplicate_stdout_filters", None), getattr(dest, "filtered_stdout", ""), dest.tee_stdouts),
             (getattr(launch, "duplicate_stderr_filters", None), getattr(dest, "filtered_stderr", ""), dest.tee_stderrs),
         ):
-            if needles:
+            if needles and target:
                 stream = open(target, "w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close_logs
                 self._filtered.append(stream)
                 self._tails.append(TailLog(place.role, files, stream, prefixes, log_line_filter=_contains_any(needles)))
@@ -381,6 +391,12 @@ def _contains_any(needles: Sequence[str]) -> Callable[[str], bool]:
 
 def _open(path: str | None) -> IO[bytes] | None:
     return open(path, "ab") if path else None
+
+
+def _no_files(num_workers: int) -> LogsDest:
+    """Output is not redirected, and nothing else is written."""
+    inherited, nowhere = dict.fromkeys(range(num_workers), ""), dict.fromkeys(range(num_workers), os.devnull)
+    return LogsDest(stdouts=inherited, stderrs=dict(inherited), error_files=nowhere)
 
 
 def _warn_of(not_imported: Mapping[str, str]) -> None:

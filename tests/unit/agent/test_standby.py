@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from swift_agent.channel import ChannelClosed
 from swift_agent.config import AgentConfig
 from swift_agent.options import parse_args
 from swift_agent.process import become_subreaper, reap
+from swift_agent.standing import Standings
 from swift_agent.worker_env import Placement
 from swift_agent.workers import MAX_SERVER_DEATHS, WorkerProcess, Workers
 
@@ -43,14 +45,15 @@ class Bench:
         script.chmod(0o755)  # --no-python runs it by itself
         self.out = folder / "out"
         args = parse_args(["--standalone", "--nproc-per-node", "2", *options, str(script), str(self.out)])
-        self.workers = Workers(AgentConfig.from_args(args), "127.0.0.1")
+        self.workers = Workers(AgentConfig.from_args(args), "127.0.0.1", Standings(str(folder), 2))
         self.started: list[WorkerProcess] = []
 
     def place(self, generation: int = 2) -> Placement:
         return Placement(0, 1, 2, "default", "job", "127.0.0.1", 1, 0, 3, generation, "/nowhere", False)
 
-    def start(self, local_rank: int, generation: int = 2, warm: bool = True) -> None:
-        self.started += self.workers.start(self.place(generation), (local_rank,), warm)
+    def start(self, local_rank: int, generation: int = 2, warm: bool = True, restarts: int = 0) -> None:
+        place = replace(self.place(generation), restart_count=restarts)
+        self.started += self.workers.start(place, (local_rank,), warm)
 
     def turn(self, timeout_s: float = 0.05) -> None:
         server = self.workers.server
@@ -97,7 +100,9 @@ class Bench:
 def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """*param*, if any: options of the command line."""
     before = set(psutil.Process().children())  # of fixtures of a wider scope
-    made = Bench(tmp_path, *getattr(request, "param", ()))
+    options = [str(tmp_path / "logs") if one == "logs" else one for one in getattr(request, "param", ())]
+    (tmp_path / "logs").mkdir()
+    made = Bench(tmp_path, *options)
     yield made
     made.workers.close()
     # The orphans of other tests are none of this process's.
@@ -152,6 +157,23 @@ def test_a_standby_that_died_while_it_waited_is_not_used(bench: Bench) -> None:
     bench.start(1)
     assert bench.ends() == [(0, 7), (1, 7)]
     assert first.pid not in {process.pid for process in bench.started}
+
+
+@pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3", "--tee", "1")], indirect=True)
+def test_workers_are_started_where_their_logs_cannot_be_written(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory of the logs can be written at the start, and no more at a restart."""
+    bench.start(0, warm=False)
+    (run,) = (tmp_path / "logs").iterdir()
+    assert (run / "attempt_0" / "0" / "stdout.log").exists() and not caplog.text
+    assert bench.ends() == [(0, 7)]
+    run.rename(tmp_path / "moved")
+    run.touch()  # nothing can be made below it any more
+    bench.start(1, generation=3, warm=False, restarts=1)
+    assert "no logs of workers can be written" in caplog.text and str(run) in caplog.text
+    assert bench.ends() == [(0, 7), (1, 7)]
+    assert [rank for _, rank in bench.lines()] == ["0", "1"]
 
 
 def test_what_a_dead_server_owes_is_started_cold_and_nothing_else(bench: Bench) -> None:
