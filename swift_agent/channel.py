@@ -94,6 +94,15 @@ class Channel:
         self._fill(socket.MSG_DONTWAIT)
         return self._take(None)
 
+    def is_open(self) -> bool:
+        """False once the other side has closed it and all it said was received."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)

@@ -119,3 +119,21 @@ class Guard:
             if "--pdeathsig" in usage.stdout:
                 return [setpriv, "--pdeathsig", "KILL", "--"]
         return [sys.executable, "-S", "-E", "-c", _GUARD, str(os.getpid())]
+
+
+def descends_from(pid: int, ancestor: int) -> bool:
+    """Whether process *pid* is *ancestor*, or was started by it, directly or not. An orphan counts while it is in the
+    session that *ancestor* leads: its parent may have been a shell that is gone."""
+    one = pid
+    while one > 1:
+        if one == ancestor:
+            return True
+        try:
+            with open(f"/proc/{one}/stat") as file:
+                parent, _, session = file.read().rpartition(")")[2].split()[1:4]
+        except (OSError, ValueError):
+            return False
+        if int(session) == ancestor:
+            return True
+        one = int(parent)
+    return False

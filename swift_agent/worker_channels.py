@@ -2,6 +2,10 @@
 
     connect --> (stranger) --first message names the worker--> bound to a local rank --> closed
 
+The channel of a local rank belongs to the process that the agent has started for it, as the kernel tells, or to one
+that this has started: scripts are run by wrappers (a shell, numactl). The first that says hello has it, as long as it
+lives; so a child of the script, as of a data loader, cannot take it.
+
 Every message becomes an event of the `lifecycle`, or a call of *tell*. Must never start or end a process, nor wait for
 a worker: what that does not take is kept for it.
 """
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.patience import Patience
+from swift_agent.process import descends_from
 from swift_agent.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -98,10 +103,10 @@ class WorkerChannels:
         if accepted is None:
             log.warning("refused a connection from another user")
             return
-        channel, _ = accepted
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel))
+        channel, pid = accepted
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel, pid))
 
-    def _on_stranger(self, channel: Channel) -> None:
+    def _on_stranger(self, channel: Channel, peer: int) -> None:
         """The first message of a worker says which one it is; until then nothing else is taken from it."""
         try:
             messages = channel.receive_ready()
@@ -118,8 +123,13 @@ class WorkerChannels:
             log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
             channel.close()
             return
+        pid, bound = process.pid, self._channels.get(local_rank)
+        if not descends_from(peer, pid) or (bound is not None and bound.is_open()):
+            why = "another process has that channel" if descends_from(peer, pid) else "it was not started by that"
+            log.warning("refused process %d as local rank %d (process %d): %s", peer, local_rank, pid, why)
+            channel.close()
+            return
         self.drop(local_rank)
-        pid = process.pid
         self._channels[local_rank], self._pids[local_rank] = channel, pid
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
         self._on_event(msg.HelloReceived(local_rank, pid))

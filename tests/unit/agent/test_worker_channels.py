@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import selectors
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,3 +134,54 @@ def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatc
     monkeypatch.setattr(supervisor, "ASK_PLACE_S", 0.2)
     assert "has not said within 0.2 s" in worker.ask_place(1)
     worker.close()
+
+
+_HELLO = """
+import sys, time
+from swift_agent.channel import connect
+channel = connect(sys.argv[1])
+channel.send({"op": "hello", "local_rank": 0, "generation": 1})
+channel.receive()
+"""
+
+
+@pytest.mark.parametrize("how", ["itself", "child", "orphan", "stranger"])
+def test_a_channel_belongs_to_the_process_that_was_started_for_it(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shell may stay between, as a parent or gone; a process that the agent has not started is refused."""
+    line = Line(tmp_path, {0: os.getpid()})
+    program = [sys.executable, "-c", _HELLO, line.channels.path]
+    shells = {"child": '"$@"; exit', "orphan": '"$@" & exit'}
+    command = ["/bin/sh", "-c", shells[how], "sh", *program] if how in shells else program
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    line.processes[0].pid = other.pid if how == "stranger" else process.pid
+    try:
+        if how == "stranger":
+            line.until(lambda: "refused" in caplog.text)
+            assert f"refused process {process.pid} as local rank 0 (process {other.pid})" in caplog.text
+            assert line.events == []
+            process.wait(10)
+            return
+        line.until(lambda: bool(line.events))
+        assert line.events == [msg.HelloReceived(0, process.pid)]
+        # A second one, though it is another child of it, does not take it; the first is not disturbed.
+        line.processes[0].pid = os.getpid()
+        second = connect(line.channels.path)
+        second.send({"op": "hello", "local_rank": 0, "generation": 1})
+        line.until(lambda: "another process has that channel" in caplog.text)
+        with pytest.raises(ChannelClosed):
+            second.receive()
+        second.close()
+        line.channels.send((0,), {"op": "release"})
+        line.until(lambda: not line.channels._channels)
+        third = line.hello(0)  # the first is gone
+        third.close()
+    finally:
+        process.kill()
+        other.kill()
+        process.wait()
+        other.wait()
+        line.channels.close()
+        line.selector.close()
