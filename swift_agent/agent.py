@@ -19,7 +19,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from swift_agent import host, kept_state, records, timeline
@@ -28,6 +28,7 @@ from swift_agent import lifecycle_messages as msg
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.directories import Directories
+from swift_agent.errors import JobStopped
 from swift_agent.hosting import GenerationStores
 from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import limit_of, raise_outcome
@@ -41,7 +42,7 @@ from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement, run_name
 from swift_agent.workers import WorkerProcess, Workers
 from swift_agent.writer import Write, Writer
-from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord
+from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord, WorkerExit
 from swift_rendezvous.kv import KeyValueStore, RendezvousError
 from swift_rendezvous.liveness import Limits
 from swift_rendezvous.registration import JobOver
@@ -53,6 +54,8 @@ TICK_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 # For the watch to tell how a job ended whose records are gone.
 RESULT_TIMEOUT_S = 2.0
+# For stores that cannot be started: descriptors may be there again soon.
+STORE_TIMEOUT_S = 20.0
 # After SIGTERM; torchrun's default.
 DEFAULT_GRACE_S = 30.0
 SUCCESS_GRACE_S = 5.0
@@ -79,7 +82,9 @@ class Agent:
             self._directory, self._selector, self._workers, self._patience,
             lambda event: self._event(event), self._on_modules, self._why_not_ours,
         )  # fmt: skip
-        self._stores = GenerationStores(self._host, config.key)
+        self._stores = GenerationStores(self._host, config.key, lambda why: self._post(lambda: self._fail(why)))
+        self._no_store: tuple[int, float] | None = None
+        """The generation whose stores could not be started, and since when that is tried."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
         self._timeline = timeline.Timeline()
         self._presence: Presence
@@ -114,7 +119,11 @@ class Agent:
             stack.callback(self._close)
             stack.enter_context(self._signals.listening(self._on_signal))
             self._selector.register(self._wake_fd, selectors.EVENT_READ, self._drain_inbox)
-            self._writer = Writer(self._store, lambda why: self._post(lambda: self._stop(why)))
+            self._writer = Writer(
+                self._store,
+                lambda why: self._post(lambda: self._stop(why)),
+                lambda why: self._post(lambda: self._fail(why)),
+            )
             stack.callback(self._writer.stop)
             if self._workers.forks_all:  # it imports torch while the job forms
                 with self._watching_server():
@@ -140,6 +149,7 @@ class Agent:
             lease_lost=lambda incarnation, why: self._post(lambda: self._on_lease_lost(incarnation, why)),
             reclaimed=lambda incarnation: self._post(lambda: self._on_reclaimed(incarnation)),
             place_lost=lambda incarnation, why: self._post(lambda: self._on_place_lost(incarnation, why)),
+            failed=lambda incarnation, why: self._post(lambda: self._on_presence_failed(incarnation, why)),
             place_read=lambda incarnation, revision: self._post(lambda: self._on_place_read(incarnation, revision)),
         )
         self._presence = Presence(config, self._store, self._keys, self._host, listeners, known_job)
@@ -211,6 +221,8 @@ class Agent:
             self._patience.tick(now_s)
             self._channels.tick(now_s, self._state.stop_deadline_s, self._state.paused)
             self._workers.reap_orphans()
+            if self._no_store is not None and self._no_store[0] == self._state.view.number:
+                self._host_store(self._no_store[0])
             self._event(self._tick(now_s))
             self._event(msg.RateTick())
 
@@ -313,6 +325,15 @@ class Agent:
         if incarnation == self._state.incarnation:
             self._event(msg.PlaceRead(revision))
 
+    def _on_presence_failed(self, incarnation: str, why: str) -> None:
+        if incarnation == self._state.incarnation:
+            self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        """A thread without which this agent is of no use has ended. The other nodes act at once."""
+        if self._end is None:
+            raise JobStopped(f"the agent of node {self._config.node_id} ends: {why}")
+
     def _on_exit(self, process: WorkerProcess) -> None:
         end = self._workers.collect(process)
         if end is None:
@@ -329,14 +350,22 @@ class Agent:
             messages = server.receive()
         except ChannelClosed:
             self._selector.unregister(server)
-            for process in self._workers.on_server_death():
-                self._watch_process(process)
+            self._take(self._workers.on_server_death())
             self._prepare_standbys(self._state.view)
             return
         for message in messages:
             started = self._workers.on_server_message(server, message)
             if started is not None:
-                self._watch_process(started)
+                self._take([started])
+
+    def _take(self, started: Iterable[WorkerProcess | WorkerExit]) -> None:
+        """Workers that run, and the end of those that could not be started."""
+        for one in started:
+            if isinstance(one, WorkerExit):
+                log.warning("%s", lc.describe_exit(one))
+                self._event(msg.WorkerExited(one))
+            else:
+                self._watch_process(one)
 
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
@@ -490,8 +519,7 @@ class Agent:
         )
         with self._watching_server():
             started = self._workers.start(place, local_ranks, warm)
-        for process in started:
-            self._watch_process(process)
+        self._take(started)
 
     def _end_worker(self, local_rank: int, graceful: bool) -> None:
         process = self._workers.processes.get(local_rank)
@@ -528,8 +556,23 @@ class Agent:
         }
 
     def _host_store(self, generation: int) -> None:
-        record = self._stores.open(generation)
+        try:
+            record = self._stores.open(generation)
+        except (OSError, RuntimeError) as error:  # torch's own raises the latter
+            self._on_no_store(generation, error)
+            return
+        self._no_store = None
         self._write(records.hosted_store(self._keys, self._state.view, self._presence.me, generation, record))
+
+    def _on_no_store(self, generation: int, error: Exception) -> None:
+        """All wait for it: it is tried again for a while, then another node has to host it."""
+        now_s = time.monotonic()
+        if self._no_store is None or self._no_store[0] != generation:
+            log.warning("the stores of generation %d cannot be started (%s); trying on", generation, error)
+            self._no_store = (generation, now_s)
+        elif now_s - self._no_store[1] > STORE_TIMEOUT_S:
+            self._no_store = None
+            self._rejoin(f"the stores of generation {generation} cannot be started: {error}")
 
     def _rejoin(self, why: str) -> None:
         """Come back under a new incarnation, as a spare, as soon as the store lets us. Nothing else happens meanwhile:

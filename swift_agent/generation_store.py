@@ -19,6 +19,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
+import resource
 import secrets
 import socket
 import struct
@@ -29,6 +31,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from swift_rendezvous.threads import OnFailure, only_logged, thread
+
+log = logging.getLogger(__name__)
 
 _MAX_FRAME_BYTES = 1 << 28
 # Before the other side has proved who it is.
@@ -68,8 +74,11 @@ def _unpack(body: bytes) -> list[bytes]:
 class StoreServer:
     """Serves one generation from a thread of its own until `close()`; keys live in memory only."""
 
-    def __init__(self, host: str = "0.0.0.0", port: int = 0, token: bytes = b"") -> None:
-        """Raises OSError when the port is taken. `port` 0: any free one, see `self.port`."""
+    def __init__(
+        self, host: str = "0.0.0.0", port: int = 0, token: bytes = b"", on_failure: OnFailure = only_logged
+    ) -> None:
+        """Raises OSError when the port is taken. `port` 0: any free one, see `self.port`. *on_failure*: see
+        `swift_rendezvous.threads`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=4096)
         self.port: int = listener.getsockname()[1]
@@ -78,7 +87,10 @@ class StoreServer:
         self._waiting: dict[bytes, set[asyncio.Event]] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="swift-store", daemon=True)
+        # Tasks of those who have not proved themselves, the oldest first.
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._max_strangers = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._thread = thread("swift-store", self._run, on_failure, listener)
         self._thread.start()
 
     def close(self) -> None:
@@ -98,14 +110,22 @@ class StoreServer:
             task = asyncio.current_task()
             assert task is not None
             connections.add(task)
+            self._strangers[task] = None
+            if len(self._strangers) > self._max_strangers:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()  # strangers must not use up this agent's descriptors
             try:
                 await self._converse(reader, writer)
             except (OSError, ValueError, struct.error, asyncio.IncompleteReadError, asyncio.CancelledError):
                 pass  # a client that is gone, or that is none
             finally:
                 connections.discard(task)
+                self._strangers.pop(task, None)
                 writer.close()
 
+        # asyncio goes on one second after an accept() that has failed.
+        self._loop.set_exception_handler(lambda loop, context: log.warning("%s", _told(context)))
         server = await asyncio.start_server(connected, sock=listener)
         await self._stop.wait()
         server.close()
@@ -127,6 +147,9 @@ class StoreServer:
             writer.write(_pack([_REFUSED]))
             await writer.drain()
             return
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.pop(task, None)
         writer.write(_pack([_OK, _proof(self._token, b"server", nonce, hello[0])]))
         while True:
             operation, *parts = await _read(reader)
@@ -182,6 +205,11 @@ class StoreServer:
                 finally:
                     self._waiting.get(key, set()).discard(event)
         return True
+
+
+def _told(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return f"the store of a generation: {context.get('message')}" + (f" ({error})" if error else "")
 
 
 async def _read(reader: asyncio.StreamReader, limit: int = _MAX_FRAME_BYTES) -> list[bytes]:

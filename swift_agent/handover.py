@@ -222,6 +222,8 @@ class _Lobby:
         except OSError:  # it is gone; or no descriptor is left, and somebody has to go
             if self._waiting:
                 self._dismiss(next(iter(self._waiting)))
+            else:
+                time.sleep(POLL_S)  # whoever comes waits in the kernel's queue
             return
         sock.setblocking(False)
         self._waiting[sock] = time.monotonic(), bytearray()

@@ -14,24 +14,31 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from swift_agent.generation_store import StoreServer
 from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.keys import StoreRecord
+from swift_rendezvous.threads import OnFailure, only_logged
 
 
 class GenerationStores:
     """Keeps the stores of the newest generation, and of the one before while its workers may still be leaving it."""
 
-    def __init__(self, host: str, key: JobKey) -> None:
-        self._host, self._key = host, key
+    def __init__(self, host: str, key: JobKey, on_failure: OnFailure = only_logged) -> None:
+        """*on_failure*: see `swift_rendezvous.threads`."""
+        self._host, self._key, self._on_failure = host, key, on_failure
         self._open: dict[int, tuple[StoreRecord, TCPStore, StoreServer]] = {}
 
     def open(self, generation: int) -> StoreRecord:
         """Start the stores of *generation* on fresh ports, so that no key of an older one can be read again. Those that
-        run already are named again."""
+        run already are named again. Raises OSError or RuntimeError where that cannot be; then none is open."""
         if generation in self._open:
             return self._open[generation][0]
         self.close_before(generation - 1)
         record = StoreRecord(self._host, 0, nonce=secrets.token_hex(16))
-        session_store = StoreServer(self._host, token=self.token(generation, record).encode())
-        torch_store = _listening_on(self._host)
+        token = self.token(generation, record).encode()
+        session_store = StoreServer(self._host, token=token, on_failure=self._on_failure)
+        try:
+            torch_store = _listening_on(self._host)
+        except BaseException:
+            session_store.close()
+            raise
         record = replace(record, port=torch_store.port, session_port=session_store.port)
         self._open[generation] = (record, torch_store, session_store)
         return record

@@ -15,6 +15,7 @@ from swift_agent.agent import Agent
 from swift_agent.config import AgentConfig
 from swift_agent.console import show_decisions
 from swift_agent.directories import Directories
+from swift_agent.process import many_descriptors
 from swift_agent.signals import CaughtSignals
 from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.etcd_config import EtcdConfig
@@ -36,7 +37,8 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
     signalled. In every case no process, socket or key of this agent is left, and no directory but the error files of
     the workers that failed: `ChildFailedError` names them.
     """
-    with _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent") as directories:
+    closing = _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent")
+    with many_descriptors(), closing as directories:
         signals.raise_first()
         show_decisions(config.node_id)
         open_to_all = job_secret.warning(config.key)

@@ -633,6 +633,8 @@ def _forget_lost_spares(state: AgentState, commands: list[Command]) -> AgentStat
 
 def describe_exit(exit_: WorkerExit) -> str:
     """One clause for people: which rank, where, and how."""
+    if exit_.pid == 0:
+        return f"rank {exit_.rank} on {exit_.host}: {exit_.message}"
     how = f"killed by signal {-exit_.exit_code}" if exit_.exit_code < 0 else f"exited with code {exit_.exit_code}"
     return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how}"
 

@@ -31,6 +31,7 @@ from swift_rendezvous.kv import KeepAlive, KeyValueStore, Lease, RendezvousError
 from swift_rendezvous.liveness import Limits, Liveness
 from swift_rendezvous.membership import Rules
 from swift_rendezvous.registration import Entry, JobOver, PlaceLost, enter_job, leave_job, reclaim_place
+from swift_rendezvous.threads import thread
 from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
 
@@ -52,6 +53,8 @@ class Listeners:
     lease_lost: Callable[[str, str], None]
     reclaimed: Callable[[str], None]
     place_lost: Callable[[str, str], None]
+    failed: Callable[[str, str], None]
+    """One of its threads has ended by an error: see `swift_rendezvous.threads`."""
     place_read: Callable[[str, int], None]
 
 
@@ -77,6 +80,7 @@ class Presence:
                 Limits(config.heartbeat_s),
                 key=config.key.heartbeat,
                 ask=self._ask_store,
+                on_failure=self._on_failure,
             )
             undo.callback(self.liveness.stop)
             self.me = NodeRecord(
@@ -124,8 +128,9 @@ class Presence:
                 lambda line: log.info("%s", line),
                 self.journal,
                 lambda: self._keep_alive.unbroken_s(),
+                self._on_failure,
             )
-            self._watcher = JobWatcher(store, keys, self._on_view, self.me.incarnation)
+            self._watcher = JobWatcher(store, keys, self._on_view, self.me.incarnation, self._on_failure)
             self.liveness.start(self.me)
             self.first_view = self._watcher.start()
             undo.callback(self._watcher.stop)
@@ -186,6 +191,9 @@ class Presence:
             with self._lock:
                 self._reading_place = False
 
+    def _on_failure(self, why: str) -> None:
+        self._listeners.failed(self.me.incarnation, why)
+
     def _ask_store(self) -> None:
         self._store.get(self._keys.generation)
 
@@ -196,7 +204,7 @@ class Presence:
             if self._stopped or self._reclaiming:
                 return
             self._reclaiming = True
-        threading.Thread(target=self._reclaim, name="swift-reclaim", daemon=True).start()
+        thread("swift-reclaim", self._reclaim, self._on_failure).start()
 
     def _reclaim(self) -> None:
         away = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,25 @@ def signal_living(pid: int, signum: int) -> None:
         # A standby that has got its assignment a moment ago leads no group yet; it must not escape.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
+
+
+MAX_DESCRIPTORS = 1 << 16
+
+
+@contextlib.contextmanager
+def many_descriptors() -> Iterator[None]:
+    """As many as the hard limit allows, up to `MAX_DESCRIPTORS`: each watched node, and each worker of the job in a
+    store, takes one, and so does each stranger for a moment. What is started meanwhile inherits the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # For systems whose setpriv cannot set a parent-death signal. Costs the start of an interpreter.

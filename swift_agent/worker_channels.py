@@ -44,6 +44,7 @@ class WorkerChannels:
         self._channels: dict[int, Channel] = {}  # by local rank
         self._pids: dict[int, int] = {}
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._is_deaf = False
 
     @property
     def path(self) -> str:
@@ -66,6 +67,9 @@ class WorkerChannels:
 
     def tick(self, now_s: float, deadline_s: float, paused: bool) -> None:
         """Tell of workers that have taken nothing for *deadline_s*, once each. *paused*: they cannot."""
+        if self._is_deaf:
+            self._is_deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for local_rank, channel in self._channels.items():
             if channel.stuck_since_s is None:
                 continue
@@ -99,7 +103,14 @@ class WorkerChannels:
             channel.close()
 
     def _accept(self) -> None:
-        accepted = self._listener.accept()
+        try:
+            accepted = self._listener.accept()
+        except OSError as error:
+            # No descriptors, or no memory: the worker waits in the kernel's queue until the next tick.
+            log.warning("a connection of a worker cannot be accepted (%s); trying on", error.strerror or error)
+            self._selector.unregister(self._listener)
+            self._is_deaf = True
+            return
         if accepted is None:
             log.warning("refused a connection from another user")
             return

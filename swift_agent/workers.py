@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 MAX_SERVER_DEATHS = 5
 # SIGKILL works at once, unless the process hangs in the kernel (a driver).
 KILL_TIMEOUT_S = 10.0
+# In place of the exit code of a worker that could not be started, as a shell says it; its process id is 0.
+NOT_STARTED = 127
 # Of a worker's error message, from its begin and from its end.
 MESSAGE_CHARS = 8000
 # How torchrun runs a script with --run-path: inside a fresh interpreter, without the script's directory on sys.path.
@@ -80,24 +82,43 @@ class Workers:
 
     # ---- start ----
 
-    def start(self, place: Placement, local_ranks: tuple[int, ...], warm: bool) -> list[WorkerProcess]:
-        """Start processes for *local_ranks* and return those that run at once.
+    def start(
+        self, place: Placement, local_ranks: tuple[int, ...], warm: bool
+    ) -> list[WorkerProcess | WorkerExit]:
+        """Start processes for *local_ranks* and return those that run at once, and the end of those that cannot be
+        started: no process is left, no descriptor, no room for a log.
 
         Warm ones, and all of them with `--start-method forkserver`, are forks: they follow through `on_server_message`,
         as soon as the standby server is ready. They are started cold if the entry point cannot be run from a fork.
         """
         warm = (warm and self.can_fork) or self.forks_all
         envs = {rank: worker_env(place, rank, os.environ) for rank in range(place.num_workers)}
-        self._open_logs(place, envs)
-        started = []
+        started: list[WorkerProcess | WorkerExit] = []
+        try:
+            self._open_logs(place, envs)
+            no_logs = None
+        except OSError as error:
+            no_logs = error
         for local_rank in local_ranks:
             old = self.processes.pop(local_rank, None)
             if old is not None:
                 self.forget(old)
             self._standings.clear(local_rank)
-            if not (warm and self._order_warm(place, local_rank, envs[local_rank])):
-                started.append(self._start_cold(place, local_rank, envs[local_rank]))
+            if no_logs is not None:
+                started.append(self._not_started(place, local_rank, no_logs))
+            elif not (warm and self._order_warm(place, local_rank, envs[local_rank])):
+                started.append(self._try_cold(place, local_rank, envs[local_rank]))
         return started
+
+    def _try_cold(self, place: Placement, local_rank: int, env: dict[str, str]) -> WorkerProcess | WorkerExit:
+        try:
+            return self._start_cold(place, local_rank, env)
+        except (OSError, subprocess.SubprocessError) as error:
+            return self._not_started(place, local_rank, error)
+
+    def _not_started(self, place: Placement, local_rank: int, error: Exception) -> WorkerExit:
+        rank, now_s = place.rank(local_rank), int(time.time())
+        return WorkerExit(rank, local_rank, 0, NOT_STARTED, self._host, f"it cannot be started: {error}", now_s)
 
     @property
     def forks_all(self) -> bool:
@@ -129,7 +150,12 @@ class Workers:
             for stream in (stdout, stderr):
                 if stream is not None:
                     stream.close()
-        return self._process(place, local_rank, popen.pid, env, popen)
+        try:
+            return self._process(place, local_rank, popen.pid, env, popen)
+        except OSError:  # nobody would hear of its end
+            signal_living(popen.pid, signal.SIGKILL)
+            popen.wait()
+            raise
 
     def _order_warm(self, place: Placement, local_rank: int, env: dict[str, str]) -> bool:
         """False if there is no standby server to order from."""
@@ -169,7 +195,12 @@ class Workers:
     def start_server(self) -> StandbyServer | None:
         """Start the standby server if it does not run; it is ready a second or two later. None if it cannot be."""
         if self.server is None and self._server_deaths < MAX_SERVER_DEATHS:
-            self.server = StandbyServer()
+            try:
+                self.server = StandbyServer()
+            except OSError as error:
+                log.warning("the standby server cannot be started (%s)", error)
+                self._server_deaths += 1
+                return None
             self._orphans.expect(self.server.pid)
         return self.server
 
@@ -185,8 +216,8 @@ class Workers:
             if num_standbys != server.num_wanted:
                 server.want(num_standbys)
 
-    def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | None:
-        """Handle what the standby server says; returns a worker that it has started."""
+    def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | WorkerExit | None:
+        """Handle what the standby server says; returns a worker that it has started, or one that cannot be watched."""
         match message.get("op"):
             case "ready":
                 _warn_of(message["failed"])
@@ -205,6 +236,9 @@ class Workers:
         except ProcessLookupError:
             server.reopen(ticket, order)
             return None
+        except OSError as error:
+            signal_living(pid, signal.SIGKILL)
+            return self._not_started(order.place, order.local_rank, error)
 
     def _on_preloaded(self, server: StandbyServer, message: Message) -> None:
         _warn_of({**message["failed"], **message["unfit"]})
@@ -224,7 +258,7 @@ class Workers:
             known = {process.pid for process in self.processes.values()}
             self._orphans.reap(known if self.server is None else {*known, self.server.pid})
 
-    def on_server_death(self) -> list[WorkerProcess]:
+    def on_server_death(self) -> list[WorkerProcess | WorkerExit]:
         """The standby server is gone: start cold what it still owed."""
         assert self.server is not None
         server, self.server = self.server, None
@@ -233,7 +267,7 @@ class Workers:
         self._server_deaths += 1
         if self._server_deaths == MAX_SERVER_DEATHS:
             log.warning("the standby server has died %d times; replacements start cold now", MAX_SERVER_DEATHS)
-        return [self._start_cold(order.place, order.local_rank, dict(order.env)) for order in owed]
+        return [self._try_cold(order.place, order.local_rank, dict(order.env)) for order in owed]
 
     def check_server(self, now_s: float) -> None:
         """A server that does not answer is ended; what it owes is started cold."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swift_rendezvous.kv import Compare, KeyValueStore, Op, RendezvousError, RequestRefused
+from swift_rendezvous.threads import OnFailure, only_logged, thread
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +39,17 @@ class Write:
 
 class Writer:
     """*on_refused* is called in the writer's thread with a reason: a record will never be written, so that the agent
-    cannot go on."""
+    cannot go on. *on_failure*: see `swift_rendezvous.threads`."""
 
-    def __init__(self, store: KeyValueStore, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: KeyValueStore, on_refused: Callable[[str], None], on_failure: OnFailure = only_logged
+    ) -> None:
         self._store, self._on_refused = store, on_refused
         self._queue: deque[Write] = deque()
         self._changed = threading.Condition()
         self._stopped = False
         self._busy = False
-        self._thread = threading.Thread(target=self._run, name="swift-writer", daemon=True)
+        self._thread = thread("swift-writer", self._run, on_failure)
         self._thread.start()
 
     def submit(self, write: Write) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from swift_rendezvous._etcd_proto import LEASE_KEEP_ALIVE, LEASE_REVOKE, LEASE_TIME_TO_LIVE
 from swift_rendezvous._etcd_transport import TRY_S, Transport, log
 from swift_rendezvous.kv import LeaseLost, RendezvousError, StoreUnavailable
+from swift_rendezvous.threads import only_logged, thread
 
 
 class EtcdLease:
@@ -60,7 +61,7 @@ class EtcdKeepAlive:
         self._on_lost = on_lost
         self._stop = threading.Event()
         self._broken_s = time.monotonic()
-        threading.Thread(target=self._run, name=f"etcd-lease-{lease.id:x}", daemon=True).start()
+        thread(f"etcd-lease-{lease.id:x}", self._run, on_lost or only_logged).start()
 
     def stop(self) -> None:
         self._stop.set()

@@ -229,7 +229,11 @@ class Watchdog:
                 if not self._watches:
                     self._running = False
                     return
-            self._probe(time.monotonic())
+            try:
+                self._probe(time.monotonic())
+            except Exception:
+                # Nobody else would notice that a server is frozen.
+                log.exception("quiet watches could not be looked after; trying on")
 
     def _quiet_watches(self, now_s: float) -> dict[int, list[EtcdWatch]]:
         with self._lock:

@@ -14,15 +14,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
 import secrets
 import socket
 import time
 from typing import Any
 
 from swift_rendezvous.keys import NodeRecord
-
-log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 _MAX_LINE_BYTES = 4096
@@ -45,24 +42,36 @@ def dial(node: NodeRecord, me: NodeRecord, key: bytes) -> tuple[socket.socket, b
         raise
 
 
-def welcome(sock: socket.socket, me: NodeRecord, key: bytes) -> str | None:
-    """The incarnation of who has dialled, after both proofs; None for anybody else, a mere probe included."""
-    try:
-        nonce = secrets.token_hex(16)
-        lines = _Lines(sock)
-        _send(sock, {"nonce": nonce})
-        line = lines.read()
-        if not line:  # a probe: somebody asks whether this process lives
+class Visitor:
+    """Somebody who has dialled, of whom nothing is known yet. Never blocks. *deadline_s*: monotonic; it has proved
+    itself by then, or is sent away."""
+
+    def __init__(self, sock: socket.socket, me: NodeRecord, key: bytes) -> None:
+        """Greets it. Raises OSError if it has gone."""
+        self.sock = sock
+        self.deadline_s = time.monotonic() + TIMEOUT_S
+        self._me, self._key = me, key
+        self._nonce = secrets.token_hex(16)
+        self._heard = b""
+        sock.setblocking(False)
+        _send(sock, {"nonce": self._nonce})  # fits into the buffer of a new connection
+
+    def hear(self) -> str | None:
+        """Its incarnation, after both proofs; None: there is more to come. Raises OSError or ValueError for anybody
+        else, a mere probe included."""
+        chunk = self.sock.recv(_MAX_LINE_BYTES)
+        if not chunk:  # a probe: somebody asks whether this process lives
+            raise ConnectionResetError("it has said nothing")
+        self._heard += chunk
+        if b"\n" not in self._heard and len(self._heard) < _MAX_LINE_BYTES:
             return None
+        line = self._heard.partition(b"\n")[0].decode(errors="replace").strip()
         sender = _text(line, "from")
-        said = (sender, me.incarnation, _text(line, "nonce"), nonce)
-        if not _same(_text(line, "mac"), _mac(key, "hello", *said)):
+        said = (sender, self._me.incarnation, _text(line, "nonce"), self._nonce)
+        if not _same(_text(line, "mac"), _mac(self._key, "hello", *said)):
             raise ValueError("wrong proof")
-        _send(sock, {"mac": _mac(key, "welcome", *said)})
-    except (OSError, ValueError) as error:
-        log.debug("refused a connection: %s", error)
-        return None
-    return sender
+        _send(self.sock, {"mac": _mac(self._key, "welcome", *said)})
+        return sender
 
 
 def _send(sock: socket.socket, message: dict[str, str]) -> None:

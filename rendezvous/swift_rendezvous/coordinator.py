@@ -46,6 +46,7 @@ from swift_rendezvous.membership import (
     stage_of,
 )
 from swift_rendezvous.mending import RemoveDamaged, RestoreGeneration, RestoreJob
+from swift_rendezvous.threads import OnFailure, only_logged, thread
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Coordinator:
         announce: Callable[[str], None],
         witness: Witness | None = None,
         unbroken_s: Callable[[], float] = lambda: math.inf,
+        on_failure: OnFailure = only_logged,
     ) -> None:
         """*unbroken_s*: see `kv.KeepAlive`."""
         self._store, self._keys, self._me = store, keys, me
@@ -101,7 +103,7 @@ class Coordinator:
         self._waiting_since_s: float | None = None
         self._said = ""
         self._stage = ""
-        self._thread = threading.Thread(target=self._run, name="swift-coordinator", daemon=True)
+        self._thread = thread("swift-coordinator", self._run, on_failure)
 
     def start(self) -> None:
         self._thread.start()

@@ -3,7 +3,8 @@
 Every agent keeps a connection to the next few nodes of a ring, the ones it watches; these send it a heartbeat ten times
 a second. When a process dies its kernel closes its sockets, and both ends learn of it in milliseconds. When a machine
 or a link dies there is silence. Either way the suspect's listener is probed before it is called lost: its *kernel*
-connects us and keeps us, so a starved process, or a connection that was merely reset, is never taken for a death. And
+connects us and keeps us, so a starved process, or a connection that was merely reset, is never taken for a death; nor
+is a queue that strangers keep full: the kernel of that machine still refuses us at another port. And
 who has heard from nobody at all meanwhile may be the one that is cut off: it finds nobody lost before it hears again,
 and gives them time to be found again. Where all are silent the store is asked early: that it answers at once later does
 not say that the line was there before.
@@ -12,7 +13,7 @@ not say that the line was there before.
                                ^------------------- its kernel answers --'
 
 The lease in etcd stays the backstop (frozen processes). A connection is kept only if both sides prove that they know
-the job's heartbeat key (`_handshake`). Nothing received is ever executed or unpickled.
+the job's heartbeat key (`_handshake`, `reception`). Nothing received is ever executed or unpickled.
 
 This module must never decide what follows from a loss.
 """
@@ -20,18 +21,22 @@ This module must never decide what follows from a loss.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
+import select
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from swift_rendezvous import _handshake as handshake
 from swift_rendezvous.keys import NodeRecord
+from swift_rendezvous.reception import BACKLOG, Reception
+from swift_rendezvous.threads import OnFailure, only_logged, thread
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +47,10 @@ _NUM_PROBES = 2  # at least: on a lossy network one may get lost
 _MAX_PATIENCE_S = 2.0
 _RETURN_S = 1.5  # a network that is back finds its hosts again: a lost request for an address is repeated after 1 s
 _AT_ONCE_S = 0.2  # what TCP has to send again, because the line was cut, comes later than that
-_MAX_STRANGERS = 32  # who have connected and not proved themselves yet
+# No descriptor, memory or port to ask from.
+_OF_OUR_OWN = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.EADDRNOTAVAIL}
+# Nobody listens here: a living kernel refuses at once, whatever waits at its other ports (tcpmux).
+_UNUSED_PORT = 1
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,8 @@ class Liveness:
     """Runs in daemon threads. `on_lost(incarnation, evidence, is_dead)` is called from one of them, once per lost
     incarnation (once more after `reconsider`); *is_dead*: its kernel has closed the connection and refuses another.
     *key*: `JobKey.heartbeat`. *ask*: returns once somebody who is no peer (the store) has answered, or raises; called
-    in threads of their own where all peers are silent. Without it such a silence counts like any other.
+    in threads of their own where all peers are silent. Without it such a silence counts like any other. *on_failure*:
+    see `threads`.
     """
 
     def __init__(
@@ -114,13 +123,14 @@ class Liveness:
         *,
         key: bytes = b"",
         ask: Callable[[], None] | None = None,
+        on_failure: OnFailure = only_logged,
     ) -> None:
-        self._on_lost = on_lost
+        self._on_lost, self._on_failure = on_lost, on_failure
         self._ask = ask
         self._limits = limits or Limits()
         self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._me: NodeRecord | None = None
         self._lock = threading.Lock()
@@ -143,14 +153,14 @@ class Liveness:
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopped = False
         self._farewell = _GOODBYE
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         # What may block has threads of its own: two agents that dial each other at once must each be able to answer
         # meanwhile, and heartbeats go on.
-        self._thread = threading.Thread(target=self._run, name="swift-liveness", daemon=True)
-        self._acceptor = threading.Thread(target=self._accept_all, name="swift-liveness-accept", daemon=True)
+        self._thread = thread("swift-liveness", self._run, on_failure)
 
     def start(self, me: NodeRecord) -> None:
         self._me = me
+        self._reception = Reception(self._listener, me, self._key, self._on_guest)
+        self._acceptor = thread("swift-liveness-accept", self._reception.run, self._on_failure)
         self._acceptor.start()
         self._thread.start()
 
@@ -218,12 +228,8 @@ class Liveness:
             self._bid_farewell(peer.sock)
             self._drop(peer)
         self._selector.close()
-        # Wakes the acceptor, whose accept() then fails.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        deadline_s = time.monotonic() + handshake.TIMEOUT_S + 1.0
-        self._acceptor.join(timeout=handshake.TIMEOUT_S + 1.0)
-        for _ in range(_MAX_STRANGERS):  # who has just been let in hears the farewell, too
-            self._strangers.acquire(timeout=max(0.0, deadline_s - time.monotonic()))
+        self._reception.stop()
+        self._acceptor.join(timeout=handshake.TIMEOUT_S)  # who has just been let in hears the farewell, too
         self._listener.close()
         while not self._inbox.empty():
             self._inbox.get()()
@@ -253,7 +259,7 @@ class Liveness:
         """Nobody at all is heard: ask, in a thread, whether the line is there."""
         if self._may_doubt() and now_s - self._life_s >= self._limits.doubt_s:
             self._asked_s = now_s
-            threading.Thread(target=self._ask_once, name="swift-liveness-ask", daemon=True).start()
+            thread("swift-liveness-ask", self._ask_once, self._on_failure).start()
 
     def _ask_once(self) -> None:
         """Ask; raise nothing."""
@@ -294,7 +300,7 @@ class Liveness:
             # for one that has left.
             self._drop(peer)
         for node in wanted:
-            threading.Thread(target=self._dial_one, args=(node,), name="swift-liveness-dial", daemon=True).start()
+            thread("swift-liveness-dial", self._dial_one, self._on_failure, node).start()
 
     def _dial_one(self, node: NodeRecord) -> None:
         began_s = time.monotonic()
@@ -319,26 +325,8 @@ class Liveness:
             return
         self._post(lambda: self._admit(_Peer(node.incarnation, sock, watched=True)))
 
-    def _accept_all(self) -> None:
-        while not self._stopped:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            # Waits if there are too many: to be left unanswered is no sign of death, to be turned away would be one.
-            self._strangers.acquire()
-            threading.Thread(target=self._welcome, args=(sock,), name="swift-liveness-welcome", daemon=True).start()
-
-    def _welcome(self, sock: socket.socket) -> None:
-        assert self._me is not None
-        try:
-            sender = handshake.welcome(sock, self._me, self._key)
-            if sender is None:
-                sock.close()
-            else:
-                self._post(lambda: self._admit(_Peer(sender, sock, watched=False)))
-        finally:
-            self._strangers.release()
+    def _on_guest(self, sender: str, sock: socket.socket) -> None:
+        self._post(lambda: self._admit(_Peer(sender, sock, watched=False)))
 
     def _admit(self, peer: _Peer) -> None:
         sock = peer.sock
@@ -406,10 +394,8 @@ class Liveness:
             if node is None or self._stopped or incarnation in self._reported | self._departed | self._probed:
                 return
             self._probed.add(incarnation)
-        threading.Thread(
-            target=self._probe, args=(node, evidence, silent_since_s, was_closed), name="swift-liveness-probe",
-            daemon=True,
-        ).start()  # fmt: skip
+        args = (node, evidence, silent_since_s, was_closed)
+        thread("swift-liveness-probe", self._probe, self._on_failure, *args).start()
 
     def _probe(self, node: NodeRecord, evidence: str, silent_since_s: float, was_closed: bool) -> None:
         answer, refuses = self._verdict(node, silent_since_s + self._limits.alone_s)
@@ -469,6 +455,15 @@ class Liveness:
         """None if the kernel of *node* keeps a connection open for us, else what it says instead, and whether that is
         that nobody listens there any more: a way that is closed says nothing of who is at its end."""
         deadline_s = time.monotonic() + self._limits.probe_s
+        with _calling(node.host) as is_there:
+            answer, refuses = self._answer_until(node, deadline_s)
+            if answer == "nothing" and is_there():
+                # Its machine lives, and a port that nobody listens at any more would be refused: those who want to
+                # connect there are too many.
+                return None, False
+            return answer, refuses
+
+    def _answer_until(self, node: NodeRecord, deadline_s: float) -> tuple[str | None, bool]:
         answer = "nothing"
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
@@ -478,6 +473,8 @@ class Liveness:
                 answer = "nothing"
                 continue
             except OSError as error:
+                if error.errno in _OF_OUR_OWN:
+                    return None, False  # nobody was asked
                 return str(error.strerror or error), isinstance(error, ConnectionRefusedError)
             self._heard(was_there=True)
             with sock:
@@ -485,6 +482,31 @@ class Liveness:
                     return None, False
             answer = "it hangs up"
         return answer, False
+
+
+@contextlib.contextmanager
+def _calling(host: str) -> Iterator[Callable[[], bool]]:
+    """Call the kernel of *host* at a port where nobody listens; whether it has answered by then, be it by refusing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError:
+        yield lambda: False
+        return
+    with sock:
+        try:
+            has_answered = sock.connect_ex((host, _UNUSED_PORT)) in (0, errno.ECONNREFUSED)
+        except OSError:  # a name that is none
+            has_answered = False
+
+        def answered() -> bool:
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            if has_answered or not poll.poll(0):
+                return has_answered
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED)
+
+        yield answered
 
 
 def _is_kept(sock: socket.socket, deadline_s: float) -> bool:

@@ -16,6 +16,7 @@ from enum import IntEnum
 
 from swift_rendezvous.keys import Keys
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch, WatchResponse
+from swift_rendezvous.threads import OnFailure, only_logged, thread
 from swift_rendezvous.view import Change, Damaged, View, apply, view_of_entries
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,9 @@ class JobWatcher:
     """
 
     def __init__(
-        self, store: KeyValueStore, keys: Keys, listener: Callable[[View], None], me: str | None = None
-    ) -> None:
+        self, store: KeyValueStore, keys: Keys, listener: Callable[[View], None], me: str | None = None,
+        on_failure: OnFailure = only_logged,
+    ) -> None:  # fmt: skip
         self._me = me
         self._store = store
         self._keys = keys
@@ -71,7 +73,7 @@ class JobWatcher:
         self._watch: Watch | None = None
         self._named: dict[str, Damaged] = {}
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="swift-job-watch", daemon=True)
+        self._thread = thread("swift-job-watch", self._run, on_failure)
 
     def start(self) -> View:
         """List the job, start to follow it and return the first view. Raises what the store raises."""

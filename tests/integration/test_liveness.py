@@ -26,6 +26,7 @@ from swift_rendezvous._handshake import TIMEOUT_S
 from swift_rendezvous.keys import NodeRecord
 from swift_rendezvous.liveness import Limits, Liveness, ring_targets
 from tests.support.etcd_cluster import wait_for
+from tests.support.limits import without_descriptors
 from tests.support.network import Network
 
 STARVED_S = float(os.environ.get("SWIFT_TEST_STARVED_S", "15"))
@@ -263,6 +264,101 @@ def test_strangers_who_say_nothing_keep_nobody_out(start: Callable[..., Node | P
         peer.tell(me.record)
         wait_for(lambda: me.connected() == {"b"}, 5.0, "its connection")
         assert time.monotonic() - began_s < TIMEOUT_S  # each stranger has that long to prove itself
+
+
+RENEWED = """
+import selectors, socket, sys
+selector = selectors.DefaultSelector()
+def connect():
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(("127.0.0.1", int(sys.argv[1])))
+    selector.register(sock, selectors.EVENT_READ)
+for _ in range(int(sys.argv[2])):
+    connect()
+print("all", flush=True)
+while True:
+    for key, _ in selector.select(1.0):
+        try:
+            if key.fileobj.recv(4096):
+                continue  # the greeting
+        except OSError:
+            pass
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
+        connect()
+"""
+
+
+def test_strangers_who_come_again_and_again_make_nobody_look_lost(start: Callable[..., Node | Process]) -> None:
+    """More than are received at once, and a new one for each that is sent away."""
+    me, newcomer = start(Process, "a"), start(Node, "b")
+    assert isinstance(me, Process) and isinstance(newcomer, Node)
+    me.tell(me.record)
+    command = [sys.executable, "-c", RENEWED, str(me.port), "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as strangers:
+        try:
+            assert strangers.stdout is not None and strangers.stdout.readline()
+            newcomer.liveness.update([me.record, newcomer.record])
+            wait_for(lambda: newcomer.connected() == {"a"}, 10.0, "the connection among 400 strangers")
+            with pytest.raises(queue.Empty):
+                newcomer.next_lost(1.0)
+        finally:
+            strangers.kill()
+    me.kill()
+    assert newcomer.next_lost()[0] == "a"
+
+
+def test_a_queue_that_is_full_is_no_death(start: Callable[..., Node | Process]) -> None:
+    """Nobody accepts, and the kernel drops what comes: as silent as a machine that is gone, but it is not."""
+    me = start(Node, "a")
+    assert isinstance(me, Node)
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        time.sleep(0.2)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(full.getsockname(), timeout=0.5)
+        me.liveness.update([me.record, NodeRecord("b", "b", "127.0.0.1", full.getsockname()[1], 1)])
+        with pytest.raises(queue.Empty):
+            me.next_lost(TIMEOUT_S + 1.5)
+    # Its process ends: the port is refused now.
+    assert me.next_lost()[0] == "b"
+
+
+def test_no_descriptors_for_a_moment_keep_nobody_out_for_ever(
+    start: Callable[..., Node | Process], caplog: pytest.LogCaptureFixture
+) -> None:
+    me, peer = start(Node, "a"), start(Process, "b")
+    assert isinstance(me, Node) and isinstance(peer, Process)
+    with socket.socket() as stranger:
+        with without_descriptors():
+            stranger.connect(("127.0.0.1", me.record.watch_port))
+            wait_for(lambda: "cannot be accepted" in caplog.text, 5.0, "the line")
+            # Nor is anybody called lost whom this process has no descriptor to ask.
+            assert me.liveness._answer_of(peer.record) == (None, False)
+        peer.tell(me.record, peer.record)
+        wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")
+    assert caplog.text.count("cannot be accepted") == 1 and me.lost.empty()
+
+
+def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that ended without a word would leave nobody to watch the others."""
+    told: queue.Queue[str] = queue.Queue()
+    liveness = Liveness("127.0.0.1", lambda *lost: None, on_failure=told.put)
+    record = NodeRecord("a", "a", "127.0.0.1", liveness.port, 1)
+    liveness.start(record)
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("swift_rendezvous.liveness.thread", refuse)
+    liveness.update([record, NodeRecord("b", "b", "127.0.0.1", 9, 1)])
+    assert "swift-liveness has ended by RuntimeError: can't start new thread" in told.get(timeout=5.0)
+    liveness.stop()
 
 
 def test_what_was_recorded_is_of_no_use_again(start: Callable[..., Node | Process]) -> None:

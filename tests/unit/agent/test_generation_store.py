@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swift_agent.generation_store import StoreClient, StoreServer, _pack
+from tests.support.limits import without_descriptors
 
 SHORT = timedelta(milliseconds=50)
 
@@ -208,3 +209,37 @@ def test_gloo_connects_over_it(connect: Callable[[], StoreClient]) -> None:
     for thread in threads:
         thread.join(20)
     assert results == {0: 3.0, 1: 3.0}
+
+
+def test_strangers_do_not_use_up_all_descriptors(
+    server: StoreServer, connect: Callable[[], StoreClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them has to go, whoever has proved itself stays."""
+    monkeypatch.setattr(server, "_max_strangers", 5)
+    known = connect()
+    strangers = [socket.create_connection(("127.0.0.1", server.port), timeout=5.0) for _ in range(12)]
+    try:
+        nonces = [stranger.recv(24) for stranger in strangers]
+        assert all(nonces[-5:])
+        for stranger in strangers[:7]:
+            assert stranger.recv(1) == b"", "it is sent away"
+        known.set("key", "value")
+        assert connect().get("key") == b"value"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_store_goes_on_after_a_moment_without_descriptors(
+    server: StoreServer, connect: Callable[[], StoreClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as late:
+        late.settimeout(10.0)
+        with without_descriptors():
+            late.connect(("127.0.0.1", server.port))
+            deadline_s = time.monotonic() + 5.0
+            while "the store of a generation" not in caplog.text:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+        assert late.recv(24), "it is served after all"
+    connect().set("key", "value")

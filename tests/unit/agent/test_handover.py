@@ -20,6 +20,7 @@ from swift_agent.errors import PeerFailure
 from swift_agent.generation_store import StoreClient, StoreServer
 from swift_recovery.replica import receive_state, send_state
 from swift_recovery.state import TrainingState
+from tests.support.limits import without_descriptors
 
 TOKEN = b"secret"
 
@@ -131,3 +132,29 @@ def test_who_waits_is_freed_by_its_check(stores: list[StoreClient]) -> None:
         pytest.raises(PeerFailure, match="stopped"),
     ):
         handover.SocketLink(ours, check).recv_bytes()
+
+
+def test_a_moment_without_descriptors_ends_no_handover() -> None:
+    accepted: list[bool] = []
+    checked = threading.Event()
+    listener = handover.Listener("127.0.0.1")
+
+    def accept() -> None:
+        with listener.accepted(checked.set):
+            accepted.append(True)
+
+    address, port, ticket = json.loads(listener.where)
+    thread = threading.Thread(target=accept)
+    thread.start()
+    assert checked.wait(5.0)
+    with socket.socket() as successor:
+        with without_descriptors():
+            successor.connect((address, port))
+            for _ in range(3):
+                checked.clear()
+                assert checked.wait(5.0)
+        assert thread.is_alive()
+        handover.SocketLink(successor, nothing).send_bytes(ticket.encode())
+        thread.join(5.0)
+    listener.close()
+    assert accepted == [True]

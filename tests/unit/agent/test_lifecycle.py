@@ -264,6 +264,17 @@ def test_a_replacement_that_dies_before_it_speaks_is_replaced() -> None:
     assert agent.state.restarts_used == 2
 
 
+def test_a_worker_that_could_not_be_started_is_a_failure_with_that_reason() -> None:
+    agent = Agent()
+    agent.see(view(tracked=True, store=STORE))
+    agent.tell(lc.WorkerStarted(0, 1, 100), lc.HelloReceived(0, 100))
+    no_room = WorkerExit(1, 1, 0, 127, "h", "it cannot be started: [Errno 24] Too many open files")
+    told = only(agent.tell(lc.WorkerExited(no_room)), lc.WriteFailure).failure
+    assert (told.kind, told.local_ranks) == ("workers", (1,))
+    assert told.evidence == "rank 1 on h: it cannot be started: [Errno 24] Too many open files"
+    assert only(next_generation(agent, lost={0: (1,)}), lc.StartWorkers).local_ranks == (1,)
+
+
 # ---- nodes ----
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -19,11 +20,14 @@ from swift_agent import process as process_module
 from swift_agent import workers as workers_module
 from swift_agent.channel import ChannelClosed
 from swift_agent.config import AgentConfig
+from swift_agent.lifecycle import describe_exit
 from swift_agent.options import parse_args
 from swift_agent.process import become_subreaper, reap
 from swift_agent.standing import Standings
 from swift_agent.worker_env import Placement
-from swift_agent.workers import MAX_SERVER_DEATHS, WorkerProcess, Workers
+from swift_agent.workers import MAX_SERVER_DEATHS, NOT_STARTED, WorkerProcess, Workers
+from swift_rendezvous.keys import WorkerExit
+from tests.support.limits import without_descriptors
 
 TIMEOUT_S = 60.0
 SCRIPT = f"""#!{sys.executable}
@@ -330,3 +334,32 @@ def test_a_worker_that_ignores_the_end_is_killed_at_once_when_in_a_hurry(bench: 
     assert bench.workers.processes == {} and {p.exit_code for p in bench.started} <= {-9, -15}
     bench.workers.end_all(0.0)
     assert all(reap(p.pid) is not None for p in bench.started)  # nobody left to wait for
+
+
+def test_a_worker_that_cannot_be_started_is_a_failure_of_that_worker(bench: Bench) -> None:
+    """Not the end of the agent, whose other workers are well."""
+    started = bench.workers.start(bench.place(), (0,), warm=False)
+    assert isinstance(started[0], WorkerProcess)
+    bench.started += started  # type: ignore[arg-type]
+    with without_descriptors():
+        for warm in (False, True):
+            (end,) = bench.workers.start(bench.place(), (1,), warm=warm)
+            assert isinstance(end, WorkerExit) and (end.rank, end.pid, end.exit_code) == (1, 0, NOT_STARTED)
+            assert "it cannot be started: [Errno 24] Too many open files" in end.message
+            assert describe_exit(end).startswith("rank 1 on 127.0.0.1: it cannot be started")
+    assert 0 in bench.workers.processes and 1 not in bench.workers.processes
+    bench.start(1, warm=False)
+    assert len([p for p in bench.started if isinstance(p, WorkerProcess)]) == 2
+
+
+def test_logs_that_cannot_be_opened_are_a_failure_of_those_workers(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    bench = Bench(tmp_path, "--redirects", "3", "--log-dir", str(logs))
+    try:
+        shutil.rmtree(logs)
+        logs.write_text("no directory any more")
+        ends = bench.workers.start(bench.place(), (0, 1), warm=False)
+        assert [(end.rank, end.pid) for end in ends] == [(0, 0), (1, 0)]
+        assert all(isinstance(end, WorkerExit) and "it cannot be started: [Errno" in end.message for end in ends)
+    finally:
+        bench.workers.close()

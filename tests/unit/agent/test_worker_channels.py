@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from swift_agent.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, conne
 from swift_agent.patience import Patience
 from swift_agent.supervisor import Supervisor
 from swift_agent.worker_channels import WorkerChannels
+from tests.support.limits import without_descriptors
 
 
 class Line:
@@ -185,3 +187,19 @@ def test_a_channel_belongs_to_the_process_that_was_started_for_it(
         other.wait()
         line.channels.close()
         line.selector.close()
+
+
+def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    """It waits in the kernel's queue; the agent goes on, and does not ask all the time."""
+    worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with without_descriptors():
+        worker.connect(line.channels.path)
+        line.turn()
+        line.turn(0.0)
+    assert caplog.text.count("cannot be accepted (Too many open files)") == 1
+    line.channels.tick(0.0, 10.0, False)
+    channel = Channel(worker)
+    channel.send({"op": "hello", "local_rank": 0, "generation": 1})
+    line.until(lambda: bool(line.events))
+    assert isinstance(line.events[-1], msg.HelloReceived)
+    channel.close()

@@ -110,3 +110,19 @@ def test_what_is_outdated_when_the_store_answers_again_is_not_written(
     assert get("k") is None
     writer.submit(Write("w", [], PUT, lambda: True, read_first="generation"))
     assert writer.flush(5.0) and get("k") is not None
+
+
+def test_a_writer_that_ends_by_an_error_says_so(store: Shaky, refused: list[str]) -> None:
+    told = threading.Event()
+    reasons: list[str] = []
+
+    def hear(why: str) -> None:
+        reasons.append(why)
+        told.set()
+
+    writer = Writer(store, refused.append, hear)
+    store.error = ZeroDivisionError("a defect")
+    writer.submit(Write("w", [], PUT, lambda: True))
+    assert told.wait(5.0)
+    assert reasons == ["its thread swift-writer has ended by ZeroDivisionError: a defect"] and not refused
+    writer.stop()

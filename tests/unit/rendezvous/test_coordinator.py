@@ -653,3 +653,17 @@ def test_only_the_coordinator_sees_what_all_slots_write() -> None:
     assert not any(view.progress for view in views["n2.1"])
     # It must not decide on what it had seen before: to it, all slots would be silent.
     assert all(view.progress for view in views["n1.1"] if view.coordinator and view.coordinator.node_id == "n1")
+
+
+def test_a_watcher_that_ends_by_an_error_says_so() -> None:
+    """Who watches no more looks alive and handles nothing."""
+    store, told = MemoryStore(), list[str]()
+
+    def fail(view: View) -> None:
+        raise ZeroDivisionError("a defect")
+
+    watcher = JobWatcher(store, KEYS, fail, None, told.append)
+    watcher.start()
+    store.put(KEYS.tracked, b"1")
+    wait_for(lambda: told == ["its thread swift-job-watch has ended by ZeroDivisionError: a defect"], 5.0, "the reason")
+    watcher.stop()

@@ -1,0 +1,35 @@
+"""Threads that do not end without a word: an exception that nobody expected is told, with its traceback in the log.
+
+An agent whose watch, writer or heartbeats are gone looks alive and does nothing any more. So whoever starts one of its
+threads says who has to hear of such an end, which is the end of the agent (`swift_agent.agent`).
+
+This module must never swallow an exception: it is told, whatever it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+OnFailure = Callable[[str], None]
+
+
+def only_logged(why: str) -> None:
+    """Of who has nobody to tell: `log` has it."""
+
+
+def thread(name: str, run: Callable[..., None], on_failure: OnFailure, *args: Any) -> threading.Thread:
+    """A daemon thread, to be started. *on_failure*, called in it, gets one clause: which thread, and the exception."""
+
+    def told() -> None:
+        try:
+            run(*args)
+        except Exception as error:
+            log.exception("the thread %s has ended by an error", name)
+            on_failure(f"its thread {name} has ended by {type(error).__name__}: {error}")
+
+    return threading.Thread(target=told, name=name, daemon=True)
