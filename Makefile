@@ -25,7 +25,7 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "swift-agent needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[etcd,demo,test,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[etcd,demo,test,strangers,dev]'
 	touch $@
 
 etcd:

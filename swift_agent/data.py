@@ -1,92 +1,173 @@
-"""Batches of a loader from a given position on, without loading those before it.
+"""Batches of a loader from a given position on, without loading those before it where that can be.
 
-A map-style `DataLoader` is positioned by skipping indices: its sampler is run, its data set is not touched. Anything
-else that can be iterated is read ahead and thrown away, which costs the time to load it; an object with `state_dict`
-(such as a stateful loader) should be tracked instead. This module must never seed anything: the caller has.
+A `DataLoader` over a map-style data set is positioned by leaving out indices: its sampler is run, its data set is not
+touched; so are the wrappers that `loaders` knows. From anything else that can be iterated the batches before the
+position are drawn and dropped, each with the seeds of its number, which costs the time to load them.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
+
+from swift_agent import loaders
+from swift_agent.errors import UsageError
+from swift_agent.loader_generators import OwnGenerators
+from swift_agent.loader_order import Order, Pass
+
+TELL_S = 10.0
+"""At least, between two words about batches that are dropped."""
 
 
-class _Skipping:
-    """A sampler without its first *count* entries, once: a loader with persistent workers asks the same one in every
-    pass.
+def _silent(num_done: int, num: int) -> None: ...
+
+
+class Feeds:
+    """One per job: what is kept of its loaders from pass to pass.
+
+    *tell*: how many batches have been dropped, of how many, when that takes long.
     """
 
-    def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self._sampler, self._count = sampler, count
+    def __init__(self, tell: Callable[[int, int], None] = _silent) -> None:
+        self._tell = tell
+        self._orders: dict[int, tuple[Any, Order]] = {}  # by id of the loader, which is kept alive
+        self._generators = OwnGenerators()
+        self._iterators: list[Any] = []
+
+    def begin(self, loader: Iterable[Any], coming: Pass) -> Iterator[Any]:
+        """The batches of a pass over *loader*, but the first `coming.skip`. Raises `UsageError` for a loader that can
+        not be positioned at all."""
+        if iter_is_itself(loader):
+            if any(loader is one for one in self._iterators):
+                raise UsageError(
+                    "job.batches() was given the same iterator for a second pass, and where the first has left it no "
+                    "replacement could know: give it something that begins anew each time (a DataLoader, an object "
+                    "with __iter__), or go through it in one pass."
+                )
+            self._iterators.append(loader)
+        source = loaders.find(loader)
+        inner = source.inner
+        is_new = inner is not None and inner.persistent_workers and inner._iterator is None
+        if not is_new:
+            self._generators.position(loader, coming.number, coming.common_seed)
+        coming.for_start(is_new)
+        if inner is None:
+            return self._after_drop(iter(loader), coming)
+        order = self._order_of(inner)
+        swaps = [*source.swaps, *_stand_in(inner, order)]
+        skip = coming.skip if source.has_indices else 0
+        chosen = replace(coming, skip=skip, for_order=lambda: self._for_order(loader, coming, is_new))
+        ahead = source.looks_ahead or inner.num_workers > 0
+        order.begin(chosen, ahead=ahead)
+        target = inner if source.loader is loader and not source.is_wrapped else loader
+        if source.seeded:
+            inside = next((value for owner, _, value in swaps if owner is loader), getattr(loader, source.seeded))
+            swaps.append((loader, source.seeded, _Seeded(inside, chosen)))
+        if source.is_wrapped:
+            batches = _swapped_at_first(target, swaps)
+        else:
+            with _exchanged(swaps):
+                batches = iter(target)
+            order.choose()
+        return batches if source.has_indices else self._after_drop(batches, coming)
+
+    def _for_order(self, loader: Any, coming: Pass, is_new: bool) -> None:
+        coming.for_order()
+        if is_new or coming.number:
+            self._generators.position(loader, coming.number, coming.common_seed)
+
+    def _order_of(self, inner: DataLoader[Any]) -> Order:
+        known = self._orders.get(id(inner))
+        sampler = getattr(inner, _sampler_name(inner))
+        if known is None or known[1]._sampler is not sampler:
+            known = self._orders[id(inner)] = (inner, Order(sampler))
+        return known[1]
+
+    def _after_drop(self, batches: Iterator[Any], coming: Pass) -> Iterator[Any]:
+        told_s = time.monotonic()
+        for number in range(coming.skip):
+            coming.for_batch(number)
+            try:
+                next(batches)
+            except StopIteration:
+                break
+            if time.monotonic() - told_s >= TELL_S:
+                told_s = time.monotonic()
+                self._tell(number + 1, coming.skip)
+        return batches
+
+
+def iterate(loader: Iterable[Any], skip: int) -> Iterator[Any]:
+    """The batches of *loader* after the first *skip*, as a job's first pass."""
+    return Feeds().begin(loader, Pass(skip=skip))
+
+
+def iter_is_itself(loader: Any) -> bool:
+    """Whether *loader* is an iterator, which goes on where it was."""
+    return hasattr(loader, "__next__") and hasattr(loader, "__iter__") and iter(loader) is loader
+
+
+def _sampler_name(inner: DataLoader[Any]) -> str:
+    return "sampler" if inner.batch_sampler is None else "batch_sampler"
+
+
+def _stand_in(inner: DataLoader[Any], order: Order) -> list[tuple[Any, str, Any]]:
+    running = inner._iterator
+    if running is not None and running._index_sampler is not order:
+        # Its processes have been started by a pass that was not the job's.
+        running._index_sampler = order
+    return [(inner, _sampler_name(inner), order)]
+
+
+class _Seeded:
+    """*loader*, which begins with the first batch that is not left out, with seeds for what its wrapper draws."""
+
+    def __init__(self, loader: Iterable[Any], coming: Pass) -> None:
+        self._loader, self._coming = loader, coming
 
     def __iter__(self) -> Iterator[Any]:
-        # Runs when the first index is asked for: a loader with worker processes makes two iterators and uses the
-        # second.
-        count, self._count = self._count, 0
-        yield from itertools.islice(iter(self._sampler), count, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._count)  # type: ignore[arg-type]
+        for number, batch in enumerate(self._loader, start=self._coming.skip):
+            self._coming.for_batch(number)
+            yield batch
 
 
-class _Begun:
-    """A sampler from which *count* entries and one more have been taken; that one comes first."""
-
-    def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self._sampler = sampler
-        self._rest = iter(sampler)
-        for _ in itertools.islice(self._rest, count):
-            pass
-        self._first = list(itertools.islice(self._rest, 1))
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.chain(self._first, self._rest)
-
-    def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+def _swapped_at_first(loader: Iterable[Any], swaps: list[tuple[Any, str, Any]]) -> Iterator[Any]:
+    """A wrapper asks the loader inside it with the first batch."""
+    batches = iter(loader)
+    with _exchanged(swaps):
+        try:
+            first = next(batches)
+        except StopIteration:
+            return
+    yield first
+    yield from batches
 
 
-def iterate(loader: Iterable[Any], skip: int, before_first: Callable[[], None] = lambda: None) -> Iterator[Any]:
-    """Iterate *loader*, leaving out its first *skip* batches.
-
-    *before_first* is called where batches have to be read ahead, before the first: to seed what the others had seeded.
-    """
-    # Persistent workers that run already keep the sampler they were started with, so it cannot be exchanged.
-    running = getattr(loader, "_iterator", None) is not None
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not running:
-        return _at_index(loader, skip)
-    iterator = iter(loader)
-    if skip:
-        before_first()
-    for _ in itertools.islice(iterator, skip):
-        pass
-    return iterator
-
-
-def _at_index(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
-    if skip == 0 and loader.num_workers:
-        return iter(loader)
-    # The loader looks at its sampler when the iterator is made. It refuses to have the attribute set, hence object.
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = getattr(loader, name)
-    # Without workers a sampler would first be asked, and draw its seed, with the first batch: where that is depends on
-    # *skip*. So it is asked here; with workers, the iterator does it when it is made.
-    stand_in = _Skipping(sampler, skip) if loader.num_workers else _Begun(sampler, skip)
-    object.__setattr__(loader, name, stand_in)
+@contextlib.contextmanager
+def _exchanged(swaps: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    # A loader looks at its sampler when an iterator is made, and refuses to have the attribute set: hence object.
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
+    for owner, name, value in swaps:
+        object.__setattr__(owner, name, value)
     try:
-        return iter(loader)
+        yield
     finally:
-        object.__setattr__(loader, name, sampler)
+        for owner, name, value in before:
+            object.__setattr__(owner, name, value)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a `DistributedSampler` (or whatever has `set_epoch`) which epoch begins, so that it shuffles anew."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-        method = getattr(sampler, "set_epoch", None)
+    """Tell whatever has `set_epoch` (a `DistributedSampler`, Accelerate's loaders) which epoch begins, so that it
+    shuffles anew."""
+    for part in loaders.parts(loader):
+        if type(part).__name__ == "_FabricDataLoader":
+            part._num_iter_calls = epoch  # what it tells its sampler
+        method = getattr(part, "set_epoch", None)
         if callable(method):
             method(epoch)
 

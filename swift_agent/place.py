@@ -40,6 +40,10 @@ class Seeds:
         self.for_data: SeedSeries = _leave_alone
         self.for_pass: SeedSeries = _leave_alone
         self.for_section: SeedSeries = _leave_alone
+        self.for_batch: SeedSeries = _leave_alone
+        self.for_inside: SeedSeries = _leave_alone
+        self.common = 0
+        """Rank 0's `number`, the same on all ranks."""
 
     @property
     def number(self) -> int:
@@ -60,6 +64,14 @@ class Seeds:
         self.for_data = seed_series(seed, rank, 2, seeder)
         self.for_pass = seed_series(seed, rank, 3, seeder)
         self.for_section = seed_series(seed, rank, 4, seeder)
+        self.for_batch = seed_series(seed, rank, 5, seeder)
+        # 6: where batches are loaded, see `loader_order`.
+        self.for_inside = seed_series(seed, rank, 7, seeder)
+
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """Of seeds for where batches are loaded; None where generators are left alone."""
+        return None if self.keeps_generators else (self._seed or 0, self._rank)
 
 
 def _leave_alone(index: int) -> None: ...
@@ -114,7 +126,10 @@ class Place:
     effect, and what is small comes into force when the script gets there. *repeats*: a newcomer has not come to an
     iteration of its own yet; *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs
     nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
-    *here*; *target_units*: of those of *target*, which may be those of a job of another size.
+    *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
+    have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
+    *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *carries*: why this
+    script's replacements cannot go on as their predecessors would have, empty if that is not known.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -136,6 +151,9 @@ class Place:
         self.tracked: Tracked | None = None
         self.units = Units()
         self.target_units = Units()
+        self.drawn = 0
+        self.passed: Position | None = None
+        self.carries = ""
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
@@ -155,7 +173,9 @@ class Place:
 
     def keep_point(self) -> None:
         """User code is between two steps. Not while an iteration is owed: who owes holds the state before it, so a
-        newcomer that gets this must begin before it as well."""
+        newcomer that gets this must begin before it as well. Nor while batches wait to be used: it must get those."""
+        if self.drawn:
+            return
         if self._keeps_generators or not self.point.is_current():
             self.point.take(rng=self._keeps_generators)
         here = self.here
@@ -198,12 +218,13 @@ class Place:
 
     # ---- the loop ----
 
-    def arrive(self) -> None:
+    def arrive(self, *, in_no_loader: bool = False) -> None:
         """A replacement has reached the point at which it joined: from here on it is like the others."""
         assert self.target is not None
         self.here.iteration = self.target.iteration
         self.here.passes = self.target.passes
         self.here.sections = self.target.sections  # those among the batches that are skipped are not called again
+        self.passed = self.target if in_no_loader and self.target.batch else None
         self.target = None
 
     def enter(self, what: Literal["iteration", "section"]) -> None:
@@ -233,7 +254,8 @@ class Place:
         if start is None and self._moved:
             start = self.start.tree()
         position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
-        offered = {"position": position, "units": units, "point": self.point.tree(), "start": start}
+        offered: dict[str, Any] = {"position": position, "units": units, "point": self.point.tree(), "start": start}
+        offered |= {"common_seed": self.seeds.common, "carries": self.carries}
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
             offered["pipelines"] = self.tracked.pipelines.offer()
@@ -249,6 +271,9 @@ class Place:
         if self.tracked.messages is not None and not from_checkpoint:
             self.tracked.messages.take_over(offer.get("messages"))
         target, start = Position(**offer["position"]), offer["start"]
+        self.seeds.common = offer.get("common_seed", self.seeds.common)
+        if not from_checkpoint:
+            self.carries = offer.get("carries", "")
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)
         with self.lock:

@@ -19,16 +19,23 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch.utils.data import DataLoader
 
-from swift_agent import data, torch_pipelining, tracking, unsupported
+from swift_agent import torch_pipelining, tracking, unsupported
+from swift_agent.batches import Batches, Draws, Looping, Passes
+from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
+from swift_agent.given import Given, GivenPage
+from swift_agent.inputs import Inputs
+from swift_agent.made_before import MadeBefore
 from swift_agent.outside import Outside
-from swift_agent.place import Place, Units
+from swift_agent.place import Place
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.unprotected import Running
@@ -55,10 +62,22 @@ def begins_anew(tracked: Tracked) -> bool:
     return not any(optimizer.state for optimizer in tracked.state.optimizers.values())  # a snapshot of its own
 
 
+@dataclass(frozen=True)
+class JobPosition:
+    """*iteration*, *epoch*: their numbers; *passes*: so many passes over loaders are done; *batch*: and so many batches
+    of the current one."""
+
+    iteration: int
+    epoch: int
+    passes: int
+    batch: int
+
+
 class Job:
     """One worker's part in the job. Made by `init()`; there is one per process.
 
-    Attributes: *rank*, *local_rank*, *world_size* as in torch; *device*, the one this worker should use.
+    Attributes: *rank*, *local_rank*, *world_size* as in torch; *device*, the one this worker should use;
+    *is_replacement*: this process takes the place of a lost one, and its set-up runs alone.
     """
 
     def __init__(
@@ -76,6 +95,13 @@ class Job:
         self._loops = 0
         self._closed = False
         self._failed = False
+        self.is_replacement = place.status == "empty"
+        watches = supervisor is not None
+        self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
+        self._draws = Draws(place, self._inputs.drawn)
+        self._passes = Passes(
+            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note
+        )  # fmt: skip
 
     # ---- set-up ----
 
@@ -86,6 +112,14 @@ class Job:
         # Its update may still be on its way from a replica: the script has finished it all the same.
         owes = place.owed is not None and place.inside != "iteration"
         return place.here.iteration + owes
+
+    @property
+    def position(self) -> JobPosition:
+        """Where the training loop stands; of a replacement, where it has to get to. Its state is that of the others
+        then: all of it must have been tracked, as the loop begins with this."""
+        self._begin()
+        at = self._place.target or self._place.here
+        return JobPosition(at.iteration, at.epoch, at.passes, at.batch)
 
     def track(
         self,
@@ -143,7 +177,9 @@ class Job:
             for one_name, one in named(name, value).items():
                 # An average's parameters come from a replica, as those of any model.
                 self._pending["models" if isinstance(one, torch.nn.Module) else "others"][one_name] = one
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        # What `job.batches` positions has a state of this rank only; of anything else that is all there is.
+        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if has_state and not isinstance(loader, DataLoader):
             self._pending["others"]["loader"] = loader
         if replicas is not None:
             self._replicas = sorted(replicas)
@@ -212,84 +248,99 @@ class Job:
         self._place.hold(tracked)
         if self.rank == 0 and self._place.status != "empty" and self._supervisor and begins_anew(tracked):
             self._supervisor.note(_BEGINS_ANEW)
+        self._watch_inputs(tracked)
         self._running.begin(tracked)
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
         note = self._supervisor.note if self._supervisor is not None else None
         Outside(self._place, self._running, note, begin).watch()
+        if self.is_replacement and self._place.carries:
+            self._unfit(self._place.carries)
+
+    def _watch_inputs(self, tracked: Tracked) -> None:
+        if self._supervisor is None or tracked.messages is not None:
+            return  # a stage without replicas is given messages
+        # In a job of a range of sizes the process before had other data.
+        is_replacement = self.is_replacement and not os.environ.get(ENV_SIZES)
+        path = Path(os.environ[ENV_SOCKET]).parent / f"given.{self.rank}"
+        self._inputs.watch(tracked.state.models.values(), Given(GivenPage(path, is_replacement=is_replacement)))
+
+    def _note(self, text: str) -> None:
+        if self._supervisor is not None:
+            self._supervisor.note(text)
+
+    def _unfit(self, why: str) -> None:
+        """This replacement cannot go on as its predecessor would have: nothing but a restart of all workers helps."""
+        assert self._supervisor is not None
+        self._supervisor.send({"op": "unfit", "why": why})
+        self._supervisor.wait_for_end()
 
     # ---- the loop ----
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """`range(num_epochs)`; a replacement begins with the epoch in which its predecessor was lost."""
+    def epochs(self, num_epochs: int, *, start: int = 0) -> Iterator[int]:
+        """`range(start, num_epochs)`; a replacement begins with the epoch in which its predecessor was lost.
+
+        *start*: where the script has loaded a snapshot of its own. It is not heeded by a replacement, nor where
+        `job.checkpoint` has found a checkpoint."""
         self._begin()
         place = self._place
         here = place.here
         first = True
-        for epoch in range(here.epoch if place.target else 0, num_epochs):
+        for epoch in range(here.epoch if place.target else start, num_epochs):
             if not (first and place.target):
                 here.epoch, here.epoch_passes, here.epoch_sections = epoch, here.passes, here.sections
             first = False
             yield epoch
         place.target = None
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+    @overload
+    def batches(self, loader: Iterable[T], *, group: None = None) -> Iterator[T]: ...
+
+    @overload
+    def batches(self, loader: Iterable[T], *, group: int) -> Iterator[list[T]]: ...
+
+    def batches(self, loader: Iterable[Any], *, group: int | None = None) -> Iterator[Any]:
         """The batches of *loader*; a replacement begins with the one that its predecessor would have got next.
 
-        A `DistributedSampler` is given the number of the epoch (of `job.epochs`, else of the pass).
+        *group*: lists of so many batches, for an update that takes several; the last one of a pass may be smaller.
+        `next()` on the result is allowed inside an iteration: if that is run again, it gets the same batches.
+        What tells its epoch by `set_epoch` (a `DistributedSampler`, Accelerate's loaders) is given the number of the
+        epoch (of `job.epochs`, else of the pass).
         """
-        self._begin()
-        place, seeds = self._place, self._place.seeds
-        here, target = place.here, place.target
-        number = here.passes
-        if target is not None and number < target.passes:
-            here.passes += 1  # the others have been through it
-            return
-        skip = 0
-        place.units = Units(self.world_size, data.samples_of(loader))
-        arrives = target is not None and number == target.passes
-        if target is not None and arrives:
-            skip = place.units.batches_of(place.target_units, target.batch)
-            place.arrive()
-        here.batch = skip
-        data.set_epoch(loader, here.epoch if here.epoch or here.epoch_passes else number)
-        seeds.for_pass(number)
-        # What shuffles may draw when the iterator is made or when its first batch is asked for.
-        batches = data.iterate(loader, skip, lambda: seeds.for_pass(number))
-        if arrives:
-            place.point.restore_generators()
-        self._loops += 1
-        try:
-            while True:
-                self._running.at_point()
-                if here.batch:
-                    seeds.for_data(here.iteration)
-                else:
-                    seeds.for_pass(number)
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                here.batch += 1
-                yield batch
-        finally:
-            # Also when the script leaves the loop early.
-            self._loops -= 1
-            here.passes, here.batch = number + 1, 0
+        return Batches(self._passes, loader, _checked(group))
 
-    def iterations(self, num_iterations: int) -> Iterator[int]:
-        """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader."""
-        self._begin()
+    @overload
+    def loader(self, loader: Iterable[T], *, group: None = None) -> Looping[T]: ...
+
+    @overload
+    def loader(self, loader: Iterable[T], *, group: int) -> Looping[list[T]]: ...
+
+    def loader(self, loader: Iterable[Any], *, group: int | None = None) -> Looping[Any]:
+        """*loader* for code that iterates it by itself, pass after pass: `for batch in it` is `job.batches(loader)`,
+        `len(it)` the number of batches (of groups), and all else is the loader's."""
+        return Looping(self._passes, loader, _checked(group))
+
+    def iterations(self, num_iterations: int, *, start: int = 0) -> Iterator[int]:
+        """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader.
+
+        *start*: the first one, where the script has loaded a snapshot of its own; this must be the first loop then. It
+        is not heeded by a replacement, nor where `job.checkpoint` has found a checkpoint.
+        """
         place = self._place
+        if start and not self._begun:
+            place.here.iteration = start
+        self._begin()
+        if start and place.target is None and place.here.iteration < start:
+            raise UsageError(f"job.iterations(start={start}) after the training loop has begun: it must come first.")
         here = place.here
         if place.target is not None:
             if place.target.iteration >= num_iterations:
                 return  # the others have been through it
-            place.arrive()
+            place.arrive(in_no_loader=True)
             place.point.restore_generators()
         self._loops += 1
         try:
             while True:
-                self._running.at_point()
+                self._passes.at_point()
                 before = here.iteration
                 if before >= num_iterations:
                     return
@@ -322,14 +373,17 @@ class Job:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if not self._begun:
                 self._begin()
-            if self._loops == 0:
+            if self._loops == 0 and self._passes.num_open == 0:
                 raise UsageError(
                     f"{function.__name__}() was called outside job.batches(), job.iterations() and job.run(): "
                     "a replacement could not find its place in such a loop."
                 )
             if self._place.inside:
                 raise UsageError(f"{function.__name__}() was called inside another iteration or section.")
-            return self._running.iterate(lambda: function(*args, **kwargs))
+            self._inputs.begin(function.__name__, args, kwargs)
+            result = self._running.iterate(self._draws.remembered(lambda: function(*args, **kwargs)))
+            self._place.drawn = 0
+            return result
 
         run._swift_iteration = True  # type: ignore[attr-defined]
         return run
@@ -345,7 +399,7 @@ class Job:
             self._begin()
             if self._place.inside or not self._place.has_points:
                 return function(*args, **kwargs)  # a part of what surrounds it
-            return self._running.section(lambda: function(*args, **kwargs))
+            return self._running.section(self._draws.remembered(lambda: function(*args, **kwargs)))
 
         return run
 
@@ -370,3 +424,9 @@ class Job:
     def _fail(self) -> None:
         """The script has failed by itself: `close` shall wait for nobody."""
         self._failed = True
+
+
+def _checked(group: int | None) -> int | None:
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+        raise UsageError(f"group={group!r} is no number of batches of at least 1")
+    return group

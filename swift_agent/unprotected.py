@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import torch.distributed as dist
+
 from swift_agent.place import Place
 from swift_agent.tracking import Tracked
 
@@ -44,6 +46,10 @@ class Unprotected:
 
     def begin(self, tracked: Tracked) -> None:
         self._tracked = tracked
+        number = [self._place.seeds.number]
+        if dist.is_initialized():
+            dist.broadcast_object_list(number)
+        self._place.seeds.common = number[0]
 
     def at_point(self) -> None: ...
 

@@ -31,7 +31,7 @@ class Told:
 @dataclass(frozen=True)
 class Idiom:
     """*script*: in `scripts/`; *args*: for it. *options*: for swift-run. *at*: the iterations in which something is
-    killed before, inside and after it. *workers*: on each of the two nodes."""
+    killed before, inside and after it. *workers*: on each of the two nodes. *scopes*: what is killed."""
 
     script: str
     expected: Equal | Told = Equal()
@@ -39,6 +39,7 @@ class Idiom:
     options: tuple[str, ...] = ()
     at: tuple[int, int, int] = (3, 6, 9)
     workers: int = 1
+    scopes: tuple[str, ...] = ("worker", "node")
 
 
 IDIOMS: dict[str, Idiom] = {
@@ -68,4 +69,26 @@ IDIOMS: dict[str, Idiom] = {
     "micro-steps with a flag": Idiom("micro_steps.py"),
     "micro-steps with a flag, compiled": Idiom("micro_steps.py", args=("compiled",)),
     "micro-steps with a flag, compiled outside": Idiom("micro_steps.py", args=("outside",)),
+    "accelerate's loader": Idiom("loaders.py", args=("accelerate",)),
+    "fabric's loader": Idiom("loaders.py", args=("fabric",)),
+    "stateful loader": Idiom("loaders.py", args=("stateful",)),
+    "a loader with its own generator": Idiom("loaders.py", args=("generator",)),
+    "augmentation in processes that stay": Idiom("loaders.py", args=("processes",)),
+    "stream": Idiom("loaders.py", args=("stream",)),
+    "a loader with its own order": Idiom("loaders.py", args=("own order",)),
+    "a sampler that counts": Idiom(
+        "loaders.py", Told("was given other data than in the process", "failure", "restart"), args=("counting",),
+        at=(8, 9, 10), scopes=("worker",)
+    ),
+    "batches in groups": Idiom("loaders.py", args=("grouped",), at=(2, 4, 7)),
+    "batches collected by the script": Idiom("loaders.py", args=("collected",), at=(2, 4, 7)),
+    "iterations that draw": Idiom("loaders.py", args=("draws inside",)),
+    "one batch ahead of the loop": Idiom("loaders.py", args=("one ahead",)),
+    "one batch ahead of the update": Idiom(
+        "loaders.py", Told("job.batches() had handed out before the last one", "start", "refused"),
+        args=("ahead of the update",), scopes=("worker",)
+    ),
+    "the next batch made in the iteration": Idiom(
+        "prefetched_batch.py", Told("a replacement would not have it. Make it inside", "start", "restart"), at=(5, 6, 9)
+    ),
 }

@@ -81,8 +81,7 @@ def faults_of(idiom: Idiom, scope: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("scope", ["worker", "node"])
-@pytest.mark.parametrize("name", IDIOMS)
+@pytest.mark.parametrize(("name", "scope"), [(name, scope) for name in IDIOMS for scope in IDIOMS[name].scopes])
 def test_stranger(
     name: str, scope: str, run: Callable[..., Outcome], expected_hashes: Callable[[str], dict[int, str]], tmp_path: Path
 ) -> None:

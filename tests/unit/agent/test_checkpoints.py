@@ -262,7 +262,8 @@ def test_what_cannot_be_loaded_is_said(group: Group, tmp_path: Path) -> None:
 
 
 def test_a_script_that_asks_for_what_cannot_be_hears_of_all_of_it(tmp_path: Path) -> None:
-    job = cast(Any, Job(0, 0, 1, torch.device("cpu"), cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace())))
+    place = cast(Any, SimpleNamespace(status="fresh"))
+    job = cast(Any, Job(0, 0, 1, torch.device("cpu"), place, cast(Any, None), cast(Any, SimpleNamespace())))
     with pytest.raises(UsageError, match=r"every=0 is .*; keep=True is .*; ftp://name/: a directory"):
         job.checkpoint("ftp://name/", every=0, keep=True)
     job.checkpoint(tmp_path, every=5)
@@ -270,7 +271,7 @@ def test_a_script_that_asks_for_what_cannot_be_hears_of_all_of_it(tmp_path: Path
     job._begun = True
     with pytest.raises(UsageError, match="before the training loop begins; it was called before"):
         job.checkpoint(tmp_path, every=5)
-    alone = Job(0, 0, 1, torch.device("cpu"), cast(Any, None), cast(Any, None), None)
+    alone = Job(0, 0, 1, torch.device("cpu"), place, cast(Any, None), None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         alone.checkpoint(tmp_path, every=5)

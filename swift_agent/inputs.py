@@ -1,0 +1,145 @@
+"""Watches what iterations are given: a batch that a replacement would not have is refused or told.
+
+- A batch that was handed out before the point at which a replacement would begin: an error at once.
+- Something else that was made between two iterations, and is not known to the job (`made_before`): told at the start.
+- Other data than the predecessor was given (`given`): told by the replacement, which is of no use then.
+
+This module must never change what an iteration is given, nor take part in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from swift_agent.errors import UsageError
+from swift_agent.given import Given, leaves
+from swift_agent.made_before import Alive, MadeBefore
+from swift_agent.place import Place
+
+_PLAIN = (bool, int, float, str, bytes, numpy.ndarray, type(None))
+
+
+class Inputs:
+    """One per job. *given*: from `watch` on; *carried*: None without an agent. *note*: a line for people; *unfit*: ends
+    this process, as all have to begin again."""
+
+    def __init__(
+        self, place: Place, given: Given | None, carried: MadeBefore | None, note: Callable[[str], None],
+        unfit: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._place, self._given, self._carried = place, given, carried
+        self._note, self._unfit = note, unfit
+        self._handed: Alive = {}
+        self._stale: Alive = {}
+        self._has_iterated = False
+        self._awaits_forward = self._is_opaque = False
+        self._models: list[nn.Module] = []
+        self._name = ""
+
+    def watch(self, models: Iterable[nn.Module], given: Given) -> None:
+        """*models*: those tracked; an iteration that was given no batch calls one of them."""
+        self._models, self._given = list(models), given
+
+    def at_point(self) -> None:
+        """User code is between two steps, and nothing that was handed out waits to be used."""
+        if self._handed:
+            self._stale, self._handed = self._handed, {}
+        self._is_opaque = False
+        if self._given is not None:
+            self._given.begin(self._number)
+        if self._has_iterated:
+            self._has_iterated = False
+            if self._carried is not None and not self._carried.is_over:
+                self._carried.at_point()
+
+    def handed(self, batch: Any) -> None:
+        """To the script, between two iterations, for the next one."""
+        for leaf in leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                self._handed[id(leaf)] = weakref.ref(leaf)
+            elif not isinstance(leaf, _PLAIN):
+                self._is_opaque = True
+        if self._given is not None:
+            self._compare(batch)
+
+    def begin(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The script calls an iteration. Raises `UsageError` for a batch that a replacement would not have."""
+        self._name, self._has_iterated = name, True
+        tensors = [leaf for leaf in leaves([*args, kwargs]) if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            found = self._stale.get(id(tensor))
+            if found is not None and found() is tensor and id(tensor) not in self._handed:
+                raise UsageError(
+                    f"{name}() was given a batch that job.batches() had handed out before the last one and before the "
+                    "last iteration: a replacement would not have it. Take a batch right before the iteration that "
+                    "uses it, several for one iteration by job.batches(loader, group=k), or inside the iteration by "
+                    "next()."
+                )
+        if self._given is None:
+            return
+        if self._given.iteration != self._number:
+            self._given.begin(self._number)  # another one with the same batch
+        others = [tensor for tensor in tensors if id(tensor) not in self._handed]
+        self._awaits_forward = False
+        if others:
+            self._find_carried(others)
+        if others or (tensors and not self._given.count):
+            self._compare(others or tensors)
+        elif not self._given.count:
+            self._await_forward()
+
+    @property
+    def _number(self) -> int:
+        """Of the iteration to come."""
+        return self._place.here.iteration + (self._place.owed is not None)
+
+    def drawn(self, batch: Any) -> None:
+        """By the iteration, while it runs."""
+        if self._given is not None:
+            self._awaits_forward = False
+            self._compare(batch)
+
+    def _await_forward(self) -> None:
+        """Once there is a hook, it costs a little in each forward: not for those who say what they give."""
+        self._awaits_forward = True
+        models, self._models = self._models, []
+        for model in models:
+            if not hasattr(model, "_orig_mod"):  # a hook would be compiled into it
+                model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._awaits_forward:
+            self._awaits_forward = False
+            if not self._is_opaque:
+                self._find_carried([*args, kwargs])
+            self._compare([*args, kwargs])
+
+    def _compare(self, inputs: Any) -> None:
+        assert self._given is not None
+        if not self._given.add(inputs):
+            self._unfit(
+                f"iteration {self._number} was given other data than in the process that this one replaces, and "
+                "training would go on with it: a loader that begins elsewhere in a replacement, or a batch that was "
+                "drawn before the iteration (see: Will my script be recovered?)"
+            )
+
+    def _find_carried(self, inputs: Any) -> None:
+        carried = self._carried
+        if carried is None or not carried.is_on or self._place.carries:
+            return
+        tensor = carried.find(inputs, self._handed)
+        if tensor is None:
+            return
+        self._place.carries = (
+            f"{self._name}() uses a tensor of shape {list(tensor.shape)} that was made before the point at which a "
+            "replacement would begin, and after the iteration before: a replacement would not have it. Make it inside "
+            "the iteration, or right before (a batch: by job.batches)"
+        )
+        if self._place.rank == 0:
+            self._note(f"{self._place.carries}. Until then a lost worker restarts all workers.")

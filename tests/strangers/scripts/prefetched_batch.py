@@ -1,0 +1,49 @@
+"""Batches cut out of one long text at random; the next one is made while the update is still under way."""
+
+from __future__ import annotations
+
+import hooks
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import swift_agent as swift
+
+
+def main() -> None:
+    hooks.begin()
+    job = swift.init()
+    torch.manual_seed(1337 + job.rank)
+    text = torch.randint(0, 11, (400,), generator=torch.Generator().manual_seed(1))
+
+    def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(text) - 9, (4,))
+        return torch.stack([text[i : i + 8] for i in starts]), torch.stack([text[i + 1 : i + 9] for i in starts])
+
+    model = DDP(nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.track(model=model, optimizer=optimizer)
+    x, y = get_batch()
+
+    @job.iteration
+    def train() -> float:
+        nonlocal x, y
+        number = job.iteration_number
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        x, y = get_batch()
+        hooks.moment("inside", number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        hooks.moment("after", number)
+        return loss.item()
+
+    for number in job.iterations(12):
+        hooks.moment("before", number)
+        train()
+    hooks.finish(job, model, optimizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""What iterations are given: kept where a successor finds it, compared; refused where no replacement would have it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from swift_agent.batches import Batches, Draws, Looping, Passes
+from swift_agent.errors import UsageError
+from swift_agent.given import NUM_SLOTS, Given, GivenPage, fingerprint
+from swift_agent.inputs import Inputs
+from swift_agent.made_before import MadeBefore
+from swift_agent.place import Place, Position, Seeds, Units
+
+
+def page(directory: Path, *, is_replacement: bool = False) -> Given:
+    return Given(GivenPage(directory / "given.0", is_replacement=is_replacement))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(3), torch.tensor([0.0, 0.0, 1.0])),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(5000), torch.cat([torch.zeros(2500), torch.ones(2500)])),
+        ({"x": torch.zeros(2), "y": 1}, {"x": torch.zeros(2), "y": 2}),
+        (["a text"], ["another"]),
+        (numpy.zeros(4), numpy.ones(4)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+    ],
+)
+def test_other_data_has_another_fingerprint(one: Any, other: Any) -> None:
+    assert fingerprint(one) != fingerprint(other) and fingerprint(one) == fingerprint(one)
+
+
+def test_anything_has_a_fingerprint() -> None:
+    tensors = [torch.zeros(0), torch.tensor(1.0), torch.zeros(3, 4).t(), torch.eye(2).to_sparse()]
+    others = [numpy.array("text"), numpy.array([object()]), torch.zeros(2, device="meta"), [1] * 99, None, object(), []]
+    for value in [*tensors, *others]:
+        fingerprint(value)
+
+
+def test_a_successor_is_given_the_same_or_told(tmp_path: Path) -> None:
+    first = page(tmp_path)
+    for iteration in range(NUM_SLOTS + 3):
+        first.begin(iteration)
+        assert first.add(torch.full((4,), iteration)) and first.add("second")
+    again = page(tmp_path, is_replacement=True)
+    last = NUM_SLOTS + 2
+    again.begin(last)
+    assert again.add(torch.full((4,), last)) and again.add("second") and again.add("more than that is not known")
+    again.begin(last - 1)
+    assert again.add(torch.full((4,), 0)), "of what was given in two parts, the first alone says nothing"
+    assert not again.add("second")
+    again.begin(0)
+    assert again.add("forgotten long ago")
+    third = page(tmp_path, is_replacement=True)
+    third.begin(last - 1)
+    third.add(torch.full((4,), last - 1))
+    assert third.add("second"), "who was told that it differs leaves nothing"
+    fresh = page(tmp_path)
+    fresh.begin(last)
+    assert fresh.add("all began again")
+
+
+def test_a_write_that_was_cut_is_nothing(tmp_path: Path) -> None:
+    first = page(tmp_path)
+    first.begin(3)
+    first.add(1)
+    content = bytearray((tmp_path / "given.0").read_bytes())
+    content[3 * 32 + 17] ^= 1
+    (tmp_path / "given.0").write_bytes(content)
+    again = page(tmp_path, is_replacement=True)
+    again.begin(3)
+    assert again.add(2)
+
+
+class Script:
+    """The parts of a job that its loop uses, without groups."""
+
+    def __init__(self, given: Given | None = None, *, target: Position | None = None) -> None:
+        seeds = Seeds("iteration", 5, 0)
+        seeds.settle()
+        self.place = Place(0, seeds, threading.RLock())
+        self.place.target, self.place.target_units = target, Units(1)
+        self.place.point = SimpleNamespace(restore_generators=lambda: None)  # type: ignore[assignment]
+        self.notes: list[str] = []
+        self.unfit: list[str] = []
+        self.points: list[tuple[int, int, int]] = []
+        self.inputs = Inputs(self.place, None, MadeBefore(), self.notes.append, self.unfit.append)
+        self.draws = Draws(self.place, self.inputs.drawn)
+        running: Any = SimpleNamespace(at_point=self._at_point)
+        self.passes = Passes(self.place, running, self.draws, self.inputs, lambda: None, 1, self.notes.append)
+        self.model = nn.Linear(2, 1)
+        self.inputs.watch([self.model], given or Given(None))
+
+    def _at_point(self) -> None:
+        if not self.place.drawn:
+            here = self.place.here
+            self.points.append((here.iteration, here.passes, here.batch))
+
+    def batches(self, loader: Any, group: int | None = None) -> Batches[Any]:
+        return Batches(self.passes, loader, group)
+
+    def iterate(self, function: Any, *args: Any, times: int = 1) -> Any:
+        """As `Job.iteration` does; cut *times* - 1 times."""
+        self.inputs.begin("train", args, {})
+        run = self.draws.remembered(lambda: function(*args))
+        for _ in range(times):
+            result = run()
+        self.place.here.iteration += 1
+        self.place.drawn = 0
+        return result
+
+
+def numbers(count: int = 12) -> list[torch.Tensor]:
+    return [torch.full((2,), float(index)) for index in range(count)]
+
+
+def test_what_is_collected_for_an_update_a_replacement_collects_too() -> None:
+    script, collected, updates = Script(), [], []
+    for batch in script.batches(numbers()):
+        collected.append(batch)
+        if len(collected) == 3:
+            updates.append(script.iterate(lambda batches: [int(one[0]) for one in batches], collected))
+            collected = []
+    assert updates == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert script.points == [(0, 0, 0), (1, 0, 3), (2, 0, 6), (3, 0, 9), (4, 0, 12)]
+    replacement = Script(target=Position(iteration=2, batch=6))
+    assert int(next(replacement.batches(numbers()))[0]) == 6
+
+
+def test_a_batch_from_before_the_point_is_refused() -> None:
+    """One ahead of the update that uses it."""
+    script, held = Script(), None
+    with pytest.raises(UsageError, match=r"before the last\s+iteration: a replacement would not have it.*group=k"):
+        for batch in script.batches(numbers()):
+            if held is not None:
+                script.iterate(lambda one: None, held)
+            held = batch
+    assert script.place.here.iteration == 1, "at once, in the second iteration"
+
+
+def test_two_updates_with_one_batch_are_right() -> None:
+    script = Script()
+    for batch in script.batches(numbers(4)):
+        for _ in range(2):
+            script.iterate(lambda one: None, batch)
+    assert script.place.here.iteration == 8 and not script.notes
+
+
+def test_a_batch_that_is_left_out_is_right() -> None:
+    script = Script()
+    for batch in script.batches(numbers(6)):
+        if int(batch[0]) % 3:
+            script.iterate(lambda one: None, batch)
+    assert script.place.here.iteration == 4
+
+
+def test_an_iteration_that_draws_for_itself_gets_the_same_again() -> None:
+    script = Script()
+    source = script.batches(numbers())
+    seen: list[Any] = []
+
+    def train() -> Any:
+        drawn = [(int(next(source)[0]), torch.rand(1).item()) for _ in range(2)]
+        seen.append(drawn)
+        return drawn
+
+    script.iterate(train)
+    script.iterate(train, times=3)
+    script.iterate(train)
+    assert [[number for number, _ in drawn] for drawn in seen] == [[0, 1], [2, 3], [2, 3], [2, 3], [4, 5]]
+    assert seen[1] == seen[2] == seen[3], "and draws the same after it"
+    assert script.place.here.batch == 6
+
+
+def test_a_replacement_that_arrived_in_a_loop_of_numbers_draws_from_there() -> None:
+    script = Script(target=Position(iteration=3, batch=6))
+    script.place.arrive(in_no_loader=True)
+    source = script.batches(numbers())
+    assert script.iterate(lambda: int(next(source)[0])) == 6
+    assert script.place.here.batch == 7
+
+
+def test_an_end_inside_an_iteration_goes_on_with_the_next_pass() -> None:
+    script = Script()
+
+    def endless() -> Any:
+        while True:
+            yield from script.batches(numbers(3))
+
+    source = endless()
+    drawn = [script.iterate(lambda: [int(next(source)[0]) for _ in range(2)], times=2) for _ in range(3)]
+    assert drawn == [[0, 1], [2, 0], [1, 2]]
+    assert (script.place.here.passes, script.place.here.batch) == (1, 3)
+
+
+def test_what_is_carried_from_iteration_to_iteration_is_told_once() -> None:
+    script = Script()
+    held = torch.randn(3, 2)
+    fixed = torch.randn(3, 2)
+
+    def train() -> None:
+        nonlocal held
+        script.model(held)
+        held = torch.randn(3, 2)
+
+    def right() -> None:
+        script.model(fixed)
+        script.model(torch.randn(3, 2))
+
+    for _ in range(6):
+        script.passes.at_point()
+        script.iterate(train)
+    assert "uses a tensor of shape [3, 2] that was made before the point" in script.place.carries
+    assert len(script.notes) == 1 and "restarts all workers" in script.notes[0]
+
+    other = Script()
+    for _ in range(6):
+        other.passes.at_point()
+        other.iterate(right)
+    assert not other.place.carries
+
+
+def test_batches_of_a_loader_are_not_carried() -> None:
+    script = Script()
+    for batch in script.batches(numbers()):
+        script.iterate(lambda one: script.model(one), batch)
+    ahead = Script()
+    source = ahead.batches(numbers())
+    batch = next(source)
+    for _ in range(6):
+        ahead.passes.at_point()
+        ahead.iterate(lambda one: ahead.model(one), batch)
+        batch = next(source)  # in the body: a replacement takes it in front of its loop
+    assert not script.place.carries and not ahead.place.carries
+    assert ahead.points[-1] == (6, 0, 6)
+
+
+def test_the_check_keeps_nothing_alive() -> None:
+    script = Script()
+    tensor = torch.zeros(2)
+    gone = weakref.ref(tensor)
+    for _ in range(3):
+        script.passes.at_point()
+        script.iterate(lambda: None)
+    del tensor
+    assert gone() is None
+
+
+def test_a_replacement_with_other_data_is_of_no_use(tmp_path: Path) -> None:
+    first = Script(page(tmp_path))
+    for batch in first.batches(numbers(5)):
+        first.iterate(lambda one: None, batch)
+    right = Script(page(tmp_path, is_replacement=True), target=Position(iteration=4, batch=4))
+    right.iterate(lambda one: None, next(right.batches(numbers(5))))
+    assert not right.unfit
+    wrong = Script(page(tmp_path, is_replacement=True), target=Position(iteration=4, batch=3))
+    wrong.iterate(lambda one: None, next(wrong.batches(numbers(5))))
+    assert "iteration 4 was given other data than in the process that this one replaces" in wrong.unfit[0]
+
+
+def test_an_iteration_without_arguments_is_known_by_what_its_model_gets(tmp_path: Path) -> None:
+    first = Script(page(tmp_path))
+    first.iterate(lambda: first.model(torch.ones(1, 2)))
+    second = Script(page(tmp_path, is_replacement=True))
+    second.iterate(lambda: second.model(torch.zeros(1, 2)))
+    assert len(second.unfit) == 1
+
+
+def test_a_loader_for_code_that_iterates_by_itself() -> None:
+    script = Script()
+    loader = torch.utils.data.DataLoader(range(10), batch_size=2)  # type: ignore[arg-type]
+    looping: Looping[Any] = Looping(script.passes, loader, 2)
+    assert (len(looping), looping.batch_size, looping.dataset) == (3, 2, loader.dataset)
+    for _ in range(2):
+        assert [[one.tolist() for one in group] for group in looping] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
+    assert script.place.here.passes == 2
+
+
+def test_a_loader_that_looks_ahead_carries_nothing() -> None:
+    """It has made the next batch when the point is kept."""
+
+    def ahead() -> Any:
+        held = torch.randn(3, 2)
+        for _ in range(8):
+            following = torch.randn(3, 2)
+            yield held
+            held = following
+
+    script = Script()
+    for batch in script.batches(ahead()):
+        script.iterate(lambda one: script.model(one), batch)
+    wrapped = Script()
+    for batch in wrapped.batches(SimpleNamespace(x=one) for one in ahead()):
+        wrapped.iterate(lambda one: wrapped.model(one.x), batch)
+    assert not script.place.carries and not wrapped.place.carries
+
+
+def test_who_died_between_batch_and_iteration_has_left_the_batch(tmp_path: Path) -> None:
+    first = Script(page(tmp_path))
+    source = first.batches(numbers(5))
+    first.iterate(lambda one: None, next(source))
+    next(source)
+    wrong = Script(page(tmp_path, is_replacement=True), target=Position(iteration=1, batch=2))
+    next(wrong.batches(numbers(5)))
+    assert len(wrong.unfit) == 1
