@@ -30,7 +30,7 @@ def run(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
         directory.mkdir()
         spares = 3 if any(fault["scope"] == "node" for fault in faults) else 0
         agents = make_agents(
-            directory, num_workers=idiom.workers, max_restarts=9, script=SCRIPTS / idiom.script,
+            directory, num_workers=idiom.workers, max_restarts=None, script=SCRIPTS / idiom.script,
             script_args=idiom.args, options=(*idiom.options, "--spares", str(spares)), orders={"faults": faults},
         )  # fmt: skip
         for node in "abcde"[: 2 + spares]:

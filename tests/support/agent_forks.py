@@ -15,6 +15,7 @@ Run as `python -m tests.support.agent_forks FD`; ends when the socket is closed,
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -27,11 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift_agent import nursery, standby
+from swift_agent import nursery, standby, worker_main
 from swift_agent.process import die_with_parent
 
 IMPORTED = ("swift_agent.run", "swift_agent.launch", *nursery.PRELOAD)
@@ -175,6 +178,19 @@ def become(order: dict[str, Any]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def leave_with(run: Callable[[dict[str, Any]], None], order: dict[str, Any]) -> None:
+    """End this process as `run(order)` ends, without taking the interpreter apart: that would copy the same pages."""
+    code = 0
+    try:
+        run(order)
+    except SystemExit as stop:
+        code = worker_main._exit_code(stop)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(worker_main._finish(code))
+
+
 class ServerFork:
     """A child of the agent that becomes its first standby server; what `standby` uses of `subprocess.Popen`."""
 
@@ -235,5 +251,7 @@ if __name__ == "__main__":
     for name in IMPORTED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not live in a fork"
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page of what was imported
     if (meant := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
-        become(meant)
+        leave_with(become, meant)
