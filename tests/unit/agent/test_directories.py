@@ -28,7 +28,8 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config(logs: Path, keep_logs: bool = False, message_log: Path | None = None) -> AgentConfig:
     launch = SimpleNamespace(logs_specs=SimpleNamespace(root_log_dir=str(logs)))
     return cast(AgentConfig, SimpleNamespace(
-        keep_logs=keep_logs, launch=launch, message_log=None if message_log is None else str(message_log)
+        nproc=2, keep_logs=keep_logs, launch=launch,
+        message_log=None if message_log is None else str(message_log)
     ))  # fmt: skip
 
 

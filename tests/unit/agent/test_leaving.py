@@ -255,10 +255,11 @@ def test_a_worker_that_does_not_answer_or_is_paused_is_not_asked_again() -> None
     assert agent.tell(msg.RateTick()) == [msg.AskIteration((0,))]
     agent.now_s += 100 * rate.ASK_S
     assert agent.tell(msg.RateTick()) == []
-    agent.tell(msg.WorkerAt(0, agent.pid(0), 10), msg.Tick(lease_overdue_s=1.0, silence_s=99.0))
+    agent.tell(msg.WorkerAt(0, agent.pid(0), 10), msg.Tick(holds=False))
     agent.now_s += rate.ASK_S
     assert agent.state.paused and agent.tell(msg.RateTick()) == []
-    assert only(agent.tell(msg.Tick()), msg.ResumeWorkers)
+    assert agent.tell(msg.Tick()) == [msg.ReadPlace()]
+    assert only(agent.tell(msg.PlaceRead(agent.state.view.generation_revision)), msg.ResumeWorkers)
     assert agent.tell(msg.RateTick()) == [msg.AskIteration((0,))]
     # Another process in its place has not been asked yet.
     changed = rate.watch(agent.state.rate, msg.RateTick(), 999, 1, True, agent.now_s + rate.ASK_S)
