@@ -40,6 +40,8 @@ _MAX_FRAME_BYTES = 1 << 28
 # Before the other side has proved who it is.
 _MAX_HELLO_BYTES = 4096
 _HELLO_TIMEOUT_S = 10.0
+# How often it is looked whether a client that waits is still there.
+_LOOK_S = 5.0
 # An answer may hold many values; its length has 32 bits.
 _MAX_ANSWER_BYTES = (1 << 32) - 1
 # How much longer than the server the client waits for the answer that its time is up.
@@ -135,7 +137,7 @@ class StoreServer:
             await asyncio.wait(list(connections))
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_options(writer.get_extra_info("socket"))
         nonce = secrets.token_bytes(_NONCE_BYTES)
         writer.write(_pack([nonce]))
         # Not wait_for: before Python 3.12 it can swallow the cancellation that comes together with the result, and then
@@ -153,17 +155,17 @@ class StoreServer:
         writer.write(_pack([_OK, _proof(self._token, b"server", nonce, hello[0])]))
         while True:
             operation, *parts = await _read(reader)
-            writer.write(_pack(await self._answer(operation, parts)))
+            writer.write(_pack(await self._answer(operation, parts, reader)))
             await writer.drain()
 
-    async def _answer(self, operation: bytes, parts: list[bytes]) -> list[bytes]:
+    async def _answer(self, operation: bytes, parts: list[bytes], client: asyncio.StreamReader) -> list[bytes]:
         values = self._values
         if operation == b"set":
             for key, value in zip(parts[::2], parts[1::2], strict=True):
                 self._put(key, value)
             return [_OK]
         if operation == b"get":  # timeout, keys: when all are there
-            if not await self._all_there(parts[1:], int(parts[0]) / 1e3):
+            if not await self._all_there(parts[1:], int(parts[0]) / 1e3, client):
                 return [_TIMEOUT, *(key for key in parts[1:] if key not in values)]
             return [_OK, *(values[key] for key in parts[1:])]
         if operation == b"check":
@@ -191,25 +193,41 @@ class StoreServer:
         for event in self._waiting.pop(key, ()):
             event.set()
 
-    async def _all_there(self, keys: Sequence[bytes], timeout_s: float) -> bool:
+    async def _all_there(self, keys: Sequence[bytes], timeout_s: float, client: asyncio.StreamReader) -> bool:
+        """Raises ConnectionError once the client that waits is gone."""
         deadline_s = self._loop.time() + timeout_s
         for key in keys:
             while key not in self._values:
                 event = asyncio.Event()
                 self._waiting.setdefault(key, set()).add(event)
                 try:
-                    async with asyncio.timeout_at(deadline_s):
+                    async with asyncio.timeout_at(min(deadline_s, self._loop.time() + _LOOK_S)):
                         await event.wait()
                 except TimeoutError:
-                    return False
+                    if client.at_eof() or client.exception() is not None:
+                        raise ConnectionResetError("it waits for no answer any more") from None
+                    if self._loop.time() >= deadline_s:
+                        return False
                 finally:
-                    self._waiting.get(key, set()).discard(event)
+                    waiting = self._waiting.get(key, set())
+                    waiting.discard(event)
+                    if not waiting:
+                        self._waiting.pop(key, None)
         return True
 
 
 def _told(context: dict[str, Any]) -> str:
     error = context.get("exception")
     return f"the store of a generation: {context.get('message')}" + (f" ({error})" if error else "")
+
+
+def _set_options(sock: socket.socket) -> None:
+    """Answers go out at once; and a client whose machine is gone is noticed within some minutes."""
+    for name, value in (
+        (socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 5)
+    ):  # fmt: skip
+        sock.setsockopt(socket.IPPROTO_TCP, name, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 async def _read(reader: asyncio.StreamReader, limit: int = _MAX_FRAME_BYTES) -> list[bytes]:

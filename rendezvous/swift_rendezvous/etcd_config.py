@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,6 +178,14 @@ def _read_password(env: Mapping[str, str], password_file: str | None, mistakes: 
     if not file:
         return direct or None
     try:
+        mode = os.stat(file).st_mode
+        # The group may read: that is how Kubernetes hands a secret to a user that is not root.
+        if mode & (stat.S_IWGRP | stat.S_IRWXO):
+            mistakes.append(
+                f"etcd password file {file!r}: others may read or change it ({stat.filemode(mode)}); "
+                f"type chmod 600 {file}"
+            )
+            return None
         return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"

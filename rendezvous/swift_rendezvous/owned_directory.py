@@ -26,8 +26,14 @@ def own(directory: Path) -> int:
 
 
 def remove_orphans(parent: Path, prefix: str) -> None:
-    """Remove the owned directories in *parent* of our user whose owner was killed: nobody holds their lock."""
+    """Remove the owned directories in *parent* of our user whose owner was killed: nobody holds their lock.
+
+    They are named by *prefix* and what `mkdtemp` appends, which has no hyphen: `n1-` is not the beginning of what
+    another host, `n1-b`, has made in a directory that both share.
+    """
     for directory in parent.glob(f"{prefix}*"):
+        if "-" in directory.name.removeprefix(prefix):
+            continue
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
                 continue

@@ -11,6 +11,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -48,7 +49,8 @@ def load() -> ModuleType | None:
     """The compiled module (classes `Forward`, `Seeder`, `Watch`), or None: not built for this torch, or
     `SWIFT_NATIVE=0`.
 
-    Raises ImportError when a library is there and cannot be loaded: a damaged cache must not pass unseen.
+    Raises ImportError when a library is there and cannot be loaded, or when others may have put it there: a damaged
+    cache must not pass unseen.
     """
     global _loaded
     if os.environ.get("SWIFT_NATIVE") == "0":
@@ -58,6 +60,7 @@ def load() -> ModuleType | None:
     path = library_path()
     if not path.is_file():
         return None
+    _check_owners(path)
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
     assert spec is not None
@@ -71,6 +74,20 @@ def load() -> ModuleType | None:
         ) from error
     _loaded = module
     return module
+
+
+def _check_owners(path: Path) -> None:
+    """To load it is to run it, so it has to come from this user, from root, or from who has installed this package."""
+    trusted = {os.getuid(), 0, Path(__file__).stat().st_uid}
+    for one in (path, path.parent):
+        found = one.stat()
+        if found.st_uid not in trusted or found.st_mode & stat.S_IWOTH:
+            who = f"user {found.st_uid} owns it" if found.st_uid not in trusted else "all users may write it"
+            raise ImportError(
+                f"{path} is not loaded: {who} ({one})\n"
+                "  next    build it with `python -m swift_agent.native build` into a directory of your own, and name "
+                "that in SWIFT_NATIVE_DIR"
+            )
 
 
 def build(*, force: bool = False) -> Path:

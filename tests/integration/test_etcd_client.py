@@ -478,6 +478,7 @@ def test_all_mistakes_of_a_list_are_told_together() -> None:
 def test_the_environment_is_read(tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.write_text("s3cret-word\n")
+    secret.chmod(0o640)
     assert EtcdConfig.from_environment({}) is None
     config = EtcdConfig.from_environment(
         {"SWIFT_ETCD_ENDPOINTS": "a,b:1", "SWIFT_ETCD_USER": "agent", "SWIFT_ETCD_PASSWORD_FILE": str(secret)},
@@ -490,6 +491,17 @@ def test_the_environment_is_read(tmp_path: Path) -> None:
         endpoints="https://c", user="me", password_file=str(secret), ca_cert=str(secret),
     )
     assert argument == EtcdConfig(("c:2379",), "me", "s3cret-word", ca_cert=str(secret), tls=True)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o601])
+def test_a_password_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("s3cret-word\n")
+    secret.chmod(mode)
+    environment = {"SWIFT_ETCD_ENDPOINTS": "a", "SWIFT_ETCD_USER": "me", "SWIFT_ETCD_PASSWORD_FILE": str(secret)}
+    with pytest.raises(ValueError, match=r"others may read or change it .*chmod 600") as caught:
+        EtcdConfig.from_environment(environment)
+    assert "s3cret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_all_mistakes_of_the_environment_are_told_together(tmp_path: Path) -> None:

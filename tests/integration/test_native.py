@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,31 @@ def test_the_path_tells_torch_python_and_source_apart(monkeypatch: pytest.Monkey
     monkeypatch.delenv("SWIFT_NATIVE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert native.library_path().is_relative_to(tmp_path / "home" / ".cache" / "swift-agent")
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("how", ["another user's", "open to all"])
+def test_it_is_not_loaded_if_others_may_have_put_it_there(
+    native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str  # noqa: F811
+) -> None:
+    if how == "another user's" and os.getuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    monkeypatch.setenv("SWIFT_NATIVE_DIR", str(NATIVE_DIR))
+    built = native.library_path()
+    monkeypatch.setenv("SWIFT_NATIVE_DIR", str(tmp_path))
+    path = native.library_path()
+    path.parent.mkdir()
+    shutil.copy(built, path)
+    code = "from swift_agent import native; print(native.load() is not None)"
+    assert run(code, SWIFT_NATIVE_DIR=str(tmp_path)).stdout == "True\n"
+    target = path if what == "file" else path.parent
+    if how == "open to all":
+        target.chmod(0o777)
+    else:
+        os.chown(target, 65534, 65534)
+    done = run(code, SWIFT_NATIVE_DIR=str(tmp_path))
+    assert done.returncode == 1 and f"{path} is not loaded" in done.stderr and str(target) in done.stderr
+    assert ("user 65534 owns it" if how == "another user's" else "all users may write it") in done.stderr
 
 
 def test_it_is_used_only_if_built_and_wanted(native_library: None, tmp_path: Path) -> None:  # noqa: F811

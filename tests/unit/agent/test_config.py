@@ -190,6 +190,7 @@ def test_run_path_is_torchs_function() -> None:
 
 def test_password_is_never_shown(workplace: Path) -> None:
     (workplace / "secret").write_text("hunter2\n")
+    (workplace / "secret").chmod(0o600)
     found = config("--rdzv-endpoint", "a", "--etcd-user", "ann", "--etcd-password-file", "secret", "train.py")
     assert found.etcd is not None and (found.etcd.user, found.etcd.password) == ("ann", "hunter2")
     assert "hunter2" not in repr(found)

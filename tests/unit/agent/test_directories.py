@@ -89,6 +89,18 @@ def test_logs_of_messages_have_a_directory_of_their_own(parent: Path, tmp_path: 
     without.close()
 
 
+def test_a_host_removes_nothing_of_one_whose_name_begins_with_its_own(tmp_path: Path) -> None:
+    """On a directory that both share, where locks of one may not be seen by the other."""
+    made = {}
+    for host in ("n1", "n1-b", "n1-b-c"):
+        made[host] = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{host}-", dir=tmp_path))
+        os.close(own(made[host]))  # as it looks where the lock is not seen
+    remove_orphans(tmp_path, f"{PREFIX}n1-")
+    assert not made["n1"].exists() and made["n1-b"].exists() and made["n1-b-c"].exists()
+    remove_orphans(tmp_path, f"{PREFIX}n1-b-")
+    assert not made["n1-b"].exists() and made["n1-b-c"].exists()
+
+
 def test_nothing_is_left_if_one_cannot_be_made(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be made: .*Not a directory: .*/file/logs'; .*--message-log"):

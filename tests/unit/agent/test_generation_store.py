@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from swift_agent import generation_store
 from swift_agent.generation_store import StoreClient, StoreServer, _pack
 from tests.support.limits import without_descriptors
 
@@ -167,6 +169,32 @@ def test_the_token_is_never_sent(server: StoreServer) -> None:
         again.recv(4096)
         again.sendall(said[1])
         assert b"refused" in again.recv(4096)
+
+
+def test_clients_that_vanish_while_they_wait_leave_nothing(
+    server: StoreServer, connect: Callable[[], StoreClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_store, "_LOOK_S", 0.2)
+
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    stays = connect()
+    answers: list[bytes] = []
+    waits = threading.Thread(target=lambda: answers.append(stays.get("late")))
+    waits.start()
+    before = num_descriptors()
+    for _ in range(50):
+        client = connect()
+        client._socket.sendall(_pack([b"get", b"3600000", b"never", b"late"]))
+        client.close()
+    deadline_s = time.monotonic() + 10
+    while num_descriptors() > before or set(server._waiting) != {b"late"}:
+        assert time.monotonic() < deadline_s, (num_descriptors(), before, server._waiting)
+        time.sleep(0.05)
+    connect().set("late", "value")
+    waits.join(10)
+    assert answers == [b"value"] and not server._waiting
 
 
 def test_a_wrong_token_is_refused(server: StoreServer) -> None:

@@ -419,6 +419,7 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == PluginOptions(EtcdConfig(("one:2379", "two:1"), timeout_s=60.0), 60)
     password = tmp_path / "password"
     password.write_text("secret\n")
+    password.chmod(0o600)
     options = PluginOptions.from_parameters(
         parameters(endpoint="one,two", protocol="HTTPS", user="me", password_file=str(password), ca_cert=str(password),
                    ssl_cert=str(password), ssl_cert_key=str(password), read_timeout="7", lease_ttl="15")
