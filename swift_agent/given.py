@@ -11,6 +11,7 @@ This module must never wait for a device: of a tensor that is not on the process
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -29,25 +30,27 @@ _MAX_LEAVES = 64
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What *value* consists of, through lists, tuples and mappings."""
+    """The first things that *value* consists of, through lists, tuples and mappings."""
+    return itertools.islice(_leaves(value), _MAX_LEAVES)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from leaves(item)
+            yield from _leaves(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from leaves(item)
+            yield from _leaves(item)
     else:
         yield value
 
 
 def fingerprint(value: Any, begin: int = 0) -> int:
-    """Of tensors, arrays, numbers and texts in *value*; of the first ones, and of samples of what is large."""
+    """Of the tensors, arrays, numbers and texts in *value*, of samples of those that are large."""
     state = xxhash.xxh3_64(seed=begin)
-    for index, leaf in enumerate(leaves(value)):
-        if index == _MAX_LEAVES:
-            break
+    for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
             state.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             if leaf.device.type == "cpu" and leaf.layout is torch.strided and leaf.is_contiguous() and leaf.numel():

@@ -114,6 +114,8 @@ class Inputs:
                 model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # whoever compiles what is around the model compiles this, too
         if self._awaits_forward:
             self._awaits_forward = False
             if not self._is_opaque:

@@ -129,4 +129,5 @@ def parts(loader: Any) -> Iterator[Any]:
         seen.append(one)
         yield one
         own = getattr(one, "__dict__", {})
-        waiting += [own[name] for name in (*_INSIDE, *_SAMPLERS) if name in own and hasattr(own[name], "__iter__")]
+        found = [own.get(name) for name in _INSIDE] + [getattr(one, name, None) for name in _SAMPLERS]
+        waiting += [other for other in found if hasattr(other, "__iter__")]

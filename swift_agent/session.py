@@ -262,7 +262,12 @@ class Job:
         # In a job of a range of sizes the process before had other data.
         is_replacement = self.is_replacement and not os.environ.get(ENV_SIZES)
         path = Path(os.environ[ENV_SOCKET]).parent / f"given.{self.rank}"
-        self._inputs.watch(tracked.state.models.values(), Given(GivenPage(path, is_replacement=is_replacement)))
+        page = None
+        try:
+            page = GivenPage(path, is_replacement=is_replacement)
+        except OSError as error:
+            self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
+        self._inputs.watch(tracked.state.models.values(), Given(page))
 
     def _note(self, text: str) -> None:
         if self._supervisor is not None:

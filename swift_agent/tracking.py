@@ -66,6 +66,12 @@ def check(pending: Pending, *, overlap_update: bool = False, replicas: Sequence[
     for name, other in pending["others"].items():
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             mistakes.append(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
+            continue
+        try:
+            other.state_dict()
+        except Exception as error:  # of its own kind
+            why = f"{type(error).__name__}: {error}"
+            mistakes.append(f"{name} is a {type(other).__name__} whose state_dict() fails ({why}): leave it out")
     if not mistakes:
         mistakes += unsupported.mistakes_of_models(pending["models"], pending["others"].values(), alone=alone)
     if not mistakes and pending["models"]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from swift_agent.errors import UsageError
-from swift_agent.session import Job
+from swift_agent.place import Place, Position, Seeds, Units
+from swift_agent.session import Job, JobPosition
 
 
 def number(iteration: int, owed: bool, inside: str) -> int:
@@ -65,3 +69,59 @@ def test_it_is_said_when_it_is_too_late_to_be_deterministic(job: Job, monkeypatc
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     job.track(deterministic=True)
     assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_loader_is_no_state_and_what_cannot_give_its_state_is_named(job: Job) -> None:
+    """Accelerate's loaders have a state_dict that fails, unless it is a stateful loader that they are around."""
+    loader = prepare_data_loader(DataLoader(TensorDataset(torch.zeros(4))), num_processes=1, process_index=0)
+    job.track(model=nn.Linear(2, 2), loader=loader)
+    assert not job._pending["others"]
+    with pytest.raises(UsageError, match=r"DataLoaderShard whose state_dict\(\) fails \(AttributeError.*: leave it"):
+        job.track(data=loader)
+
+
+def looping(*, target: Position | None = None) -> Job:
+    """One whose loop begins without groups."""
+    place: Any = SimpleNamespace(
+        here=Position(), target=None, owed=None, inside="", drawn=0, units=Units(), seeds=Seeds("user", 1, 0),
+        status="fresh" if target is None else "empty", point=SimpleNamespace(restore_generators=lambda: None),
+        passed=None, keep_point=lambda: None, target_units=Units(),
+    )  # fmt: skip
+    place.arrive = lambda in_no_loader: Place.arrive(place, in_no_loader=in_no_loader)
+    running: Any = SimpleNamespace(at_point=lambda: None)
+    made = Job(0, 0, 1, torch.device("cpu"), place, running, None)
+
+    def begin() -> None:
+        made._begun = True
+        place.target, place.here = target, place.here if target is None else replace(target, batch=0)
+
+    made._begin = begin  # type: ignore[method-assign]
+    return made
+
+
+def taken(job: Job, numbers: Iterator[int]) -> list[int]:
+    got = []
+    for number in numbers:
+        got.append(number)
+        job._place.here.iteration += 1
+    return got
+
+
+def test_a_script_with_a_snapshot_of_its_own_begins_where_that_is() -> None:
+    job = looping()
+    assert taken(job, job.iterations(6, start=4)) == [4, 5]
+    assert list(looping().epochs(5, start=3)) == [3, 4]
+    replacement = looping(target=Position(iteration=5, epoch=4))
+    assert replacement.is_replacement and replacement.position == JobPosition(5, 4, 0, 0)
+    assert taken(replacement, replacement.iterations(6, start=2)) == [5], "the others are further"
+    assert list(looping(target=Position(epoch=4)).epochs(6, start=1)) == [4, 5]
+    late = looping()
+    late._begin()
+    with pytest.raises(UsageError, match="it must come first"):
+        next(late.iterations(6, start=4))
+
+
+@pytest.mark.parametrize("group", [0, -1, True, 2.0])
+def test_a_group_is_a_number_of_batches(group: Any) -> None:
+    with pytest.raises(UsageError, match="is no number of batches of at least 1"):
+        looping().batches([1], group=group)
