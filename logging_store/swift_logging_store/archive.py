@@ -38,6 +38,8 @@ PAUSES_S = (0.5, 30.0)
 _NUM_TRIES = 3
 # At the end, for the thread.
 _END_S = 5.0
+# The kind of runs that are numbered by a clock.
+CLOCK = "t"
 _NAME = re.compile(r"(.*)\.swiftlog-([a-z])(\d+)-(\d+)-[0-9a-f]{8}")
 
 
@@ -67,6 +69,16 @@ def predecessors(directory: str, names: Iterable[str]) -> list[str]:
         if (int(found[3]), int(found[4])) < (int(mine[3]), int(mine[4])):
             earlier.append(name)
     return earlier
+
+
+def ahead(directory: str, names: Iterable[str]) -> list[str]:
+    """Those among *names* whose process had the same rank of the same job in a run of one node that began later, by the
+    clock of that node; so if that of *directory* is the newest, the clock was set back since."""
+    mine = _NAME.fullmatch(directory)
+    assert mine is not None
+    found = [_NAME.fullmatch(name) for name in names] if mine[2] == CLOCK else []
+    same = [one for one in found if one is not None and (one[1], one[2]) == (mine[1], mine[2])]
+    return [one[0] for one in same if int(one[3]) > int(mine[3])]
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class Archive:
         self._fails = False
         self._closing = False
         self._helper: Helper | None = None  # made and ended by the thread
-        self._has_told_of_rest = False  # of the thread
+        self._has_told_of_rest = self._has_told_of_later = False  # of the thread
         self._thread = threading.Thread(target=self._run, name="swift-log-archive", daemon=True)
         self._thread.start()
 
@@ -271,7 +283,14 @@ class Archive:
             self._note(f"logs of messages are copied to {self._url} again")
 
     def _remove_predecessors(self, helper: Helper) -> None:
-        names = predecessors(self._directory, helper.ask("names", path=""))
+        known = helper.ask("names", path="")
+        names, later = predecessors(self._directory, known), ahead(self._directory, known)
+        if later and not self._has_told_of_later:
+            self._has_told_of_later = True
+            self._note(
+                f"{self._url} has logs of a run that began later, or before the clock of this node was set back "
+                f"({later[0]}): they stay there; remove them if no such run is alive"
+            )
         if not names or not self._is_ours():
             return
         for name in names:

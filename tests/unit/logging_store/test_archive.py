@@ -19,7 +19,7 @@ import pytest
 
 from swift_logging_store import archive as archives
 from swift_logging_store import helper as helpers
-from swift_logging_store.archive import Archive, directory_name, predecessors
+from swift_logging_store.archive import Archive, ahead, directory_name, predecessors
 from swift_logging_store.errors import LogError
 from swift_logging_store.helper import Helper
 
@@ -215,6 +215,24 @@ def test_who_came_before() -> None:
     others = [mine, name("e10", 3, "00000001"), name("e10", 4), name("e11", 1), name("t9", 1), "job.rank1.swiftlog-e9"]
     assert predecessors(mine, [*others, *before]) == before
     assert not any(mine in predecessors(other, [mine]) for other in before)
+
+
+def test_what_a_run_left_before_the_clock_was_set_back_stays_and_is_told_of(
+    make: Callable[..., Archive], tmp_path: Path, notes: list[str]
+) -> None:
+    left, here = make(1, run="t2000"), make(2, run="t1000")
+    left.add(segment(tmp_path, 1))
+    assert left.wait(SOON_S)
+    here.add(segment(tmp_path, 2))
+    here.remove_predecessors()
+    here.remove_predecessors()
+    assert here.wait(SOON_S)
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {left._directory, here._directory}
+    (note,) = notes
+    assert "before the clock of this node was set back" in note and left._directory in note
+    names = [left._directory, here._directory]
+    assert ahead(here._directory, names) == [left._directory] and ahead(left._directory, names) == []
+    assert ahead(directory_name("job", 1, "e10", 3, "00000000"), [directory_name("job", 1, "e11", 3, "00000000")]) == []
 
 
 PREDECESSOR = """
