@@ -105,7 +105,7 @@ class Batches(Iterator[T]):
         self._passes, self._loader, self._group = passes, loader, group
         self._batches: Iterator[Any] | None = None
         self._number = 0
-        self._is_over = self._ends_with_group = False
+        self._is_over = self._is_used_up = False
 
     def __iter__(self) -> Batches[T]:
         return self
@@ -113,9 +113,6 @@ class Batches(Iterator[T]):
     def __next__(self) -> T:
         passes = self._passes
         if self._is_over:
-            if self._ends_with_group and not passes.draws.is_inside:
-                self._ends_with_group = False
-                passes.at_point()  # the pass ends here, too
             raise StopIteration
         if passes.draws.is_inside:
             return passes.draws.take(self._draw)
@@ -173,6 +170,16 @@ class Batches(Iterator[T]):
         return True
 
     def _draw(self) -> T:
+        try:
+            return self._draw_next()
+        except StopIteration:
+            self.close()
+            self._passes.place.drawn = 0
+            raise
+
+    def _draw_next(self) -> T:
+        if self._is_used_up:
+            raise StopIteration
         if self._group is None:
             batch: T = self._draw_one()
             return batch
@@ -183,7 +190,7 @@ class Batches(Iterator[T]):
         except StopIteration:
             if not batches:
                 raise
-            self._ends_with_group = True
+            self._is_used_up = True  # the pass goes on until the script has used these
         drawn: Any = batches
         group: T = drawn
         return group
@@ -195,12 +202,7 @@ class Batches(Iterator[T]):
         here, seeds = place.here, place.seeds
         seeds.for_batch(number_of(self._number, here.batch))
         assert self._batches is not None
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self.close()
-            place.drawn = 0
-            raise
+        batch = next(self._batches)
         if not self._passes.draws.is_inside:
             seeds.for_data(here.iteration)  # the body of the loop may draw
         here.batch += 1

@@ -139,6 +139,21 @@ def test_what_is_collected_for_an_update_a_replacement_collects_too() -> None:
     assert int(next(replacement.batches(numbers()))[0]) == 6
 
 
+def test_the_last_group_is_used_within_its_pass() -> None:
+    script = Script()
+    for _ in range(2):
+        for group in script.batches(numbers(6), 4):
+            assert script.passes.num_open, "an iteration is refused outside of a loop"
+            script.iterate(lambda batches: None, group)
+    assert script.points == [(0, 0, 0), (1, 0, 4), (2, 0, 6), (2, 1, 0), (3, 1, 4), (4, 1, 6)]
+    inside, sizes = script.batches(numbers(6), 4), []
+    for _ in range(2):
+        script.iterate(lambda: sizes.append(len(next(inside))))
+    with pytest.raises(StopIteration):
+        script.iterate(lambda: next(inside))
+    assert sizes == [4, 2]
+
+
 def test_a_batch_from_before_the_point_is_refused() -> None:
     """One ahead of the update that uses it."""
     script, held = Script(), None
