@@ -72,15 +72,15 @@ class Draws:
 
 
 class Passes:
-    """Of one job, over all its loaders. *begin*: the training loop begins, if it has not yet. *num_open*: passes that
-    the script is in."""
+    """Of one job, over all its loaders. *begin*: the training loop begins, if it has not yet. *has_state*: whether a
+    loader is where it has to be by a state of its own. *num_open*: passes that the script is in."""
 
     def __init__(
         self, place: Place, running: Running, draws: Draws, inputs: Inputs, begin: Callable[[], None], world_size: int,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None], has_state: Callable[[Any], bool] = lambda loader: False,
     ) -> None:  # fmt: skip
         self.place, self.draws, self.begin, self.world_size = place, draws, begin, world_size
-        self._running, self._inputs = running, inputs
+        self._running, self._inputs, self.has_state = running, inputs, has_state
         self.feeds = data.Feeds(
             lambda done, num: tell(f"has drawn {done} of {num} batches again, to get to the one that it needs")
         )
@@ -158,7 +158,8 @@ class Batches(Iterator[T]):
         data.set_epoch(self._loader, here.epoch if here.epoch or here.epoch_passes else number)
         seeds.for_pass(number)
         coming = Pass(
-            number, skip, for_start=lambda stays: seeds.for_pass(0 if stays else number),
+            number, 0 if passes.has_state(self._loader) else skip,
+            for_start=lambda stays: seeds.for_pass(0 if stays else number),
             for_order=lambda: seeds.for_pass(number),
             for_batch=lambda batch: seeds.for_batch(number_of(number, batch)), key=seeds.key,
             common_seed=seeds.common,

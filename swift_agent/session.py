@@ -100,7 +100,7 @@ class Job:
         self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
         self._draws = Draws(place, self._inputs.drawn)
         self._passes = Passes(
-            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note
+            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note, self._is_state
         )  # fmt: skip
 
     # ---- set-up ----
@@ -268,6 +268,9 @@ class Job:
         except OSError as error:
             self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
         self._inputs.watch(tracked.state.models.values(), Given(page))
+
+    def _is_state(self, loader: Any) -> bool:
+        return any(loader is one for one in self._pending["others"].values())
 
     def _note(self, text: str) -> None:
         if self._supervisor is not None:

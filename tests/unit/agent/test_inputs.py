@@ -207,6 +207,30 @@ def test_a_replacement_that_arrived_in_a_loop_of_numbers_draws_from_there() -> N
     assert script.place.here.batch == 7
 
 
+def test_a_loader_with_a_state_of_its_own_is_where_that_is() -> None:
+    class Stateful:
+        at = 0
+
+        def __iter__(self) -> Any:
+            while self.at < 9:
+                self.at += 1
+                yield torch.full((2,), float(self.at - 1))
+
+        def state_dict(self) -> Any:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.at = state["at"]
+
+    first, loader, other = Script(), Stateful(), Stateful()
+    for _ in zip(range(5), first.batches(loader), strict=False):
+        pass
+    other.load_state_dict(loader.state_dict())
+    replacement = Script(target=Position(iteration=5, batch=5))
+    replacement.passes.has_state = lambda one: one is other
+    assert [int(batch[0]) for batch in replacement.batches(other)] == [5, 6, 7, 8]
+
+
 def test_an_end_inside_an_iteration_goes_on_with_the_next_pass() -> None:
     script = Script()
 
