@@ -19,17 +19,21 @@ import selectors
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from swift_agent import host, kept_state, records, timeline
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from swift_agent import host, kept_state, records, timeline, watchdog
 from swift_agent import lifecycle as lc
 from swift_agent import lifecycle_messages as msg
+from swift_agent.agent_events import AgentEvents, Ended
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
 from swift_agent.directories import Directories
 from swift_agent.errors import JobStopped
-from swift_agent.hosting import GenerationStores
+from swift_agent.hosting import GenerationStores, PortTaken
 from swift_agent.isolation import rejoin_delay_s
 from swift_agent.outcome import limit_of, raise_outcome
 from swift_agent.patience import Patience, probe
@@ -40,7 +44,7 @@ from swift_agent.signals import CaughtSignals
 from swift_agent.standby import StandbyServer
 from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement, run_name
-from swift_agent.workers import WorkerProcess, Workers
+from swift_agent.workers import WorkerProcess, Workers, recorded_in
 from swift_agent.writer import Write, Writer
 from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord, WorkerExit
 from swift_rendezvous.kv import KeyValueStore, RendezvousError
@@ -82,11 +86,16 @@ class Agent:
             self._directory, self._selector, self._workers, self._patience,
             lambda event: self._event(event), self._on_modules, self._why_not_ours,
         )  # fmt: skip
-        self._stores = GenerationStores(self._host, config.key, lambda why: self._post(lambda: self._fail(why)))
         self._no_store: tuple[int, float] | None = None
         """The generation whose stores could not be started, and since when that is tried."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
+        self._stores = GenerationStores(
+            self._host, config.key, lambda why: self._post(lambda: self._fail(why)), config.master_addr,
+            config.master_port,
+        )  # fmt: skip
         self._timeline = timeline.Timeline()
+        self._events = AgentEvents(config)
+        self._watchdog: watchdog.Watchdog | None = None
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
         self._end: ResultRecord | None = None
@@ -105,11 +114,20 @@ class Agent:
             self._run()
         except Exception:
             if self._end is None:
+                self._events.agent_ended(traceback.format_exc())
                 raise
             log.warning("the job has ended; this agent could not close all that it had opened", exc_info=True)
         assert self._end is not None
-        self._signals.raise_first()
-        raise_outcome(self._end, self._config)
+        try:
+            self._signals.raise_first()
+            raise_outcome(self._end, self._config)
+        except ChildFailedError:
+            self._events.agent_ended()
+            raise
+        except Exception:
+            self._events.agent_ended(traceback.format_exc())
+            raise
+        self._events.agent_ended()
 
     def _run(self) -> None:
         """Until the end of the job is known; then all of this agent is closed, as far as it can be."""
@@ -128,6 +146,9 @@ class Agent:
             if self._workers.forks_all:  # it imports torch while the job forms
                 with self._watching_server():
                     self._workers.prepare(0, config.preload)
+            self._watchdog = watchdog.start(os.environ, self._directory, config.job_id, self._events.timer)
+            if self._watchdog is not None:
+                stack.callback(self._watchdog.stop)
             self._enter(None)
             try:
                 self._on_view(self._presence.first_view)
@@ -185,7 +206,18 @@ class Agent:
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signals.first is not None:
             self._publish_stop(self._end)
+        processes = list(self._workers.processes.values())
+        failed = {(exit_.host, exit_.pid) for exit_ in self._end.exits}
         self._workers.end_all(grace_s, in_hurry=lambda: self._signals.count > 1)
+        self._events.ended(
+            self._end.state == "succeeded",
+            [
+                Ended(one.local_rank, one.pid, one.exit_code, recorded_in(one.error_file))
+                if (self._host, one.pid) in failed
+                else Ended(one.local_rank, one.pid, one.exit_code, None)
+                for one in processes
+            ],
+        )
         self._writer.flush(LEAVE_TIMEOUT_S)
         self._presence.leave()
 
@@ -342,6 +374,7 @@ class Agent:
         self._channels.drop(process.local_rank)
         self._patience.settled(process.local_rank)
         if end.exit_code != 0:
+            self._events.waits()
             log.info("%s", lc.describe_exit(end))
         self._event(msg.WorkerExited(end))
 
@@ -370,6 +403,7 @@ class Agent:
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
         log.info("rank %d is process %d", process.rank, process.pid)
+        self._events.started(process.local_rank, process.pid)
         self._event(msg.WorkerStarted(process.local_rank, process.generation, process.pid))
         worker = self._state.workers.get(process.local_rank)
         if worker is None or worker.generation != process.generation or worker.killed:
@@ -394,6 +428,7 @@ class Agent:
             case msg.StartWorkers(local_ranks, _, warm):
                 self._start(local_ranks, warm)
             case msg.KillWorkers(local_ranks, why, graceful):
+                self._events.waits()
                 log.info("ending local ranks %s: %s", list(local_ranks), why)
                 for local_rank in local_ranks:
                     self._end_worker(local_rank, graceful)
@@ -493,7 +528,11 @@ class Agent:
         place = Placement(
             slot=slot,
             num_slots=len(generation.slots),
-            num_workers=generation.num_workers,
+            num_workers=generation.workers_of(slot),
+            first_rank=generation.first_rank(slot),
+            world_size=generation.world_size,
+            first_role_rank=generation.role_of(slot)[0],
+            num_of_role=generation.role_of(slot)[1],
             role=config.role,
             run_id=config.job_id,
             master_addr=store.host,
@@ -506,6 +545,7 @@ class Agent:
             message_log=self._message_log,
             message_log_bytes=config.message_log_bytes,
             log_store=config.log_store or "",
+            timers=self._watchdog.path if self._watchdog is not None else "",
             run=run_name(self._presence.job, self._started_s if config.etcd is None else None),
             virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
         )
@@ -517,6 +557,7 @@ class Agent:
             ranks,
             "standby" if warm and self._workers.can_fork else "forks" if self._workers.forks_all else "new processes",
         )
+        self._events.meets(place)
         with self._watching_server():
             started = self._workers.start(place, local_ranks, warm)
         self._take(started)
@@ -558,6 +599,10 @@ class Agent:
     def _host_store(self, generation: int) -> None:
         try:
             record = self._stores.open(generation)
+        except PortTaken as error:
+            self._publish_stop(ResultRecord("stopped", str(error)))
+            self._stop(str(error))
+            return
         except (OSError, RuntimeError) as error:  # torch's own raises the latter
             self._on_no_store(generation, error)
             return

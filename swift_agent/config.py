@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size
@@ -31,6 +32,10 @@ from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.keys import AS_LONG_AS_IT_ADVANCES
 from swift_rendezvous.liveness import Limits
+
+# torchrun's.
+DEFAULT_ROLE = "default"
+DEFAULT_MASTER_ADDR = "127.0.0.1"
 
 EntryKind = Literal["script", "module", "command", "function"]
 OnEtcdLoss = Literal["pause", "train"]
@@ -62,7 +67,8 @@ class AgentConfig:
     `swift_rendezvous.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the directory
     for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own; they may
     take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are copied to,
-    None for nowhere.
+    None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*: which of
+    the first nodes this one shall be.
     """
 
     launch: LaunchConfig
@@ -98,6 +104,9 @@ class AgentConfig:
     message_log: str | None = None
     message_log_bytes: int | None = None
     log_store: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    node_rank: int = 0
 
     @classmethod
     def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:
@@ -178,6 +187,10 @@ class AgentConfig:
             message_log=logs,
             message_log_bytes=None if ns.message_log_limit is None else int(ns.message_log_limit * 1e9),
             log_store=log_store,
+            # As under torchrun: who asks for a job of its own may share this machine with others that do.
+            master_addr=None if ns.standalone or ns.master_addr == DEFAULT_MASTER_ADDR else ns.master_addr,
+            master_port=None if ns.standalone else ns.master_port or None,
+            node_rank=ns.node_rank,
         )
 
 
@@ -224,6 +237,8 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         if not value >= least:  # also true for NaN
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
     _check_heartbeat(ns, mistakes)
+    if ns.master_port is not None and not 0 <= ns.master_port < 1 << 16:
+        mistakes.append(f"--master-port {ns.master_port}: not a port; type for example --master-port 29500")
     limit = ns.message_log_limit
     if limit is not None and not 0 < limit < math.inf:
         mistakes.append(f"--message-log-limit {limit}: must be above 0 GB; type for example --message-log-limit 50")
@@ -274,6 +289,12 @@ def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
             mistakes.append(f"{flag} {value}: not a set of streams; type 0, 1, 2 or 3, or RANK:N[,RANK:N...]")
     if ns.local_ranks_filter and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ns.local_ranks_filter):
         mistakes.append(f"--local-ranks-filter {ns.local_ranks_filter}: not a list of ranks; type for example 0,1")
+    try:
+        get_logging_handler(ns.event_log_handler)
+    except KeyError:
+        mistakes.append(
+            f"--event-log-handler {ns.event_log_handler}: no such handler of torch's events; type null or console"
+        )
     if ns.log_dir and os.path.isfile(ns.log_dir):
         mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
 
@@ -395,5 +416,5 @@ def _no_endpoint(ns: argparse.Namespace, nnodes: int) -> str:
     nodes = " and ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in counts if number > 0)
     text = f"{nodes} need an etcd to meet at; type --rdzv-endpoint HOST:2379, or set SWIFT_ETCD_ENDPOINTS"
     if ns.master_port is not None or ns.node_rank != 0:
-        text += " (--master-addr, --master-port and --node-rank belong to --rdzv-backend static)"
+        text += " (at --master-addr and --master-port workers meet, later)"
     return text

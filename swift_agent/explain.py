@@ -134,12 +134,12 @@ def _current(view: View, generation: GenerationRecord, episode: Episode | None) 
 
 def _roster(generation: GenerationRecord) -> list[str]:
     """Who has which slot, and which ranks are started for it."""
-    width = generation.num_workers
     sentences = []
     for slot, owner in enumerate(generation.slots):
-        ranks = _some("rank", list(range(slot * width, (slot + 1) * width)))
+        first = generation.first_rank(slot)
+        ranks = _some("rank", list(generation.ranks_of(slot)))
         line = f"Slot {slot} with {ranks} belongs to {owner.node_id} on {owner.host}"
-        lost = [slot * width + local_rank for local_rank in generation.lost.get(slot, ())]
+        lost = [first + local_rank for local_rank in generation.lost.get(slot, ())]
         if generation.mode in ("restart", "resize"):
             line += ": all its workers are started again"
         elif lost and slot in generation.handover:
@@ -198,7 +198,7 @@ def _lost_since(view: View, generation: GenerationRecord) -> list[str]:
         for slot, evidence in sorted(lost.nodes.items())
     ]
     for slot, failure in sorted(lost.workers.items()):
-        ranks = [slot * generation.num_workers + local_rank for local_rank in failure.local_ranks]
+        ranks = [generation.first_rank(slot) + local_rank for local_rank in failure.local_ranks]
         sentences.append(f"Since then slot {slot} has lost {_some('rank', ranks)}: {failure.evidence}.")
     if lost.restart is not None:
         sentences.append(f"Since then slot {lost.restart.slot} has asked for a restart: {lost.restart.evidence}.")

@@ -15,18 +15,44 @@ from swift_rendezvous.etcd_config import UNIX
 from swift_rendezvous.keys import NodeRecord
 
 
+def job_fingerprint(config: AgentConfig) -> str:
+    """Equal for agents that can be of one job."""
+    return _digest([config.nnodes, config.max_nodes, config.recovery])
+
+
 def fingerprint(config: AgentConfig) -> str:
-    """Equal for agents that were started with the same command."""
-    command = [
-        config.nnodes,
-        config.max_nodes,
-        config.nproc,
-        config.entry_kind,
-        config.training_script,
-        list(config.training_script_args),
-        config.recovery,
-    ]
-    return hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
+    """Equal for agents that run the same script with the same arguments."""
+    return _digest([config.entry_kind, config.training_script, list(config.training_script_args)])
+
+
+def _digest(of: list[object]) -> str:
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+
+
+def another_command(me: NodeRecord, nodes: Iterable[NodeRecord]) -> str:
+    """What there is to say of nodes that run something else than this one, or "". Pure."""
+    others = sorted(node.node_id for node in nodes if node.fingerprint != me.fingerprint)
+    if not others:
+        return ""
+    names = ", ".join(others[:3]) + (" and others" if len(others) > 3 else "")
+    return f"{names} runs another script than {me.node_id}, another path of it, or with other arguments"
+
+
+def is_own(address: str) -> bool:
+    """Whether something can listen at *address*, a name or number, on this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(address, None, family, socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for _, kind, proto, _, place in found:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.bind(place)
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def local_host(config: AgentConfig) -> str:
@@ -82,6 +108,14 @@ def mistaken_address(me: NodeRecord, nodes: Iterable[NodeRecord]) -> str:
         f"node {me.node_id} is known as {me.host}, where {', '.join(elsewhere[:3])} cannot reach it: "
         "start it with --local-addr ADDRESS"
     )
+
+
+def resolves_to_loopback(host: str) -> bool:
+    """Asks the resolver of this machine, for a name."""
+    try:
+        return _is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+    except OSError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,6 +5,8 @@ Must never decide who hosts, and must never let a token into a record or a messa
 
 from __future__ import annotations
 
+import errno
+import logging
 import secrets
 import socket
 from dataclasses import replace
@@ -12,36 +14,74 @@ from dataclasses import replace
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from swift_agent.generation_store import StoreServer
+from swift_agent.host import is_own, resolves_to_loopback
 from swift_rendezvous.job_key import JobKey
 from swift_rendezvous.keys import StoreRecord
 from swift_rendezvous.threads import OnFailure, only_logged
 
+log = logging.getLogger(__name__)
+
+_TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+
+
+class PortTaken(RuntimeError):
+    """Nothing can listen where workers are to meet."""
+
 
 class GenerationStores:
-    """Keeps the stores of the newest generation, and of the one before while its workers may still be leaving it."""
+    """Keeps the stores of the newest generation, and of the one before while its workers may still be leaving it.
 
-    def __init__(self, host: str, key: JobKey, on_failure: OnFailure = only_logged) -> None:
-        """*on_failure*: see `swift_rendezvous.threads`."""
+    *master_addr*, *master_port*: where torch's store is to be, as far as that can be had on this machine. *on_failure*:
+    see `swift_rendezvous.threads`.
+    """
+
+    def __init__(
+        self, host: str, key: JobKey, on_failure: OnFailure = only_logged, master_addr: str | None = None,
+        master_port: int | None = None,
+    ) -> None:  # fmt: skip
         self._host, self._key, self._on_failure = host, key, on_failure
-        self._open: dict[int, tuple[StoreRecord, TCPStore, StoreServer]] = {}
+        self._master_addr, self._master_port = master_addr, master_port
+        self._open: dict[int, tuple[StoreRecord, TCPStore | None, StoreServer]] = {}
 
     def open(self, generation: int) -> StoreRecord:
-        """Start the stores of *generation* on fresh ports, so that no key of an older one can be read again. Those that
-        run already are named again. Raises OSError or RuntimeError where that cannot be; then none is open."""
+        """Start the stores of *generation*, so that no key of an older one can be read again. Those that run already
+        are named again. Raises `PortTaken` if the first generation cannot have its port; a later one has another then,
+        with a line: those that train shall not end for it. Raises OSError or RuntimeError where it cannot be otherwise.
+        In each case none is open."""
         if generation in self._open:
             return self._open[generation][0]
         self.close_before(generation - 1)
-        record = StoreRecord(self._host, 0, nonce=secrets.token_hex(16))
+        host, torch_store = self._torch_store(generation)
+        record = StoreRecord(host, 0, nonce=secrets.token_hex(16))
         token = self.token(generation, record).encode()
-        session_store = StoreServer(self._host, token=token, on_failure=self._on_failure)
-        try:
-            torch_store = _listening_on(self._host)
-        except BaseException:
-            session_store.close()
-            raise
+        session_store = StoreServer(host, token=token, on_failure=self._on_failure)
         record = replace(record, port=torch_store.port, session_port=session_store.port)
         self._open[generation] = (record, torch_store, session_store)
         return record
+
+    def _torch_store(self, generation: int) -> tuple[str, TCPStore]:
+        host = self._host
+        if self._master_addr is not None and is_own(self._master_addr):
+            if resolves_to_loopback(self._master_addr) and not resolves_to_loopback(host):
+                log.warning("--master-addr %s: loopback; workers meet at %s instead", self._master_addr, host)
+            else:
+                host = self._master_addr
+        if self._master_port is None:
+            return host, _listening_on(host, 0)
+        # An older one has the port. Its workers are gone, or do not need it: those that stay have a store of ours.
+        for number, (record, _, session_store) in self._open.items():
+            self._open[number] = (record, None, session_store)
+        try:
+            return host, _listening_on(host, self._master_port)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            what = f"--master-port {self._master_port}: nothing can listen at {host}:{self._master_port}: "
+            what += error.strerror or str(error)
+            if generation == 1:
+                raise PortTaken(f"{what}; type another port") from error
+            log.warning("%s; workers meet at another port", what)
+            return host, _listening_on(host, 0)
 
     def close_before(self, generation: int) -> None:
         """No worker is in an older one any more."""
@@ -58,9 +98,9 @@ class GenerationStores:
         self._open.clear()
 
 
-def _listening_on(host: str) -> TCPStore:
+def _listening_on(host: str, port: int) -> TCPStore:
     """torch's store opens its own port on all interfaces, whatever host it is given; not one that it is handed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=4096)
+    listener = socket.create_server((host, port), family=family, backlog=4096)
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -44,7 +44,7 @@ def messages(view: View, workers: Mapping[int, Worker]) -> Iterator[tuple[tuple[
 def writes(view: View, slot: int, workers: Mapping[int, Worker]) -> Iterator[tuple[str, Command]]:
     """What this slot has to say, each with a name: once per generation."""
     generation, pause = view.generation, view.pause
-    if generation is None or pause is None or len(workers) < generation.num_workers:
+    if generation is None or pause is None or len(workers) < generation.workers_of(slot):
         return
     number, local = generation.number, list(workers.values())
     if all(w.promised_in == number for w in local):

@@ -400,7 +400,7 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
             state = _mark(state, fresh, killed=True)
         return state  # all are started together once the last one is gone
     missing = []
-    for local_rank in range(generation.num_workers):
+    for local_rank in range(generation.workers_of(slot)):
         worker = state.workers.get(local_rank)
         if worker is None or worker.generation < generation.epoch:
             missing.append(local_rank)
@@ -420,7 +420,7 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
 def _is_empty(state: AgentState, generation: GenerationRecord, slot: int) -> bool:
     """None of this node's workers has the state: all were started since the slot last trained, and wait for it."""
     bare = generation.bare.get(slot, ())
-    return len(bare) == generation.num_workers and not any(w.alive and w.holds for w in state.workers.values())
+    return len(bare) == generation.workers_of(slot) and not any(w.alive and w.holds for w in state.workers.values())
 
 
 def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
@@ -522,10 +522,8 @@ def _stop_and_go(
         for w in living
         if w.current < number and (w.current == 0 or w.stopped == w.current) and w.generation >= generation.epoch
     ]
-    if left is not None:
-        ranks_left = range(left * generation.num_workers, (left + 1) * generation.num_workers)
-        if not set(Plan.from_json(view.plan.content).handovers).intersection(ranks_left):
-            return state
+    if left is not None and not set(Plan.from_json(view.plan.content).handovers) & set(generation.ranks_of(left)):
+        return state
     if ready:
         commands.append((SendGo if left is None else SendLeave)(tuple(sorted(ready)), number))
         state = _mark(state, ready, current=number, report=None)
@@ -567,7 +565,7 @@ def _report_progress(
     if generation.mode != "replace" or told_losses(state.view) or slot in known:
         return state
     reports: list[Mapping[str, Any]] = []
-    for local_rank in range(generation.num_workers):
+    for local_rank in range(generation.workers_of(slot)):
         worker = state.workers.get(local_rank)
         if worker is None or not worker.alive:
             return state
@@ -585,7 +583,7 @@ def _report_progress(
 
 
 def _report_end(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
-    workers = [state.workers.get(local_rank) for local_rank in range(generation.num_workers)]
+    workers = [state.workers.get(local_rank) for local_rank in range(generation.workers_of(slot))]
     if any(w is None or w.generation < generation.epoch for w in workers):
         return state  # the end of a process that is being restarted is not the end of its rank
     if told_losses(state.view) and not state.view.released:
@@ -640,7 +638,7 @@ def describe_exit(exit_: WorkerExit) -> str:
 
 
 def _rank(generation: GenerationRecord, slot: int, worker: Worker) -> int:
-    return slot * generation.num_workers + worker.local_rank
+    return generation.first_rank(slot) + worker.local_rank
 
 
 def _with(state: AgentState, worker: Worker) -> AgentState:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 from torch.distributed.argparse_util import check_env, env
-from torch.distributed.run import get_args_parser
+from torch.distributed.run import get_args_parser as get_torchs_parser
 
 SWIFT_BACKEND = "swift-etcd"
 
@@ -33,24 +33,37 @@ _NOTES = {
     "swift-run is torchrun.",
     "rdzv_endpoint": f"With {SWIFT_BACKEND}: host:port[,host:port...] of the etcd servers, default "
     "$SWIFT_ETCD_ENDPOINTS; one node needs none.",
+    "master_addr": f"With {SWIFT_BACKEND}: where workers meet, if that is an address of the node of rank 0.",
+    "master_port": f"With {SWIFT_BACKEND}: any free port by default.",
+    "node_rank": f"With {SWIFT_BACKEND}: the order of the first nodes; 0 for the one at --master-addr.",
 }
 
 
 class _Parser(argparse.ArgumentParser):
     """torch's parser with our options behind its own; mistakes and `--help` go to click."""
 
-    def __init__(self, torch_parser: argparse.ArgumentParser, ctx: click.Context) -> None:
-        super().__init__(parents=[torch_parser], add_help=False, allow_abbrev=torch_parser.allow_abbrev)
+    def __init__(self, torch_parser: argparse.ArgumentParser, ctx: click.Context | None) -> None:
+        """*ctx*: None for one that is used by itself, and does what argparse does."""
+        super().__init__(
+            prog="swift-run", parents=[torch_parser], add_help=False, allow_abbrev=torch_parser.allow_abbrev
+        )
         self._ctx = ctx
         self.ours: list[argparse.Action] = []
 
     def error(self, message: str) -> NoReturn:
+        if self._ctx is None:
+            super().error(message)
         raise click.UsageError(message, self._ctx)
 
     def print_help(self, file: Any = None) -> None:
+        if self._ctx is None:
+            super().print_help(file)
+            return
         click.echo(self._ctx.get_help(), file=file, color=self._ctx.color)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if self._ctx is None:
+            super().exit(status, message)
         if message:
             click.echo(message, err=True, nl=False)
         self._ctx.exit(status)
@@ -89,13 +102,27 @@ def _add_ours(parser: _Parser) -> None:
     add("--etcd-key", "FILE", None, "Its private key.")
 
 
-def build_parser(ctx: click.Context) -> _Parser:
+def get_args_parser() -> argparse.ArgumentParser:
+    """The parser of this command line, as torch's function of that name has torchrun's. It stands for itself: a mistake
+    is printed as argparse does it, and raises `SystemExit(2)`."""
+    return build_parser(None)
+
+
+def with_our_options(ns: argparse.Namespace) -> argparse.Namespace:
+    """*ns*, with defaults for those of our options that it lacks: one that another parser has made."""
+    parser = build_parser(None)
+    defaults = vars(parser.parse_args(["script"]))  # it turns the text of a variable into a number
+    ours = {action.dest: defaults[action.dest] for action in parser.ours}
+    return argparse.Namespace(**{**ours, **vars(ns)})
+
+
+def build_parser(ctx: click.Context | None) -> _Parser:
     """The parser for the environment of this moment (`PET_*` variables are read here, as torch does).
 
     Raises `click.UsageError` when a `PET_*` variable of a switch holds no number.
     """
     try:
-        parser = _Parser(get_args_parser(), ctx)
+        parser = _Parser(get_torchs_parser(), ctx)
     except ValueError as error:
         culprits = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("PET_") and repr(v) in str(error)]
         raise click.UsageError(f"{', '.join(culprits) or error}: a switch takes 0 or 1.", ctx) from None

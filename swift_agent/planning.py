@@ -23,7 +23,7 @@ def plan_generation(
     """
     if generation.mode == "resize":
         held = {slot: [Held.from_json(report) for report in record.reports] for slot, record in progress.items()}
-        plan = make_resize_plan(held, len(generation.slots), generation.num_workers)
+        plan = make_resize_plan(held, [generation.workers_of(slot) for slot in range(len(generation.slots))])
     elif generation.mode != "replace":
         plan = Plan("fresh", generation.why)
     else:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swift_agent import host
-from swift_agent.config import AgentConfig
+from swift_agent.config import DEFAULT_ROLE, AgentConfig
 from swift_agent.journal import Journal, open_journal
 from swift_agent.planning import plan_generation
 from swift_rendezvous import tenure
@@ -71,6 +71,7 @@ class Presence:
         self._nodes: Mapping[str, NodeRecord] | None = None
         self._listeners = listeners
         self._result: ResultRecord | None = None
+        self._told_differs = ""
         self._ended = threading.Event()
         self._abandoned = False
         with contextlib.ExitStack() as undo:
@@ -90,10 +91,12 @@ class Presence:
                 watch_port=self.liveness.port,
                 num_workers=config.nproc,
                 fingerprint=host.fingerprint(config),
+                role="" if config.role == DEFAULT_ROLE else config.role,
+                node_rank=config.node_rank,
             )
             most = config.max_nodes if config.max_nodes > config.nnodes else 0
             job = JobRecord(
-                config.nnodes, config.nproc, self.me.fingerprint, config.max_restarts, config.key.proof, most,
+                config.nnodes, config.nproc, host.job_fingerprint(config), config.max_restarts, config.key.proof, most,
                 config.recovery,
             )  # fmt: skip
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
@@ -143,6 +146,10 @@ class Presence:
         if view.nodes is not self._nodes:  # most changes concern no node, and there may be a thousand of them
             self._nodes = view.nodes
             self.liveness.update(view.nodes.values())
+            differs = host.another_command(self.me, view.nodes.values()) if view.generation is not None else ""
+            if differs and differs != self._told_differs:
+                log.info("%s", differs)
+                self._told_differs = differs
 
     @property
     def lease_id(self) -> int:

@@ -15,17 +15,40 @@ from typing import Any
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_rdzv_endpoint,
+    get_use_env,
+    parse_min_max_nnodes,
+    run_script_path,
+)
 
 from swift_agent import job_secret
 from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.errors import JobStopped
-from swift_agent.options import SWIFT_BACKEND, LaunchCommand, parse_args
+from swift_agent.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
 from swift_agent.signals import CaughtSignals
 from swift_rendezvous.kv import RendezvousError
 
+# What torch.distributed.run has, with the same meaning.
+__all__ = [
+    "config_from_args",
+    "determine_local_world_size",
+    "get_args_parser",
+    "get_rdzv_endpoint",
+    "get_use_env",
+    "main",
+    "parse_args",
+    "parse_min_max_nnodes",
+    "run",
+    "run_script_path",
+]
+
 
 def run(ns: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:
-    """Run the job that *ns* (of `swift_agent.options.parse_args`) describes, and return when it has succeeded.
+    """Run the job that *ns* (of `parse_args`, or of torch's function of that name) describes, and return when it has
+    succeeded.
 
     Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
     when the workers failed, `swift_agent.errors.JobStopped` when the job could not go on for want of a node,
@@ -37,6 +60,7 @@ def run(ns: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:
         with job_secret.hidden():
             _torchrun(ns)
         return
+    ns = with_our_options(ns)
     with CaughtSignals(ns.signals_to_handle) as signals:
         config = AgentConfig.from_args(ns)
         from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded

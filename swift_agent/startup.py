@@ -31,7 +31,7 @@ from swift_agent.session import Job
 from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Supervisor
 from swift_agent.unprotected import Unprotected
-from swift_agent.worker_env import ENV_GENERATION, ENV_STARTED
+from swift_agent.worker_env import ENV_GENERATION, ENV_LOCAL_RANK, ENV_STARTED
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 
@@ -103,7 +103,7 @@ def _with_agent(
 ) -> Job:  # fmt: skip
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Not LOCAL_RANK: with --virtual-local-rank that is 0 for all.
-    local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank = int(os.environ[ENV_LOCAL_RANK])
     supervisor = Supervisor(connect(socket_path), rank)
     groups = process_group.install()
     place = Place(rank, Seeds(rng, seed, rank), supervisor.fence)

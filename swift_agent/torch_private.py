@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 if TYPE_CHECKING:
@@ -603,3 +605,20 @@ def ways_past_c10d() -> list[str]:
 def finished_work() -> dist.Work:
     """An operation that is done."""
     return Finished()
+
+
+# ------------------------------------------------------------------------------------------------------ elastic: timers
+
+
+class FileTimers(FileTimerServer):
+    """torch's server of timers, which kills a worker that lets one run out. torch's kills its own process as well."""
+
+    def stop(self) -> None:
+        # A thread that nobody has written to yet waits for that, in the opening of the pipe.
+        self._stop_signaled = True
+        with contextlib.suppress(OSError):
+            os.close(os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK))
+        super().stop()
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        return worker_pid == os.getpid() or bool(super()._reap_worker(worker_pid, signal))

@@ -21,6 +21,12 @@ ENV_STARTED = "SWIFT_STARTED"
 """When a replacement was ordered, seconds since the epoch: the begin of its part of the recovery's timeline."""
 
 
+ENV_TIMERS = "TORCHELASTIC_TIMER_FILE"
+"""torch's: the pipe of the server of `torch.distributed.elastic.timer`; see `watchdog`."""
+
+ENV_LOCAL_RANK = "SWIFT_LOCAL_RANK"
+"""The local rank also where `--virtual-local-rank` has all of them see 0."""
+
 ENV_RUN = "SWIFT_RUN"
 """Which run of this job it is: a letter and a number, larger for a later run with the same letter; see `run_name`."""
 
@@ -39,9 +45,11 @@ ENV_LOG_STORE = "SWIFT_LOG_STORE_URL"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a set of workers stands in the job. *sizes*: see `ENV_SIZES`, empty for a job of one size. *message_log*:
-    see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers together, None if there is no limit. *log_store*: see
-    `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`."""
+    """Where a set of workers stands in the job. *first_rank*, *world_size*: None where all slots have *num_workers*.
+    *first_role_rank*, *num_of_role*: among the workers of this role, None where all are of it. *sizes*: see
+    `ENV_SIZES`, empty for a job of one size. *message_log*: see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers
+    together, None if there is no limit. *log_store*: see `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`.
+    *timers*: see `ENV_TIMERS`, empty if no server runs."""
 
     slot: int
     num_slots: int
@@ -60,9 +68,25 @@ class Placement:
     message_log_bytes: int | None = None
     log_store: str = ""
     run: str = ""
+    timers: str = ""
+    first_rank: int | None = None
+    world_size: int | None = None
+    first_role_rank: int | None = None
+    num_of_role: int | None = None
 
     def rank(self, local_rank: int) -> int:
-        return self.slot * self.num_workers + local_rank
+        return (self.slot * self.num_workers if self.first_rank is None else self.first_rank) + local_rank
+
+    def role_rank(self, local_rank: int) -> int:
+        return self.rank(local_rank) if self.first_role_rank is None else self.first_role_rank + local_rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_slots * self.num_workers if self.world_size is None else self.world_size
+
+    @property
+    def role_world_size(self) -> int:
+        return self.num_ranks if self.num_of_role is None else self.num_of_role
 
 
 def run_name(job: int, started_s: float | None) -> str:
@@ -73,18 +97,17 @@ def run_name(job: int, started_s: float | None) -> str:
 
 def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """All variables of one worker, on top of those that the agent has *inherited*."""
-    rank, world_size = place.rank(local_rank), place.num_slots * place.num_workers
     env = {
         **inherited,
-        "RANK": str(rank),
+        "RANK": str(place.rank(local_rank)),
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(place.slot),
-        "ROLE_RANK": str(rank),
+        "ROLE_RANK": str(place.role_rank(local_rank)),
         "ROLE_NAME": place.role,
         "LOCAL_WORLD_SIZE": str(place.num_workers),
-        "WORLD_SIZE": str(world_size),
+        "WORLD_SIZE": str(place.num_ranks),
         "GROUP_WORLD_SIZE": str(place.num_slots),
-        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
@@ -94,6 +117,7 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_SOCKET: place.socket_path,
         ENV_GENERATION: str(place.generation),
+        ENV_LOCAL_RANK: str(local_rank),
         ENV_RUN: place.run,
         ENV_MESSAGE_LOG: place.message_log,
     }
@@ -103,6 +127,8 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
     if place.log_store:
         env[ENV_LOG_STORE] = place.log_store
+    if place.timers:
+        env[ENV_TIMERS] = place.timers
     if place.sizes:
         env[ENV_SIZES] = place.sizes
     if place.virtual_local_rank:

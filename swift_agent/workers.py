@@ -444,6 +444,16 @@ def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> lis
     return torch_private.bind_command_to_numa_node(command, local_rank, options)
 
 
+def recorded_in(error_file: str) -> dict[str, Any]:
+    """What a worker has left there, as torch has it; what torch has for none otherwise."""
+    try:
+        with open(error_file) as stream:
+            found = json.load(stream)
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {"message": "<NONE>"}
+
+
 def _root_cause(error_file: str) -> tuple[str, int]:
     """Message with traceback, and time, that the worker left in its error file (torch's format); empty if it left
     none.

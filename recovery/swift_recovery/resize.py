@@ -7,7 +7,7 @@ it, those of other nodes get it from them. This module must never look at tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class Held:
         return cls(int(data["local_rank"]), int(data["iteration"]), int(data["sections"]), is_mixed)
 
 
-def make_resize_plan(held: Mapping[int, Iterable[Held]], num_slots: int, num_workers: int) -> Plan:
-    """Plan for new workers on *num_slots* nodes. *held*: by new slot, what its node has."""
+def make_resize_plan(held: Mapping[int, Iterable[Held]], sizes: Sequence[int]) -> Plan:
+    """Plan for new workers: slot i has *sizes[i]* of them. *held*: by new slot, what its node has."""
     by_slot = {slot: list(ones) for slot, ones in held.items()}
     newest = max((one.iteration for ones in by_slot.values() for one in ones), default=None)
     if newest is None:
@@ -55,9 +55,10 @@ def make_resize_plan(held: Mapping[int, Iterable[Held]], num_slots: int, num_wor
         if sound and not (all_mixed and keepers):
             keepers[slot] = min(one.local_rank for one in sound)  # a file first
         sections = max(sections, *(one.sections for one in ones), 0)
-    ranks = range(num_slots * num_workers)
-    loaded = [rank for rank in ranks if rank // num_workers in keepers]
-    others = [rank for rank in ranks if rank // num_workers not in keepers]
+    slot_of = [slot for slot, size in enumerate(sizes) for _ in range(size)]
+    ranks = range(len(slot_of))
+    loaded = [rank for rank in ranks if slot_of[rank] in keepers]
+    others = [rank for rank in ranks if slot_of[rank] not in keepers]
     sources = {rank: loaded[index % len(loaded)] for index, rank in enumerate(others)}
     layouts = {rank: loaded[0] for rank in ranks if rank != loaded[0]}
     why = f"{len(ranks)} new ranks go on with iteration {newest}, which the nodes of slots {sorted(keepers)} keep"

@@ -14,7 +14,9 @@ This module must never read a clock, talk to a store or log.
 
 from __future__ import annotations
 
-from swift_rendezvous.keys import NodeRecord, Owner
+from collections.abc import Iterable, Sequence
+
+from swift_rendezvous.keys import GenerationRecord, NodeRecord, Owner
 from swift_rendezvous.view import View
 
 
@@ -32,7 +34,20 @@ def ordered_slots(view: View) -> list[int]:
 
 def moves(view: View, spares: list[NodeRecord]) -> dict[int, NodeRecord]:
     """slot -> the one of *spares* that takes it. Slots for which there is none wait."""
-    return dict(zip(ordered_slots(view), spares, strict=False))
+    return takers(view.generation, ordered_slots(view), spares) if view.generation else {}
+
+
+def takers(generation: GenerationRecord, slots: Iterable[int], free: Sequence[NodeRecord]) -> dict[int, NodeRecord]:
+    """slot -> the first of the nodes *free* that can take it: one with as many workers, of the same role. Slots for
+    which there is none are left out."""
+    left, found = list(free), {}
+    for slot in slots:
+        owner, size = generation.slots[slot], generation.workers_of(slot)
+        node = next((one for one in left if one.num_workers == size and one.role == owner.role), None)
+        if node is not None:
+            found[slot] = node
+            left.remove(node)
+    return found
 
 
 def is_settled(view: View) -> bool:

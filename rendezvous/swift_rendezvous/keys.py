@@ -32,7 +32,11 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One agent that is alive. Stored under the agent's lease, so it goes away with it."""
+    """One agent that is alive. Stored under the agent's lease, so it goes away with it.
+
+    *fingerprint*: of its command. *role*: what its workers are, empty for torchrun's default. *node_rank*: where it
+    shall stand among the first nodes.
+    """
 
     node_id: str
     incarnation: str
@@ -40,11 +44,14 @@ class NodeRecord:
     watch_port: int
     num_workers: int
     fingerprint: str = ""
+    role: str = ""
+    node_rank: int = 0
 
 
 @dataclass(frozen=True)
 class JobRecord:
     """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
+    *num_workers*: of the first node; of another one if its record says so.
 
     *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
     *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
@@ -62,11 +69,14 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class Owner:
-    """The node incarnation that holds a slot."""
+    """The node incarnation that holds a slot. *num_workers*: of this slot, 0: as many as most have. *role*: of its
+    workers, empty for torchrun's default."""
 
     node_id: str
     incarnation: str
     host: str
+    num_workers: int = 0
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,8 @@ GenerationMode = Literal["start", "replace", "restart", "resize"]
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The roster of one generation: `slots[i]` owns the ranks `i * num_workers .. (i + 1) * num_workers - 1`.
+    """The roster of one generation: `slots[i]` owns the ranks `ranks_of(i)`, which follow those of the slot before. A
+    slot has *num_workers* of them, unless its owner says otherwise.
 
     *lost* maps a slot to the local ranks whose processes were lost before this generation and have to be started;
     a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
@@ -153,7 +164,26 @@ class GenerationRecord:
 
     @property
     def world_size(self) -> int:
-        return len(self.slots) * self.num_workers
+        return self.first_rank(len(self.slots))
+
+    def workers_of(self, slot: int) -> int:
+        return self.slots[slot].num_workers or self.num_workers
+
+    def first_rank(self, slot: int) -> int:
+        return sum(owner.num_workers or self.num_workers for owner in self.slots[:slot])
+
+    def ranks_of(self, slot: int) -> range:
+        first = self.first_rank(slot)
+        return range(first, first + self.workers_of(slot))
+
+    def slot_with(self, rank: int) -> int:
+        return next(slot for slot in range(len(self.slots)) if rank < self.first_rank(slot + 1))
+
+    def role_of(self, slot: int) -> tuple[int, int]:
+        """Among the workers of the same role: the number of this slot's first, and how many there are."""
+        same = [other for other, owner in enumerate(self.slots) if owner.role == self.slots[slot].role]
+        before = sum(self.workers_of(other) for other in same if other < slot)
+        return before, sum(self.workers_of(other) for other in same)
 
     @property
     def asks(self) -> bool:

@@ -212,7 +212,7 @@ def believed_failures(view: View) -> Mapping[int, FailureRecord]:
     holders = [
         slot
         for slot in left
-        if view.tracked and slot not in gone and len(bare.get(slot, ())) < generation.num_workers
+        if view.tracked and slot not in gone and len(bare.get(slot, ())) < generation.workers_of(slot)
     ]
     return believed(generation, view.failures, gone, holders)
 
@@ -333,7 +333,8 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
             return Decision(waiting=waiting, deadline_s=since + rules.join_timeout_s)
         why = f"{here} after {rules.join_timeout_s:g} s (--rdzv-conf join_timeout)"
         return Decision((PublishResult(ResultRecord("stopped", why)),), why=why)
-    chosen = free[: resizing.most_nodes(job)]
+    # Those who came first; among them in the order that they ask for, if they do.
+    chosen = sorted(free[: resizing.most_nodes(job)], key=lambda node: node.node_rank)
     if len(chosen) < resizing.most_nodes(job):
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.last_call_s:
@@ -342,7 +343,7 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
     generation = GenerationRecord(
         number=1,
         mode="start",
-        slots=tuple(_owner(node) for node in chosen),
+        slots=tuple(resizing.owner_of(node, job.num_workers) for node in chosen),
         num_workers=job.num_workers,
         store_slot=0,
         why=why,
@@ -429,7 +430,7 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         return Decision((PublishGeneration(grown),), why=f"before iteration {view.pause.boundary}: {grown.why}")
     slots = list(generation.slots)
     for slot, node in moves.items():
-        slots[slot] = _owner(node)
+        slots[slot] = resizing.owner_of(node, generation.num_workers)
     taken = [f"{slots[slot].node_id} takes slot {slot} of {generation.slots[slot].node_id}" for slot in moves]
     what = f"drained before iteration {view.pause.boundary}: {', '.join(taken)}"
     if not moves:
@@ -442,9 +443,9 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         slots=tuple(slots),
         store_slot=keep[0] if keep else 0,
         why=what,
-        lost={slot: tuple(range(generation.num_workers)) for slot in moves},
+        lost={slot: tuple(range(generation.workers_of(slot))) for slot in moves},
         handover={slot: generation.slots[slot] for slot in moves},
-        bare={slot: tuple(range(generation.num_workers)) for slot in moves},
+        bare={slot: tuple(range(generation.workers_of(slot))) for slot in moves},
     )
     return Decision((PublishGeneration(new),), why=what)
 
@@ -524,14 +525,16 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         restart, resizes = True, False
     troubles, advances = verdict.troubles, _goes_on_while_it_advances(view)
     if advances:
-        worn = sorted({rank // old.num_workers for rank in verdict.hopeless})
+        worn = sorted({old.slot_with(rank) for rank in verdict.hopeless})
         may_move = verdict.movable.issuperset(verdict.hopeless) and not (restart or resizes)
         if worn and not (may_move and len(vacant) + len(worn) <= len(free)):
             return _hopeless(verdict, lost, forget)
         troubles = setbacks.moved(troubles, verdict.hopeless)
     # A drained node still has the workers and the state of its slot: it can have it back.
     handover = {} if restart or resizes else draining.open_handovers(view)
-    short = len([slot for slot in (*vacant, *worn) if slot not in handover]) - len(free)
+    needed = sorted({*vacant, *worn}, key=lambda slot: (slot in handover, slot))
+    takers = draining.takers(old, needed, free)
+    short = len([slot for slot in needed if slot not in handover and slot not in takers])
     if worn and (restart or resizes or short > 0):
         # As torchrun: a worker that fails once more than --max-restarts ends the job, unless a spare can take over.
         failure = lost.workers[worn[0]]
@@ -545,7 +548,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     old = replace(old, troubles=troubles)
     if resizing.is_elastic(view.job) and (restart or resizes or short > 0):
         assert view.job is not None
-        left = resizing.roster(view.job, old.slots, lost.nodes, free)
+        left = resizing.roster(view.job, old, lost.nodes, free)
         since = now_s if waiting_since_s is None else waiting_since_s
         if left is not None and short > 0 and not resizes and now_s - since < rules.last_call_s:
             return replace(_last_call(f"{what}; {len(left)} nodes are left", since, rules), commands=forget)
@@ -560,16 +563,17 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.replacement_timeout_s:
             waiting = f"{what}; slots {vacant} wait for a node (at most {rules.replacement_timeout_s:g} s)"
+            if free:
+                waiting += f" of the same --nproc-per-node and --role; {', '.join(n.node_id for n in free)} differs"
             return Decision(forget, why=what, waiting=waiting, deadline_s=since + rules.replacement_timeout_s)
         why = f"{what}; no node took slots {vacant} within {rules.replacement_timeout_s:g} s (--replacement-timeout)"
         return Decision((*forget, PublishResult(ResultRecord("stopped", why, _exits(lost)))), why=why)
     slots = list(old.slots)
     taken: list[str] = []
-    vacant.sort(key=lambda slot: (slot in handover, slot))
-    for slot, node in zip(vacant, free, strict=False):
-        slots[slot] = _owner(node)
+    for slot, node in takers.items():
+        slots[slot] = resizing.owner_of(node, old.num_workers)
         taken.append(f"{node.node_id} takes slot {slot}")
-    returned = vacant[len(free) :]
+    returned = [slot for slot in needed if slot not in takers]
     for slot in returned:
         slots[slot] = handover.pop(slot)
         taken.append(f"{slots[slot].node_id} has slot {slot} back")
@@ -582,7 +586,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     done = "all workers restart" if restart else ", ".join([*taken, *replaced]) or "all others go on"
     why = f"{what}; {done}"
     # A slot whose node is new has lost all its ranks; its agent starts all of them in any case.
-    gone = {slot: tuple(range(old.num_workers)) for slot in vacant if slot not in returned}
+    gone = {slot: tuple(range(old.workers_of(slot))) for slot in vacant if slot not in returned}
     gone |= {slot: failure.local_ranks for slot, failure in lost.workers.items() if slot not in vacant}
     counts = bool(lost.workers or lost.restart)
     bare = bare_ranks(view, old)
@@ -660,8 +664,4 @@ def _exits(lost: Losses) -> tuple[WorkerExit, ...]:
 
 
 def _ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> list[int]:
-    return [slot * generation.num_workers + local_rank for local_rank in failure.local_ranks]
-
-
-def _owner(node: NodeRecord) -> Owner:
-    return Owner(node.node_id, node.incarnation, node.host)
+    return [generation.first_rank(slot) + local_rank for local_rank in failure.local_ranks]

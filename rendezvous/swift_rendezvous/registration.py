@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from swift_rendezvous.keys import (
@@ -170,7 +170,7 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
         nodes = _has_nodes(store, keys)
         ended = store.get(keys.result) is not None
         begun = store.get(keys.generation) is not None
-        if not nodes and found.value == value and not begun and not ended:
+        if not nodes and _is_alike(found.value, job) and not begun and not ended:
             return found  # just created by a node that is about to register, or has nothing that could mislead
         if not nodes and begun and not ended and time.monotonic() < return_s:
             time.sleep(0.1)  # etcd was away, and they are on their way back; or they have died all at once
@@ -191,7 +191,7 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
                 raise JobConflict(
                     f"the record of job {keys.job_id!r} cannot be read ({error}); nothing was started"
                 ) from None
-            if other != job:
+            if not _is_alike(found.value, job):
                 raise JobConflict(_describe_conflict(keys, other, job))
             return found
 
@@ -216,18 +216,25 @@ def _has_nodes(store: KeyValueStore, keys: Keys) -> bool:
     return any(map(_is_node, store.get_prefix(keys.nodes)[0]))
 
 
+def _is_alike(value: bytes, job: JobRecord) -> bool:
+    """Whether a job's record, as it is stored, is *job*; nodes may differ in the number of their workers."""
+    try:
+        other = decode(JobRecord, value)
+    except RecordError:
+        return False
+    return other == replace(job, num_workers=other.num_workers)
+
+
 def _describe_conflict(keys: Keys, other: JobRecord, job: JobRecord) -> str:
     if other.secret_proof != job.secret_proof:
         return _describe_secrets(keys, other, job)
     differs = []
     if sizes(other) != sizes(job):
         differs.append(f"--nnodes {sizes(other)}, here {sizes(job)}")
-    if other.num_workers != job.num_workers:
-        differs.append(f"--nproc-per-node {other.num_workers}, here {job.num_workers}")
     if other.max_restarts != job.max_restarts:
         differs.append(f"{_max_restarts(other)}, here {_max_restarts(job)}")
     if not differs:
-        differs.append("another script or other arguments")
+        differs.append("other options")
     return (
         f"another job with the id {keys.job_id!r} is running ({'; '.join(differs)}). "
         "Nothing was started; choose another --rdzv-id, or start this node with the same command"

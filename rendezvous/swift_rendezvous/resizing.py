@@ -44,6 +44,12 @@ def sizes(job: JobRecord) -> str:
     return f"{job.num_nodes}:{job.max_nodes}" if is_elastic(job) else str(job.num_nodes)
 
 
+def owner_of(node: NodeRecord, usual: int) -> Owner:
+    """*node* as the owner of a slot, with as many workers as it has. *usual*: `num_workers` of the generation."""
+    num_workers = 0 if node.num_workers == usual else node.num_workers
+    return Owner(node.node_id, node.incarnation, node.host, num_workers, node.role)
+
+
 def stage(view: View, num_free: int, num_vacant: int) -> Stage:
     """*num_free*: nodes that could take a slot, *num_vacant*: slots without a node. Empty for a job of one size, which
     waits for one thing at a time."""
@@ -70,12 +76,12 @@ def newcomers(view: View, num_free: int) -> int:
 
 
 def roster(
-    job: JobRecord, slots: Sequence[Owner], vacant: Collection[int], free: Sequence[NodeRecord]
+    job: JobRecord, old: GenerationRecord, vacant: Collection[int], free: Sequence[NodeRecord]
 ) -> tuple[Owner, ...] | None:
-    """Who trains when all workers start anew: the owners of *slots* that are not *vacant*, then *free* nodes up to MAX.
+    """Who trains when all workers start anew: the owners of *old*'s slots that are not *vacant*, then *free* nodes up to MAX.
     None if they are fewer than MIN."""
-    kept = [owner for slot, owner in enumerate(slots) if slot not in vacant]
-    kept += [Owner(node.node_id, node.incarnation, node.host) for node in free[: most_nodes(job) - len(kept)]]
+    kept = [owner for slot, owner in enumerate(old.slots) if slot not in vacant]
+    kept += [owner_of(node, old.num_workers) for node in free[: most_nodes(job) - len(kept)]]
     return tuple(kept) if len(kept) >= job.num_nodes else None
 
 
@@ -85,7 +91,7 @@ def grown(view: View, free: Sequence[NodeRecord]) -> GenerationRecord | None:
     count = newcomers(view, len(free))
     if job is None or old is None or not count:
         return None
-    slots = roster(job, old.slots, (), free)
+    slots = roster(job, old, (), free)
     assert slots is not None
     what = f"{', '.join(node.node_id for node in free[:count])} came late"
     mode: Literal["restart", "resize"] = "resize" if view.tracked else "restart"
@@ -129,7 +135,7 @@ def _bare_after(
     found = {}
     for slot, owner in enumerate(slots):
         before = old.slot_of(owner.incarnation)
-        ranks = range(old.num_workers) if before is None else bare.get(before, ())
+        ranks = range(owner.num_workers or old.num_workers) if before is None else bare.get(before, ())
         if ranks:
             found[slot] = tuple(sorted(ranks))
     return found

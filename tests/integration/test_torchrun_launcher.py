@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -179,3 +181,130 @@ def test_what_fails_at_the_end_hides_no_failure_of_a_worker(
     with pytest.raises(ChildFailedError):
         main(["--standalone", str(write(tmp_path, RECORDED))])
     assert main(["--standalone", str(write(tmp_path, "pass"))]) is None  # type: ignore[func-returns-value]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+MEETING = """
+import datetime, os, sys, torch, torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+timeout = datetime.timedelta(seconds=20)
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=size, timeout=timeout)
+total = torch.ones(1)
+dist.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "again" in sys.argv and rank == 1:
+    sys.exit(5)
+if rank == 0:
+    print("met", int(total), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_workers_meet_where_they_are_told_to(tmp_path: Path) -> None:
+    """Also after a restart, at the same port."""
+    for launcher in BOTH:
+        port = free_port()
+        script = write(tmp_path / launcher[-1], MEETING)
+        options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+        options += ["--master-addr", "localhost", "--master-port", str(port)]
+        done, _ = launch(launcher, [*options, script.name, f"tcp://localhost:{port}", "again"], script)
+        assert (done.returncode, done.stdout) == (0, f"met 2 localhost {port}\n"), done.stderr
+
+
+def test_a_port_that_is_taken_ends_the_job_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        script = write(tmp_path, MEETING)
+        done, _ = launch(SWIFT_RUN, ["--master-port", str(port), script.name, "env://"], script)
+    assert done.returncode == 1
+    assert f"--master-port {port}: nothing can listen at 127.0.0.1:{port}" in done.stderr
+
+
+def events(printed: str) -> list[dict[str, Any]]:
+    """What was recorded, without what differs from run to run; workers that did the same may come in any order."""
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"name"')]
+    for event in found:
+        metadata = event["metadata"]
+        for name in ("run_id", "rdzv_backend", "total_run_time"):
+            del metadata[name]
+        details = metadata["metadata"] = json.loads(metadata["metadata"])
+        error = json.loads(metadata["raw_error"]) if metadata["raw_error"] else None
+        metadata["raw_error"] = error and error["message"]["message"]
+        metadata["worker_id"] = metadata["worker_id"] is not None
+        metadata["duration_ms"] = metadata["duration_ms"] is not None
+        if "worker_pid" in details:
+            details["worker_pid"] = details["worker_pid"] != [None]
+    return sorted(found, key=lambda one: json.dumps(one["metadata"], sort_keys=True))
+
+
+@pytest.mark.parametrize("text", ["pass", RECORDED], ids=["well", "badly"])
+def test_events_are_those_of_torchs_agent(text: str, tmp_path: Path) -> None:
+    found = []
+    for launcher in BOTH:
+        script = write(tmp_path / launcher[-1], text)
+        options = ["--standalone", "--max-restarts", "1", "--role", "r", "--event-log-handler", "console"]
+        done, _ = launch(launcher, [*options, script.name], script)
+        found.append(events(done.stderr))
+    assert len(found[0]) >= 4
+    assert found[1] == found[0]
+
+
+TIMER = """
+import os, time
+import torch.distributed.elastic.timer as timer
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(after=1, scope="step"):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(50)
+print("done", os.environ["TORCHELASTIC_TIMER_FILE"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_timer_that_runs_out_ends_its_worker(named: bool, tmp_path: Path) -> None:
+    """Under torchrun its launcher as well; here the worker is started again as after any other death."""
+    script = write(tmp_path, TIMER)
+    more = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", **({"TORCHELASTIC_TIMER_FILE": f"{tmp_path}/pipe"} if named else {})}
+    options = ["--standalone", "--max-restarts", "1", "--event-log-handler", "console"]
+    done, _ = launch(SWIFT_RUN, [*options, script.name], script, more)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.split()[1])
+    assert done.stdout.startswith("done") and (not named or path == tmp_path / "pipe")
+    assert not path.exists()
+    names = [json.loads(line)["name"] for line in done.stderr.splitlines() if line.startswith('{"name"')]
+    assert {"watchdog started", "timer expired", "kill worker process", "watchdog stopped"} <= set(names)
+
+
+ROLES = """
+import os, sys
+names = ("GROUP_RANK", "RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+print(*(os.environ[name] for name in names), *sys.argv[1:], flush=True)
+"""
+
+
+def test_nodes_of_different_roles_sizes_and_arguments(tmp_path: Path) -> None:
+    nodes = [("a", 1, "train.py", "x"), ("b", 2, "other.py", "y")]
+    with PrivateEtcd() as server:
+        running = []
+        for number, (role, size, name, arg) in enumerate(nodes):
+            script = write(tmp_path / role, ROLES, name)
+            options = ["--nnodes", "2", "--nproc-per-node", str(size), "--role", role, "--node-rank", str(number)]
+            options += ["--rdzv-endpoint", server.endpoint, "--rdzv-id", "roles", "--rdzv-conf", "join_timeout=30"]
+            running.append(subprocess.Popen(
+                [*SWIFT_RUN, *options, name, arg], cwd=script.parent, env=environment(tmp_path / role / "out"),
+                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            ))  # fmt: skip
+        try:
+            printed = [process.communicate(timeout=60) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+    assert [process.returncode for process in running] == [0, 0], printed
+    assert printed[0][0].splitlines() == ["0 0 a 0 1 3 1 x"]
+    assert sorted(printed[1][0].splitlines()) == ["1 1 b 0 2 3 2 y", "1 2 b 1 2 3 2 y"]
+    assert any("another script" in error for _, error in printed)

@@ -68,6 +68,8 @@ class Agents:
     `spawn` agents are processes of their own from the start, too, not forks."""
     forks: ForkServer | None = None
     program: tuple[str, ...] = ("-m", "swift_agent.run")
+    node_options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """node -> what it has in place of the *options* of all."""
     running: dict[str, subprocess.Popen[bytes] | Fork] = field(default_factory=dict)
 
     def start(self, node_id: str) -> subprocess.Popen[bytes] | Fork:
@@ -75,7 +77,8 @@ class Agents:
         restarts = () if self.max_restarts is None else ("--max-restarts", str(self.max_restarts))
         program = [
             *self.program, "--nnodes", str(self.num_nodes), "--nproc-per-node", str(self.num_workers), *restarts,
-            "--node-id", node_id, *where, *self.options, str(self.script), *self.script_args,
+            "--node-id", node_id, *where, *self.options,
+            *self.node_options.get(node_id, ()), str(self.script), *self.script_args,
         ]  # fmt: skip
         orders = {"dir": str(self.directory), **self.orders}
         environment = {

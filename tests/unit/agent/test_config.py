@@ -255,7 +255,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--node-id", "a/b", "train.py"], r"--node-id 'a/b': .*no '/'"),
     (["--nnodes", "2", "train.py"], r"2 nodes need an etcd .*--rdzv-endpoint HOST:2379.*SWIFT_ETCD_ENDPOINTS$"),
     (["--spares", "1", "train.py"], r"1 node and 1 spare need an etcd"),
-    (["--nnodes", "2", "--master-port", "29500", "train.py"], r"belong to --rdzv-backend static"),
+    (["--nnodes", "2", "--master-port", "29500", "train.py"], r"at --master-addr and --master-port workers meet"),
     (["--rdzv-endpoint", "a:port", "train.py"], r"port 'port' is not a number"),
     (["--rdzv-endpoint", "a", "--etcd-cert", "absent.pem", "train.py"], r"absent.pem"),
     (["--etcd-user", "ann", "train.py"], r"--etcd-\*: for which servers"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swift_agent.host import mistaken_address
+from swift_agent.host import another_command, is_own, mistaken_address
 from tests.support.records import node
 
 
@@ -17,3 +17,15 @@ def test_loopback_is_an_address_only_among_neighbours() -> None:
     assert mistaken_address(replace(here, host="::1"), [far])
     assert mistaken_address(replace(here, host="localhost"), [far])
     assert mistaken_address(replace(here, host="node7"), [far]) == ""
+
+
+def test_nodes_may_run_another_script_and_say_so() -> None:
+    here, same, other = (replace(node(name), fingerprint=text) for name, text in
+                         (("n0", "one"), ("n1", "one"), ("n2", "two")))
+    assert another_command(here, [here, same]) == ""
+    assert another_command(here, [here, same, other]).startswith("n2 runs another script than n0")
+
+
+def test_what_is_of_this_machine() -> None:
+    assert is_own("localhost") and is_own("127.0.0.1")
+    assert not is_own("192.0.2.1") and not is_own("no-such-host.invalid")

@@ -26,7 +26,7 @@ def growing() -> Agent:
 
 def planned(agent: Agent, **held: Any) -> list[lc.Command]:
     number = agent.state.view.number
-    plan = make_resize_plan({int(slot[1:]): ones for slot, ones in held.items()}, 3, 2)
+    plan = make_resize_plan({int(slot[1:]): ones for slot, ones in held.items()}, [2, 2, 2])
     return agent.change(plan=PlanRecord(number, plan.to_json(), "w", plan.kind == "restart"), store=STORE)
 
 
@@ -101,7 +101,7 @@ def test_what_was_kept_serves_the_next_attempt_whoever_died() -> None:
     for rank in (0, 1):
         agent.tell(lc.ReportReceived(rank, 200 + rank, 2, {"rank": rank, "status": "empty", "iteration": 0}))
     assert only(agent.given, lc.WriteProgress).reports == (Held(FILE, 6).to_json(),)
-    plan = make_resize_plan({0: [Held(FILE, 6)]}, 2, 2).to_json()
+    plan = make_resize_plan({0: [Held(FILE, 6)]}, [2, 2]).to_json()
     commands = agent.change(plan=PlanRecord(3, plan, "w"), store=STORE)
     none_of(commands, msg.SendKeep)
     assert only(commands, lc.KillWorkers).local_ranks == (0, 1)

@@ -6,15 +6,18 @@ import argparse
 import contextlib
 import io
 import os
+import sys
 from unittest import mock
 
 import click.testing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import run as torchs_run
 from torch.distributed.run import get_args_parser
 
 from swift_agent import options
+from swift_agent import run as run_module
 from swift_agent.options import parse_args
 from swift_agent.run import cli
 
@@ -234,7 +237,7 @@ def test_an_option_of_a_newer_torch_is_taken_over(monkeypatch: pytest.MonkeyPatc
         parser.add_argument("--no-color", dest="color", action="store_false")
         return parser
 
-    monkeypatch.setattr(options, "get_args_parser", newer)
+    monkeypatch.setattr(options, "get_torchs_parser", newer)
     args = ["--brand_new", "2", "-vv", "--tag", "a", "--tag=b", "--no-color", "--hosts", "h1", "h2", "--spares", "1"]
     with clean({"PET_RDZV_BACKEND": "c10d"}):
         ours = vars(parse_args([*args, "train.py", "-v"]))
@@ -243,3 +246,29 @@ def test_an_option_of_a_newer_torch_is_taken_over(monkeypatch: pytest.MonkeyPatc
     assert {name: value for name, value in ours.items() if name not in OURS} == theirs
     assert ours["hosts"] == ["h1", "h2"] and ours["brand_new"] == 2
     assert "--brand-new, --brand_new [1|2]" in shown and "100 % new" in shown and "--no-color" in shown
+
+
+def test_the_parser_stands_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """What torch.distributed.run has beside main is here, too, and means the same."""
+    with clean({}):
+        parser = run_module.get_args_parser()
+        ns = parser.parse_args(["--nproc-per-node", "2", "--spares", "1", "train.py", "--lr", "1"])
+        assert vars(ns) == vars(parse_args(["--nproc-per-node", "2", "--spares", "1", "train.py", "--lr", "1"]))
+        with pytest.raises(SystemExit) as end:
+            parser.parse_args(["--no-such-option", "train.py"])
+        assert end.value.code == 2 and "swift-run: error" in capsys.readouterr().err
+        config, command, args = run_module.config_from_args(ns)
+    assert (config.nproc_per_node, config.rdzv_backend, command) == (2, "swift-etcd", sys.executable)
+    assert args == ["-u", "train.py", "--lr", "1"]
+    assert run_module.parse_min_max_nnodes("2:20") == (2, 20)
+    with pytest.raises(RuntimeError):
+        run_module.parse_min_max_nnodes("2:20:30")
+    public = {name for name, value in vars(torchs_run).items()
+              if not name.startswith("_") and getattr(value, "__module__", "") == torchs_run.__name__}
+    assert public <= set(run_module.__all__)
+
+
+def test_a_namespace_of_torchs_parser_has_our_defaults() -> None:
+    with clean({"PET_SPARES": "3"}):
+        ns = options.with_our_options(torchs_run.parse_args(["--rdzv-backend", "swift-etcd", "train.py"]))
+    assert (ns.spares, ns.lease_ttl, ns.training_script) == (3, 5, "train.py")

@@ -69,8 +69,7 @@ def test_another_command_is_refused_and_says_what_differs() -> None:
     store = MemoryStore()
     enter_job(store, KEYS, JOB, node("n0"), 5)
     for change, word in (({"num_nodes": 3}, "--nnodes 2, here 3"), ({"max_nodes": 4}, "--nnodes 2, here 2:4"),
-                         ({"num_workers": 4}, "--nproc-per-node 2, here 4"),
-                         ({"max_restarts": 1}, "--max-restarts"), ({"fingerprint": "x"}, "another script")):
+                         ({"max_restarts": 1}, "--max-restarts"), ({"fingerprint": "x"}, "other options")):
         with pytest.raises(JobConflict, match=word):
             enter_job(store, KEYS, replace(JOB, **change), node("n1"), 5)
     assert stored_job(store) == JOB and registered(store) == [node("n0")]
