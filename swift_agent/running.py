@@ -53,6 +53,7 @@ from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.updates import Way
+from swift_agent.worker_env import ENV_LOCAL_RANK
 from swift_recovery.progress import ranges_of
 
 R = TypeVar("R")
@@ -687,7 +688,7 @@ class Protected:
     def _send_modules(self) -> None:
         """Once: what the script has imported, so that standbys import it ahead."""
         self._modules_sent = True
-        if self._place.rank % int(os.environ["LOCAL_WORLD_SIZE"]) == 0:  # one of each node
+        if os.environ[ENV_LOCAL_RANK] == "0":  # one of each node
             self.supervisor.send({"op": "modules", "names": tracking.imported_packages()})
 
     def _end(self) -> dict[str, Any]:

@@ -527,7 +527,8 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     if advances:
         worn = sorted({old.slot_with(rank) for rank in verdict.hopeless})
         may_move = verdict.movable.issuperset(verdict.hopeless) and not (restart or resizes)
-        if worn and not (may_move and len(vacant) + len(worn) <= len(free)):
+        moving = sorted({*vacant, *worn})
+        if worn and not (may_move and len(draining.takers(old, moving, free)) == len(moving)):
             return _hopeless(verdict, lost, forget)
         troubles = setbacks.moved(troubles, verdict.hopeless)
     # A drained node still has the workers and the state of its slot: it can have it back.
