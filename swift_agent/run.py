@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args as torchs_config_from_args
 from torch.distributed.run import (
-    config_from_args,
     determine_local_world_size,
     get_rdzv_endpoint,
     get_use_env,
@@ -44,6 +46,14 @@ __all__ = [
     "run",
     "run_script_path",
 ]
+
+
+def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """As torch's function of that name; a --max-restarts that was not given is torchrun's."""
+    found: tuple[LaunchConfig, Callable[..., Any] | str, list[str]] = torchs_config_from_args(
+        argparse.Namespace(**{**vars(args), "max_restarts": args.max_restarts or 0})
+    )
+    return found
 
 
 def run(ns: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:

@@ -78,8 +78,8 @@ def newcomers(view: View, num_free: int) -> int:
 def roster(
     job: JobRecord, old: GenerationRecord, vacant: Collection[int], free: Sequence[NodeRecord]
 ) -> tuple[Owner, ...] | None:
-    """Who trains when all workers start anew: the owners of *old*'s slots that are not *vacant*, then *free* nodes up to
-    MAX. None if they are fewer than MIN."""
+    """Who trains when all workers start anew: the owners of slots of *old* that are not *vacant*, then *free* nodes up
+    to MAX. None if they are fewer than MIN."""
     kept = [owner for slot, owner in enumerate(old.slots) if slot not in vacant]
     kept += [owner_of(node, old.num_workers) for node in free[: most_nodes(job) - len(kept)]]
     return tuple(kept) if len(kept) >= job.num_nodes else None
