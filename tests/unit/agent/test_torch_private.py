@@ -7,11 +7,14 @@ import contextlib
 import copy
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -643,3 +646,17 @@ def test_no_sync_holds_where_the_script_sets_the_flag(compiled: bool, world: Non
     with module.no_sync(), surgery.stays_unsynchronised(module):
         assert iteration() == 0
     assert iteration() == 1
+
+
+def test_a_server_of_timers_ends_and_kills_only_workers(tmp_path: Path) -> None:
+    """Also one that no worker has written to: its thread waits in the opening of the pipe."""
+    before, told = threading.active_count(), []
+    server = torch_private.FileTimers(str(tmp_path / "pipe"), "job", 0.1, log_event=lambda name, _: told.append(name))
+    server.start()
+    assert server._reap_worker(os.getpid(), signal.SIGKILL)
+    server.stop()
+    deadline_s = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    assert told == ["watchdog started", "watchdog stopped"] and not (tmp_path / "pipe").exists()
