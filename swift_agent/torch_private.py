@@ -614,11 +614,12 @@ class FileTimers(FileTimerServer):
     """torch's server of timers, which kills a worker that lets one run out. torch's kills its own process as well."""
 
     def stop(self) -> None:
-        # A thread that nobody has written to yet waits for that, in the opening of the pipe.
-        self._stop_signaled = True
-        with contextlib.suppress(OSError):
-            os.close(os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK))
-        super().stop()
+        self._stop_signaled = True  # first: it must not begin to read while a writer is there
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                # Its thread waits for a first writer, in the opening of the pipe.
+                stack.callback(os.close, os.open(self._file_path, os.O_RDWR | os.O_NONBLOCK))
+            super().stop()
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         return worker_pid == os.getpid() or bool(super()._reap_worker(worker_pid, signal))
