@@ -94,7 +94,7 @@ class Agent:
             config.master_port,
         )  # fmt: skip
         self._timeline = timeline.Timeline()
-        self._events = AgentEvents(config)
+        self._event_log = AgentEvents(config)
         self._watchdog: watchdog.Watchdog | None = None
         self._presence: Presence
         self._state = lc.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
@@ -114,7 +114,7 @@ class Agent:
             self._run()
         except Exception:
             if self._end is None:
-                self._events.agent_ended(traceback.format_exc())
+                self._event_log.agent_ended(traceback.format_exc())
                 raise
             log.warning("the job has ended; this agent could not close all that it had opened", exc_info=True)
         assert self._end is not None
@@ -122,12 +122,12 @@ class Agent:
             self._signals.raise_first()
             raise_outcome(self._end, self._config)
         except ChildFailedError:
-            self._events.agent_ended()
+            self._event_log.agent_ended()
             raise
         except Exception:
-            self._events.agent_ended(traceback.format_exc())
+            self._event_log.agent_ended(traceback.format_exc())
             raise
-        self._events.agent_ended()
+        self._event_log.agent_ended()
 
     def _run(self) -> None:
         """Until the end of the job is known; then all of this agent is closed, as far as it can be."""
@@ -146,7 +146,7 @@ class Agent:
             if self._workers.forks_all:  # it imports torch while the job forms
                 with self._watching_server():
                     self._workers.prepare(0, config.preload)
-            self._watchdog = watchdog.start(os.environ, self._directory, config.job_id, self._events.timer)
+            self._watchdog = watchdog.start(os.environ, self._directory, config.job_id, self._event_log.timer)
             if self._watchdog is not None:
                 stack.callback(self._watchdog.stop)
             self._enter(None)
@@ -209,7 +209,7 @@ class Agent:
         processes = list(self._workers.processes.values())
         failed = {(exit_.host, exit_.pid) for exit_ in self._end.exits}
         self._workers.end_all(grace_s, in_hurry=lambda: self._signals.count > 1)
-        self._events.ended(
+        self._event_log.ended(
             self._end.state == "succeeded",
             [
                 Ended(one.local_rank, one.pid, one.exit_code, recorded_in(one.error_file))
@@ -374,7 +374,7 @@ class Agent:
         self._channels.drop(process.local_rank)
         self._patience.settled(process.local_rank)
         if end.exit_code != 0:
-            self._events.waits()
+            self._event_log.waits()
             log.info("%s", lc.describe_exit(end))
         self._event(msg.WorkerExited(end))
 
@@ -403,7 +403,7 @@ class Agent:
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
         log.info("rank %d is process %d", process.rank, process.pid)
-        self._events.started(process.local_rank, process.pid)
+        self._event_log.started(process.local_rank, process.pid)
         self._event(msg.WorkerStarted(process.local_rank, process.generation, process.pid))
         worker = self._state.workers.get(process.local_rank)
         if worker is None or worker.generation != process.generation or worker.killed:
@@ -428,7 +428,6 @@ class Agent:
             case msg.StartWorkers(local_ranks, _, warm):
                 self._start(local_ranks, warm)
             case msg.KillWorkers(local_ranks, why, graceful):
-                self._events.waits()
                 log.info("ending local ranks %s: %s", list(local_ranks), why)
                 for local_rank in local_ranks:
                     self._end_worker(local_rank, graceful)
@@ -557,7 +556,7 @@ class Agent:
             ranks,
             "standby" if warm and self._workers.can_fork else "forks" if self._workers.forks_all else "new processes",
         )
-        self._events.meets(place)
+        self._event_log.meets(place)
         with self._watching_server():
             started = self._workers.start(place, local_ranks, warm)
         self._take(started)
@@ -566,6 +565,7 @@ class Agent:
         process = self._workers.processes.get(local_rank)
         if process is None:
             return
+        self._event_log.waits()
         grace_s = self._grace_s()
         if not graceful or grace_s == 0:
             self._workers.signal_process(process, signal.SIGKILL)
