@@ -45,7 +45,7 @@ class AgentEvents:
         self._began_s = time.monotonic()
         self._waits_since_s: float | None = self._began_s
         self._place: Placement | None = None
-        self._run_time_s = 0
+        self._run_time_s = self._num_restarts = 0
         self._is_broken = False
 
     # ---- what happens ----
@@ -60,6 +60,7 @@ class AgentEvents:
         since_s, self._waits_since_s = self._waits_since_s, None
         now_s = time.monotonic()
         waited_ms = (now_s - (now_s if since_s is None else since_s)) * 1000
+        self._num_restarts = place.restart_count
         # torch meets first, and hands out ranks then; here both are known at once.
         self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=waited_ms)
         self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
@@ -138,7 +139,7 @@ class AgentEvents:
             "rdzv_backend": SWIFT_BACKEND,
             "raw_error": raw_error,
             "metadata": json.dumps(details),
-            "agent_restarts": 0 if place is None else place.restart_count,
+            "agent_restarts": self._num_restarts,
         }
 
     def _send(self, event: Event) -> None:
