@@ -69,8 +69,8 @@ class GenerationStores:
         if self._master_port is None:
             return host, _listening_on(host, 0)
         # An older one has the port. Its workers are gone, or do not need it: those that stay have a store of ours.
-        for number, (record, _, session_store) in self._open.items():
-            self._open[number] = (record, None, session_store)
+        # It closes the port when nothing refers to it any more.
+        self._open = {number: (kept[0], None, kept[2]) for number, kept in self._open.items()}
         try:
             return host, _listening_on(host, self._master_port)
         except OSError as error:
