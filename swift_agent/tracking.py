@@ -243,8 +243,9 @@ class Tracked:
         for parameter in self.state.parameters():
             if parameter.grad is not None and bool(local_of(parameter.grad).detach().any()):
                 raise UsageError(
-                    "an iteration ended with gradients, but without a step of a tracked optimizer. Put the whole "
-                    "accumulation of one update, all its micro-batches and the step, into one @job.iteration function."
+                    "an iteration ended with gradients, but without a step of a tracked optimizer: a replacement would "
+                    "not have them. Take the micro-batches of an update with job.batches(loader, group=4), and put the "
+                    "whole accumulation, with the step, into one call of the @job.iteration function."
                 )
 
     def copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
