@@ -76,6 +76,10 @@ class RankReport:
         )
 
 
+# Of a text: it comes from the store, and ten characters could otherwise name more than there is memory for.
+MAX_RANKS = 1 << 20
+
+
 def ranges_of(ranks: Iterable[int]) -> str:
     """`0-3,8` for 0, 1, 2, 3, 8: of the length of the gaps, not of the ranks. In ascending order, each once."""
     ranges: list[list[int]] = []
@@ -94,6 +98,9 @@ def ranks_of(text: str) -> tuple[int, ...]:
         raise TypeError(f"ranks as text are wanted, not {text!r}")
     ranks: list[int] = []
     for part in text.split(",") if text else []:
-        first, _, last = part.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1))
+        head, _, tail = part.partition("-")
+        first, last = int(head), int(tail or head)
+        if len(ranks) + last - first >= MAX_RANKS:
+            raise ValueError(f"more than {MAX_RANKS} ranks: {text[:80]!r}")
+        ranks.extend(range(first, last + 1))
     return tuple(ranks)

@@ -68,6 +68,9 @@ class Witness(Protocol):
         """Of `membership.missing`, where nodes are absent."""
 
 
+# Lost nodes whose records are removed with a generation, and in one transaction before it; etcd takes 128 operations.
+FORGOTTEN_WITH = 64
+FORGOTTEN_AT_ONCE = 100
 # So many generations stay in the history.
 NUM_EVENTS_KEPT = 1000
 
@@ -195,6 +198,11 @@ class Coordinator:
             # In one transaction: between the two a takeover would find a lost node that looks like a spare.
             forget = tuple(command for command in commands if isinstance(command, ForgetNode))
             commands = tuple(command for command in commands if command not in forget)
+            # More than fits are forgotten before: they are known to be lost, so no takeover takes them for spares.
+            early, forget = forget[:-FORGOTTEN_WITH], forget[-FORGOTTEN_WITH:]
+            for first in range(0, len(early), FORGOTTEN_AT_ONCE):
+                if not self._forget(view, early[first : first + FORGOTTEN_AT_ONCE]):
+                    return decision.deadline_s
         for command in commands:
             if not self._execute(view, command, forget):
                 break  # somebody was faster; the next view shows who
@@ -300,6 +308,11 @@ class Coordinator:
                 ops = [Delete(keys.prefix + name)]
                 self._announce(f"the record {name} {view.damaged[name].why}: it is removed")
         return self._store.transaction(guards, ops).succeeded
+
+    def _forget(self, view: View, lost: tuple[ForgetNode, ...]) -> bool:
+        guards = [Compare.mod_revision(self._keys.coordinator, "==", view.coordinator_revision)]
+        guards += [self._as_seen(view, command.node_id) for command in lost]
+        return self._store.transaction(guards, [Delete(self._keys.node(command.node_id)) for command in lost]).succeeded
 
     def _unwritten(self, view: View, key: str) -> Compare:
         """There is no such record, but for what cannot be read and was seen."""

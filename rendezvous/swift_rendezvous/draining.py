@@ -19,6 +19,9 @@ from collections.abc import Iterable, Sequence
 from swift_rendezvous.keys import GenerationRecord, NodeRecord, Owner
 from swift_rendezvous.view import View
 
+# At once. The next generation compares two keys for each, and etcd takes 128 comparisons in a transaction.
+MOST_MOVES = 48
+
 
 def is_ordered(view: View, node_id: str, incarnation: str) -> bool:
     """Whether this very incarnation was told to leave."""
@@ -33,8 +36,9 @@ def ordered_slots(view: View) -> list[int]:
 
 
 def moves(view: View, spares: list[NodeRecord]) -> dict[int, NodeRecord]:
-    """slot -> the one of *spares* that takes it. Slots for which there is none wait."""
-    return takers(view.generation, ordered_slots(view), spares) if view.generation else {}
+    """slot -> the one of *spares* that takes it. Slots for which there is none wait, and those beyond `MOST_MOVES`."""
+    found = takers(view.generation, ordered_slots(view), spares) if view.generation else {}
+    return dict(list(found.items())[:MOST_MOVES])
 
 
 def takers(generation: GenerationRecord, slots: Iterable[int], free: Sequence[NodeRecord]) -> dict[int, NodeRecord]:

@@ -13,6 +13,7 @@ This module must never read a clock, talk to a store or log; times come in as ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,9 @@ from swift_rendezvous.view import View, once_per_view
 
 # Parts of a state of which it says that they differ; the others are counted.
 MAX_NAMED = 5
+# Of the messages of all failed workers in the result, as JSON; etcd takes 1.5 MiB.
+MAX_MESSAGES = 1 << 19
+LEFT_OUT = "(its message is left out here: see the log of its node)"
 LEASE_IS_GONE = "its lease in etcd is gone"
 
 
@@ -261,6 +265,8 @@ def _losses(view: View, with_absent: bool) -> Losses:
             restart = failure
         elif failure is not None and failure.kind == "again":
             again[slot] = failure.evidence
+    # As they were told: the clocks of the nodes need not agree.
+    workers = dict(sorted(workers.items(), key=lambda item: (view.told.get(item[0], 0), item[0])))
     return Losses(nodes, workers, restart, again, draining.broken_handovers(view, with_absent))
 
 
@@ -288,7 +294,12 @@ def decide(view: View, rules: Rules, *, now_s: float, waiting_since_s: float | N
         return Decision()
     decision = _decide(view, rules, now_s, waiting_since_s)
     forget = tuple(ForgetDrain(node_id) for node_id in draining.fulfilled(view))
-    return replace(decision, commands=(*decision.commands, *forget))
+    commands = tuple(
+        PublishResult(replace(command.result, exits=_clipped(command.result.exits)))
+        if isinstance(command, PublishResult) else command
+        for command in decision.commands
+    )  # fmt: skip
+    return replace(decision, commands=(*commands, *forget))
 
 
 def _mended(view: View) -> Decision | None:
@@ -497,8 +508,10 @@ def _lost_after_release(view: View, lost: Losses) -> Decision:
     left = [slot for slot in range(len(generation.slots)) if slot not in view.exited and slot not in lost.nodes]
     if left:
         return Decision(waiting=f"{_some(left)} are still exiting")
-    why = f"training had ended; slots {sorted(lost.nodes)} were lost while their workers exited"
-    return Decision((PublishResult(ResultRecord("succeeded", why)),), why=why)
+    # What a script does after its last iteration (a save, an evaluation) is known to nobody but its processes.
+    names = ", ".join(f"{generation.slots[slot].node_id} (slot {slot})" for slot in sorted(lost.nodes))
+    why = f"training had ended, but node {names} was lost before its workers had exited: what they still did is lost"
+    return Decision((PublishResult(ResultRecord("failed", why)),), why=why)
 
 
 def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision:
@@ -514,7 +527,7 @@ def _next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waiti
     if lost.restart is not None and lost.restart.is_final:
         why = lost.restart.evidence
         return Decision((*forget, PublishResult(ResultRecord("failed", why, _exits(lost)))), why=why)
-    worn = [slot for slot, failure in sorted(lost.workers.items()) if failure.restarts_left <= 0]
+    worn = [slot for slot, failure in lost.workers.items() if failure.restarts_left <= 0]
     restart = not view.tracked or lost.restart is not None
     resizes = resizing.is_under_way(view) and not restart
     if resizing.is_elastic(view.job) and (restart or resizes) and lost.nodes:
@@ -658,10 +671,22 @@ def _some(slots: list[int]) -> str:
 
 
 def _exits(lost: Losses) -> tuple[WorkerExit, ...]:
-    found = [exit_ for _, failure in sorted(lost.workers.items()) for exit_ in failure.exits]
-    if lost.restart is not None:
-        found += lost.restart.exits
-    return tuple(sorted(found, key=lambda exit_: exit_.timestamp_s))
+    """The first that was told comes first; those of one node in the order of its own clock."""
+    told = [*lost.workers.values(), *([lost.restart] if lost.restart is not None else [])]
+    return tuple(
+        exit_ for failure in told for exit_ in sorted(failure.exits, key=lambda exit_: exit_.timestamp_s)
+    )
+
+
+def _clipped(exits: tuple[WorkerExit, ...]) -> tuple[WorkerExit, ...]:
+    """What of *exits* fits into one record: the messages of the first, and of the others as many as there is room."""
+    left = MAX_MESSAGES
+    found: list[WorkerExit] = []
+    for exit_ in exits:
+        size = len(json.dumps(exit_.message))
+        left -= size
+        found.append(exit_ if left >= 0 or not found else replace(exit_, message=LEFT_OUT if exit_.message else ""))
+    return tuple(found)
 
 
 def _ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> list[int]:

@@ -86,6 +86,8 @@ class View:
     released: bool = False
     result: ResultRecord | None = None
     failures: Mapping[int, FailureRecord] = field(default_factory=dict)
+    told: Mapping[int, int] = field(default_factory=dict)
+    """slot -> the create revision of its failure: the order in which they were told first."""
     progress: Mapping[int, ProgressRecord] = field(default_factory=dict)
     resumed: Mapping[int, ResumedRecord] = field(default_factory=dict)
     finished: Mapping[int, FinishedRecord] = field(default_factory=dict)
@@ -259,6 +261,9 @@ def _read(view: View, key: str, change: Change) -> View:
     else:
         records[slot] = decode(cls, value)
     changes: dict[str, Any] = {attribute: records}
+    if name == "failure":
+        told = {other: revision for other, revision in view.told.items() if other != slot}
+        changes["told"] = told if value is None else {**told, slot: change.create_revision}
     return replace(view, **changes)
 
 
@@ -328,6 +333,7 @@ def _enter(view: View, generation: GenerationRecord | None, revision: int) -> Vi
         plan=None,
         released=False,
         failures={},
+        told={},
         progress={},
         resumed={},
         finished={},

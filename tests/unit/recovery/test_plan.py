@@ -523,3 +523,10 @@ def test_whatever_ranks_agree_on_before_an_update_two_sets_reach_one_iteration()
             assert held[source] == plan.iteration and sets[source] == sets[target]
             held[target] = plan.iteration
         assert held == dict.fromkeys(range(4), plan.iteration), (situation, plan)
+
+
+def test_a_short_text_cannot_name_more_ranks_than_there_is_memory_for() -> None:
+    for text in ("0-30000000", "0-999999999999", "0-600000,700000-1300000", "-5"):
+        with pytest.raises(ValueError):
+            ranks_of(text)
+    assert len(ranks_of("0-99999")) == 100_000

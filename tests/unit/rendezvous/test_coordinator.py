@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous import coordinator
+from swift_rendezvous import coordinator, draining
 from swift_rendezvous.coordinator import Coordinator
 from swift_rendezvous.keys import (
     CoordinatorRecord,
@@ -29,7 +29,7 @@ from swift_rendezvous.keys import (
 from swift_rendezvous.kv import Compare, KeyValueStore, Op, Put, StoreUnavailable, TransactionResult
 from swift_rendezvous.membership import Rules
 from swift_rendezvous.memory import MemoryStore
-from swift_rendezvous.view import View
+from swift_rendezvous.view import View, view_of_entries
 from swift_rendezvous.watcher import JobWatcher
 from tests.support.etcd_cluster import wait_for
 from tests.support.records import failure, generation, node
@@ -667,3 +667,41 @@ def test_a_watcher_that_ends_by_an_error_says_so() -> None:
     store.put(KEYS.tracked, b"1")
     wait_for(lambda: told == ["its thread swift-job-watch has ended by ZeroDivisionError: a defect"], 5.0, "the reason")
     watcher.stop()
+
+
+def test_hundreds_of_lost_nodes_fit_into_transactions_of_etcd() -> None:
+    """At most 128 operations and comparisons each; nothing of a lost node is left when its slot is given away."""
+    names = [f"n{number}" for number in range(320)]
+    taken: list[tuple[int, int, bool]] = []
+
+    class Counting(MemoryStore):
+        def transaction(
+            self, compare: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op] = ()
+        ) -> TransactionResult:
+            makes = any(isinstance(op, Put) and op.key == KEYS.generation for op in success)
+            taken.append((len(compare), len(success), makes))
+            return super().transaction(compare, success, failure)
+
+    store = Counting()
+    first = generation(1, slots=names[:160])
+    store.put(KEYS.job, encode(JobRecord(160, 2, "command", 1)))
+    store.put(KEYS.tracked, b"1")
+    for name in names:
+        store.put(KEYS.node(name), encode(node(name)))
+    store.put(KEYS.coordinator, encode(CoordinatorRecord("n0", "n0.1")))
+    store.put(KEYS.generation, encode(first))
+    for slot in range(1, 160):
+        store.put(KEYS.failure(1, slot), encode(replace(failure("node", slot), is_dead=True)))
+    taken.clear()
+    one = Coordinator(store, KEYS, node("n0"), 0, planner, Rules(30.0), lambda line: None)
+    one._step(view_of_entries(KEYS, store.get_prefix(KEYS.prefix)[0]))
+    assert taken[-1][2] and max(max(sizes[:2]) for sizes in taken) <= 128
+    found = view_of_entries(KEYS, store.get_prefix(KEYS.prefix)[0])
+    assert found.number == 2 and set(found.nodes) == {"n0", *names[160:]}
+
+
+def test_orders_to_leave_for_many_nodes_are_carried_out_in_turns() -> None:
+    names = [f"n{number}" for number in range(200)]
+    drains = {name: DrainRecord(name, f"{name}.1", "w", 0.0) for name in names[:100]}
+    many = View(generation=generation(1, slots=names[:100]), drains=drains)
+    assert len(draining.moves(many, [node(name) for name in names[100:]])) == draining.MOST_MOVES

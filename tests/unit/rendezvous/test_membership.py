@@ -17,9 +17,11 @@ from swift_rendezvous.keys import (
     ProgressRecord,
     ResultRecord,
     WorkerExit,
+    encode,
 )
 from swift_rendezvous.membership import (
     LEASE_IS_GONE,
+    LEFT_OUT,
     Decision,
     ForgetNode,
     PublishGeneration,
@@ -151,7 +153,8 @@ def test_after_the_release_nothing_is_recovered_but_the_truth_is_told() -> None:
     crashed = view(released=True, exited=exited, failures={1: failure("workers", 1, (0,))})
     assert result(ask(crashed)).state == "failed" and result(ask(crashed)).exits[0].rank == 2
     lost = without(view(released=True, exited=exited), "n1")
-    assert result(ask(lost)).state == "succeeded" and "lost" in result(ask(lost)).why
+    assert result(ask(lost)).state == "failed"  # its script may have been saving something
+    assert "node n1 (slot 1) was lost before its workers had exited" in result(ask(lost)).why
     waits = without(view(released=True), "n1")
     assert ask(waits).commands == () and "[0]" in ask(waits).waiting
 
@@ -318,7 +321,8 @@ def test_two_replacements_that_fail_by_themselves_restart_all() -> None:
 
 def test_the_earliest_failure_is_the_root_cause() -> None:
     v = view(tracked=False, failures={
-        0: failure("workers", 0, (0,), left=0, when_s=50), 1: failure("workers", 1, (1,), left=0, when_s=40)})
+        0: failure("workers", 0, (0,), left=0, when_s=50), 1: failure("workers", 1, (1,), left=0, when_s=40)},
+        told={0: 12, 1: 11})
     assert result(ask(replace(v, released=True))).exits[0].rank == 3
 
 
@@ -439,7 +443,8 @@ def _check(v: View, conditions: tuple[str, ...], decision: Decision) -> str:
             assert v.released or all("exited" in c for c in conditions), where
             assert "well" not in conditions, where
         elif ended.state == "failed":
-            assert any(c in ("worker died", "worker died, worn") for c in conditions), where
+            died = any(c in ("worker died", "worker died, worn") for c in conditions)
+            assert died or (v.released and vacated), where
         return str(ended.state)
     if new:
         assert bad and not v.released, where
@@ -595,3 +600,19 @@ def test_what_a_coordinator_waits_for_and_cannot_read_is_asked_for_again() -> No
     for harmless in (replace(asked, tracked=False), replace(asked, progress={}), replace(asked, damaged=other)):
         assert not any(isinstance(c, PublishGeneration)
                        for c in decide(harmless, RULES, now_s=0.0, waiting_since_s=None).commands)
+
+
+def test_the_cause_is_what_was_told_first_whatever_the_clocks_say() -> None:
+    failures = {0: failure("workers", 0, (0,), left=0, when_s=5), 1: failure("workers", 1, (0,), left=0, when_s=900)}
+    for told, first in (({0: 30, 1: 20}, 2), ({0: 20, 1: 30}, 0)):
+        ended = result(ask(view(tracked=False, failures=failures, told=told)))
+        assert ended.state == "failed" and ended.exits[0].rank == first
+
+
+def test_a_result_fits_into_one_record() -> None:
+    """Hundreds of workers fail with long messages."""
+    exits = tuple(WorkerExit(rank, rank, 100 + rank, 1, "h", "\u00fc" * 16_000) for rank in range(300))
+    one = replace(failure("workers", 0, (0,), left=0), exits=exits)
+    ended = result(ask(view(tracked=False, failures={0: one})))
+    assert len(encode(ended)) < 1_000_000 and len(ended.exits) == 300
+    assert ended.exits[0] == exits[0] and ended.exits[299].message == LEFT_OUT
