@@ -220,6 +220,9 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "an etcd that does not answer is taken for one that is away": (
         tenure, "_seen", "if event.sight in PROVEN:", "if True:",
         lambda: cut_off(2, 1, faults=1, kinds=("cut",))),
+    "a node that is lost before its script has ended is no failure": (
+        membership, "_lost_after_release", '"failed", why)),', '"succeeded", why)),',
+        lambda: training(faults=1, kinds=("crash",))),
     "nobody notices that a drained node is lost": (
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
         lambda: draining_until("handover", faults=1)),

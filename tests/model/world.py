@@ -856,11 +856,13 @@ class World:
     def _new_result(self, value: bytes) -> None:
         view = self.view
         self.state = decode(ResultRecord, value).state
-        if self.state == "failed":
+        ended = all(slot in view.exited for slot in self.ranks)
+        if self.state == "failed" and view.released:
+            demand(not ended, "failed, though all have exited with code 0")
+        elif self.state == "failed":
             most = max((self.ends.count(rank) for rank in self.ranks), default=0)
             demand(self.max_restarts < 0 and most >= MOST, f"the job ends after failures of ranks {self.ends}")
         if b'"succeeded"' in value:
-            ended = all(slot in view.exited or (view.released and slot in view.finished) for slot in self.ranks)
             demand(ended, f"succeeded, but only {sorted(view.exited)} have exited")
 
     def keep_the_last_copy(self, node: Node) -> None:
