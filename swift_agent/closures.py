@@ -61,5 +61,5 @@ def with_closure(closure: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Its step calls the closure first, and once (but for LBFGS, which is refused)."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    """Or ours: its step calls the closure first, and once (but for LBFGS, which is refused)."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "swift_recovery."))

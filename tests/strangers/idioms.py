@@ -31,7 +31,8 @@ class Told:
 @dataclass(frozen=True)
 class Idiom:
     """*script*: in `scripts/`; *args*: for it. *options*: for swift-run. *at*: the iterations in which something is
-    killed before, inside and after it. *workers*: on each of the two nodes. *scopes*: what is killed."""
+    killed before, inside and after it. *workers*: on each of the two nodes. *scopes*: what is killed. *needs*: a
+    library, without which the idiom is skipped."""
 
     script: str
     expected: Equal | Told = Equal()
@@ -40,6 +41,7 @@ class Idiom:
     at: tuple[int, int, int] = (3, 6, 9)
     workers: int = 1
     scopes: tuple[str, ...] = ("worker", "node")
+    needs: str = ""
 
 
 IDIOMS: dict[str, Idiom] = {
@@ -64,6 +66,8 @@ IDIOMS: dict[str, Idiom] = {
     "gradients that are never cleared": Idiom(
         "refused.py", Told("Call optimizer.zero_grad() in each iteration", "start", "refused"), args=("carried",)
     ),
+    "accelerate's wrappers": Idiom("library_wrappers.py", args=("accelerate",), needs="accelerate"),
+    "fabric's wrappers": Idiom("library_wrappers.py", args=("fabric",), needs="lightning"),
     "traced pipeline": Idiom("traced_pipeline.py"),
     "pipeline with static shapes": Idiom("traced_pipeline.py", args=("static",)),
     "micro-steps with a flag": Idiom("micro_steps.py"),

@@ -6,6 +6,7 @@ test asserts that its faults fired.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_stranger(
     name: str, scope: str, run: Callable[..., Outcome], expected_hashes: Callable[[str], dict[int, str]], tmp_path: Path
 ) -> None:
     idiom = IDIOMS[name]
+    if idiom.needs and importlib.util.find_spec(idiom.needs) is None:
+        pytest.skip(f"{idiom.needs} is not installed")
     if isinstance(idiom.expected, Told) and idiom.expected.then == "refused":
         _check_refused(idiom.expected, run(idiom, tmp_path / scope, []))
         return
