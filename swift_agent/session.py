@@ -51,7 +51,8 @@ T = TypeVar("T")
 _BEGINS_ANEW = (
     "no job.checkpoint: should all workers have to start again (nobody is left who holds the state of a lost rank, or "
     "a collective outside an iteration was cut), training begins at iteration 0, or with what the script loads itself. "
-    "With job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint"
+    "With job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint; job.epochs(n, start=...) or "
+    "iterations(n, start=...) says that the script has snapshots of its own"
 )
 
 
@@ -95,6 +96,7 @@ class Job:
         self._loops = 0
         self._closed = False
         self._failed = False
+        self._has_snapshots = False  # of the script's own
         self.is_replacement = place.status == "empty"
         watches = supervisor is not None
         self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
@@ -246,8 +248,9 @@ class Job:
                 "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
             )
         self._place.hold(tracked)
-        if self.rank == 0 and self._place.status != "empty" and self._supervisor and begins_anew(tracked):
-            self._supervisor.note(_BEGINS_ANEW)
+        is_new = self._place.status != "empty" and not self._has_snapshots
+        if self.rank == 0 and is_new and begins_anew(tracked):
+            self._note(_BEGINS_ANEW)
         self._watch_inputs(tracked)
         self._running.begin(tracked)
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
@@ -284,16 +287,17 @@ class Job:
 
     # ---- the loop ----
 
-    def epochs(self, num_epochs: int, *, start: int = 0) -> Iterator[int]:
+    def epochs(self, num_epochs: int, *, start: int | None = None) -> Iterator[int]:
         """`range(start, num_epochs)`; a replacement begins with the epoch in which its predecessor was lost.
 
         *start*: where the script has loaded a snapshot of its own. It is not heeded by a replacement, nor where
-        `job.checkpoint` has found a checkpoint."""
+        `job.checkpoint` has found a checkpoint. Given, also as 0, it says that there are such snapshots."""
+        self._has_snapshots |= start is not None
         self._begin()
         place = self._place
         here = place.here
         first = True
-        for epoch in range(here.epoch if place.target else start, num_epochs):
+        for epoch in range(here.epoch if place.target else start or 0, num_epochs):
             if not (first and place.target):
                 here.epoch, here.epoch_passes, here.epoch_sections = epoch, here.passes, here.sections
             first = False
@@ -327,12 +331,14 @@ class Job:
         `len(it)` the number of batches (of groups), and all else is the loader's."""
         return Looping(self._passes, loader, _checked(group))
 
-    def iterations(self, num_iterations: int, *, start: int = 0) -> Iterator[int]:
+    def iterations(self, num_iterations: int, *, start: int | None = None) -> Iterator[int]:
         """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader.
 
         *start*: the first one, where the script has loaded a snapshot of its own; this must be the first loop then. It
-        is not heeded by a replacement, nor where `job.checkpoint` has found a checkpoint.
+        is not heeded by a replacement, nor where `job.checkpoint` has found a checkpoint. Given, also as 0, it says
+        that there are such snapshots.
         """
+        self._has_snapshots |= start is not None
         place = self._place
         if start and not self._begun:
             place.here.iteration = start

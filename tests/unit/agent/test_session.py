@@ -99,6 +99,15 @@ def looping(*, target: Position | None = None) -> Job:
     return made
 
 
+def test_a_start_says_that_the_script_has_snapshots() -> None:
+    """Also the first, before there is one: then a restart of all does not begin anew, and nothing is said of that."""
+    for name in ("epochs", "iterations"):
+        for given, found in (({}, False), ({"start": 0}, True), ({"start": 1}, True)):
+            made = looping()
+            next(getattr(made, name)(3, **given))
+            assert made._has_snapshots is found
+
+
 def taken(job: Job, numbers: Iterator[int]) -> list[int]:
     got = []
     for number in numbers:
