@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import sys
 import time
@@ -350,16 +349,3 @@ def test_a_worker_that_cannot_be_started_is_a_failure_of_that_worker(bench: Benc
     assert 0 in bench.workers.processes and 1 not in bench.workers.processes
     bench.start(1, warm=False)
     assert len([p for p in bench.started if isinstance(p, WorkerProcess)]) == 2
-
-
-def test_logs_that_cannot_be_opened_are_a_failure_of_those_workers(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    bench = Bench(tmp_path, "--redirects", "3", "--log-dir", str(logs))
-    try:
-        shutil.rmtree(logs)
-        logs.write_text("no directory any more")
-        ends = bench.workers.start(bench.place(), (0, 1), warm=False)
-        assert [(end.rank, end.pid) for end in ends] == [(0, 0), (1, 0)]
-        assert all(isinstance(end, WorkerExit) and "it cannot be started: [Errno" in end.message for end in ends)
-    finally:
-        bench.workers.close()
