@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import selectors
@@ -55,6 +56,8 @@ from swift_rendezvous.view import View
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+# Longer than any grace period.
+ENDING_S = 1e6
 LEAVE_TIMEOUT_S = 3.0
 # For the watch to tell how a job ended whose records are gone.
 RESULT_TIMEOUT_S = 2.0
@@ -202,6 +205,8 @@ class Agent:
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
+        # They have their time to end, in which nobody looks at the clock here.
+        self._channels.send(tuple(self._workers.processes), {"op": "until", "s": time.monotonic() + ENDING_S})
         self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signals.first is not None:
@@ -256,6 +261,7 @@ class Agent:
             if self._no_store is not None and self._no_store[0] == self._state.view.number:
                 self._host_store(self._no_store[0])
             self._event(self._tick(now_s))
+            self._vouch()
             self._event(msg.RateTick())
 
     def _tick(self, now_s: float) -> msg.Tick:
@@ -264,6 +270,20 @@ class Agent:
         if self._presence.holds(now_s):
             return msg.Tick(is_away=self._presence.is_away())
         return msg.Tick(holds=False, why=self._presence.why_not(now_s))
+
+    def _vouch(self) -> None:
+        """Tell the workers until when their places are their own: they stand still by themselves then, since nobody
+        pauses them while this process is stopped. Those that do go on now, unless they are to be paused."""
+        if self._end is not None or self._config.on_etcd_loss == "train":
+            return
+        until_s = self._presence.acts_until_s()
+        if not math.isinf(until_s):
+            everybody = tuple(self._workers.processes)
+            self._channels.send(everybody, {"op": "until", "s": until_s}, may_skip=True)
+        for local_rank in self._channels.standing if not self._state.paused else ():
+            process = self._workers.processes.get(local_rank)
+            if process is not None:
+                self._workers.signal_process(process, signal.SIGCONT)
 
     def _why_not_ours(self, generation: int) -> str:
         """Why what the workers of this node have made in *generation* must not count, '' if it may."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -160,6 +161,10 @@ class Presence:
     def holds(self, now_s: float) -> bool:
         """Whether nobody else can have this node's slot, as far as it can tell by its own clock: see `tenure`."""
         return self._is_alone or tenure.holds(self._held(), now_s=now_s)
+
+    def acts_until_s(self) -> float:
+        """When that ends, if nothing else is heard."""
+        return math.inf if self._is_alone else self._held().acts_until_s
 
     def is_away(self) -> bool:
         """What holds it is the proof that etcd has no quorum: nobody can be asked, nor given anything."""

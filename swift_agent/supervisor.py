@@ -19,6 +19,7 @@ This module must never touch training state.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -47,6 +48,8 @@ MOST_AGAIN = 3
 AGAIN_WITHIN_S = 600.0
 # An agent that does not answer for so long may be one that was given up.
 ASK_PLACE_S = 5.0
+# Who has stood still, and goes on, has this time to read what its agent has said since.
+READING_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Supervisor:
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
         self._place_asked, self._place_told = 0, dict[int, str]()
+        self._until_s = math.inf
+        self._watches = False
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int
@@ -342,6 +347,11 @@ class Supervisor:
                 with self.changed:
                     self._place_told[int(message["number"])] = str(message["why"])
                     self.changed.notify_all()
+            case "until":
+                self._until_s = float(message["s"])
+                if not self._watches:
+                    self._watches = True
+                    threading.Thread(target=self._watch_the_time, name="swift-time", daemon=True).start()
             case "wait":
                 with self.changed:
                     self._patience_s = CONFIRM_TIMEOUT_S
@@ -360,6 +370,22 @@ class Supervisor:
                 with self.changed:
                     self._released = True
                     self.changed.notify_all()
+
+    def _watch_the_time(self) -> None:
+        """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands
+        still itself. When it goes on it continues its workers, pauses or ends them."""
+        while not self._released:
+            left_s = self._until_s - time.monotonic()
+            if left_s > 0:
+                time.sleep(min(left_s, 1.0))
+                continue
+            time.sleep(READING_S)
+            if self._until_s <= time.monotonic() and not self._released:
+                # The agent wakes this process again and again until it has heard that it goes on.
+                self.send({"op": "stands"})
+                # To this thread, which does not take another step then; the whole process stops with it.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+                self.send({"op": "goes"})
 
     def _on_pause(self, generation: int) -> None:
         with self.changed:

@@ -6,6 +6,8 @@ The way to etcd is a relay that falls silent: whoever is behind it is told nothi
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -170,3 +172,25 @@ def test_who_trains_regardless_takes_nothing_away(
     assert any(pid == old[0] for _, at, pid in job.times(0) if at > time.time() - 2.0), "the old one trains on"
     assert "another generation has taken over" in job.log("a")
     assert "another generation has taken over" not in job.log("b")
+
+
+def test_a_single_node_whose_agent_is_frozen(make_agents: Callable[..., Agents], etcd: str, relay: Relay) -> None:
+    """It cannot pause its workers: they stand still by their own clock. A short while costs nothing else."""
+    job = Split(make_agents, etcd, relay, 1)
+    job.start_beside("a")
+    job.trains(12)
+    old, agent = job.pids(), job.agents.running["a"].pid
+    os.kill(agent, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(old[0]), TTL_S, "its worker to stand still")
+    os.kill(agent, signal.SIGCONT)
+    job.trains(12)
+    assert job.pids() == old
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        job.start_beside("b")
+        job.trains(12, but_for=old)
+        job.nobody_trains_beside(old)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    wait_for(lambda: not psutil.pid_exists(old[0]), 10.0, "the old worker to be gone")
+    job.nobody_trains_beside(old)

@@ -430,9 +430,13 @@ class World:
                 self.end_proc(node, -9, events)
                 self.handle(node, events)
             case "return":
-                node.where = "late"
+                was_frozen, node.where = node.where == "frozen", "late"
                 if node.lease_id in self.store._leases and not self.away:
                     node.doubted = False  # it is renewed
+                elif was_frozen and not node.doubted:
+                    # Its worker has stood still by its own clock; the agent looks at its own first.
+                    node.doubted = True
+                    self.handle(node, deque([self._tick_in_doubt(node)]))
             case "outage":
                 self.away = True
             case "back":

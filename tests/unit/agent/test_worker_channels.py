@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from swift_agent import lifecycle_messages as msg
@@ -23,6 +25,8 @@ from swift_agent.patience import Patience
 from swift_agent.supervisor import Supervisor
 from swift_agent.worker_channels import WorkerChannels
 from tests.support.limits import without_descriptors
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Line:
@@ -203,3 +207,38 @@ def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog:
     line.until(lambda: bool(line.events))
     assert isinstance(line.events[-1], msg.HelloReceived)
     channel.close()
+
+
+STANDING = """
+import sys, time
+from swift_agent.channel import connect
+from swift_agent.supervisor import Supervisor
+worker = Supervisor(connect(sys.argv[1]), 0)
+worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_worker_that_hears_nothing_in_time_stands_still_until_it_is_woken(line: Line) -> None:
+    """Also if it is woken too early, or has not read yet that it may go on."""
+    path = os.pathsep.join([str(ROOT), *(str(ROOT / part) for part in ("rendezvous", "recovery", "logging_store"))])
+    process = psutil.Popen([sys.executable, "-c", STANDING, line.channels.path], env={**os.environ, "PYTHONPATH": path})
+    try:
+        line.processes[0].pid = process.pid
+        line.until(lambda: bool(line.events))
+        line.channels.send((0,), {"op": "until", "s": time.monotonic() + 0.3})
+        for _ in range(2):
+            line.until(lambda: 0 in line.channels.standing and process.status() == psutil.STATUS_STOPPED)
+            process.send_signal(signal.SIGCONT)  # in vain
+            line.until(lambda: process.status() != psutil.STATUS_STOPPED)
+        line.until(lambda: 0 in line.channels.standing and process.status() == psutil.STATUS_STOPPED)
+        line.channels.send((0,), {"op": "until", "s": time.monotonic() + 1000})
+        process.send_signal(signal.SIGCONT)
+        line.until(lambda: not line.channels.standing)
+        time.sleep(0.5)
+        line.turn()
+        assert not line.channels.standing and process.status() != psutil.STATUS_STOPPED
+    finally:
+        process.kill()
+        process.wait()
