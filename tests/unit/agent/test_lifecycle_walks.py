@@ -34,7 +34,10 @@ def walk(seed: int, job: dict[str, Any]) -> Sim:
     sim = Sim(seed, **job)
     result = sim.run()
     late = result.state == "failed" and "after the end of training" in result.why
-    assert result.state == "succeeded" or late, f"{result} {sim.happened}"
+    # What its script still did is lost with a node.
+    unfinished = result.state == "failed" and result.why.startswith("training had ended, but node")
+    lost = {"node", "accuse"}.intersection(sim.happened)
+    assert result.state == "succeeded" or late or (unfinished and lost), f"{result} {sim.happened}"
     return sim
 
 
