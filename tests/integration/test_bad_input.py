@@ -54,8 +54,12 @@ def run_swift(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
         )
 
     yield run
-    left = [p.name for p in tmp_path.iterdir() if p.name.startswith(("swift-agent", "torchelastic", "swift-etcd"))]
-    assert not left, f"directories left behind: {left}"
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(("swift-agent", "swift-etcd"))]
+    for logs in tmp_path.glob("torchelastic_*"):
+        # Of a worker that has failed the error file stays, as under torchrun: the error names it.
+        files = [path for path in logs.rglob("*") if path.is_file()]
+        left += [path for path in files if path.name != "error.json"] if files else [logs]
+    assert not left, f"left behind: {left}"
 
 
 @pytest.fixture
