@@ -90,6 +90,20 @@ def test_a_number_keeps_its_meaning(run: Run) -> None:
     assert lines(outcome, "--max-restarts 1: so many times the workers of a node")
 
 
+def test_the_example_goes_on_when_rank_0_is_killed_in_its_evaluation(
+    make_agents: Callable[..., Agents], tmp_path: Path
+) -> None:
+    """Its replacement begins behind the last batch of an epoch: no variable of the loop over batches is there."""
+    pytest.importorskip("sklearn", reason="the example trains on scikit-learn's digits")
+    script = ROOT / "tests" / "support" / "digits_killed.py"
+    agents = make_agents(num_nodes=1, max_restarts=None, script=script, environment={"HERE": str(tmp_path)})
+    agents.start("a")
+    outcome = agents.wait(80)
+    assert outcome.exit_codes == {"a": 0}, outcome.text()
+    assert len(lines(outcome, "killed by signal 9")) and not lines(outcome, "exited with code"), outcome.text()
+    assert len(lines(outcome, "epoch 1/2: test loss")) == 1 and len(lines(outcome, "epoch 2/2: test loss")) == 1
+
+
 @pytest.fixture
 def quick_start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """The command of the README; its output goes to `log`."""
