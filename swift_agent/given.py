@@ -52,11 +52,11 @@ def fingerprint(value: Any, begin: int = 0) -> int:
     state = xxhash.xxh3_64(seed=begin)
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
-            state.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            if leaf.device.type == "cpu" and leaf.layout is torch.strided and leaf.is_contiguous() and leaf.numel():
-                flat = leaf.detach().view(-1)
-                step = flat.numel() // _NUM_SAMPLES
-                state.update((flat[::step] if step > 1 else flat).contiguous().view(torch.uint8).numpy().data)
+            try:
+                content = _content(leaf)
+            except (RuntimeError, TypeError):
+                content = f"{leaf.dtype}{leaf.layout}".encode()  # a kind that has no plain numbers (nested, quantized)
+            state.update(content)
         elif isinstance(leaf, numpy.ndarray):
             state.update(f"{leaf.dtype}{leaf.shape}".encode())
             if leaf.dtype.kind in "biufc" and leaf.size:
@@ -65,6 +65,16 @@ def fingerprint(value: Any, begin: int = 0) -> int:
         elif isinstance(leaf, (bool, int, float, str)):
             state.update(repr(leaf).encode())
     return state.intdigest()
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    content = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel():
+        flat = tensor.detach().view(-1)
+        step = flat.numel() // _NUM_SAMPLES
+        samples = (flat[::step] if step > 1 else flat).resolve_conj().resolve_neg().contiguous()
+        content += samples.view(torch.uint8).numpy().tobytes()
+    return content
 
 
 class GivenPage:

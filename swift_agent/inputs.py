@@ -9,6 +9,7 @@ This module must never change what an iteration is given, nor take part in it.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -111,9 +112,10 @@ class Inputs:
         models, self._models = self._models, []
         for model in models:
             if not hasattr(model, "_orig_mod"):  # a hook would be compiled into it
-                model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+                model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
 
-    def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model that `watch` has named is called."""
         if torch.compiler.is_compiling():
             return  # whoever compiles what is around the model compiles this, too
         if self._awaits_forward:
@@ -145,3 +147,17 @@ class Inputs:
         )
         if self._place.rank == 0:
             self._note(f"{self._place.carries}. Until then a lost worker restarts all workers.")
+
+
+class _ForwardHook:
+    """Stays on a model, which the script may copy or save whole: there it is something of Python's own that does
+    nothing, so that who loads it needs no swift_agent."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs.on_forward(args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")

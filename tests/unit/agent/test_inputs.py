@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 import weakref
 from pathlib import Path
@@ -45,8 +47,13 @@ def test_other_data_has_another_fingerprint(one: Any, other: Any) -> None:
 def test_anything_has_a_fingerprint() -> None:
     tensors = [torch.zeros(0), torch.tensor(1.0), torch.zeros(3, 4).t(), torch.eye(2).to_sparse()]
     others = [numpy.array("text"), numpy.array([object()]), torch.zeros(2, device="meta"), [1] * 99, None, object(), []]
-    for value in [*tensors, *others]:
+    kinds = [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag]
+    kinds += [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=one) for one in (None, torch.jagged)]
+    for value in [*tensors, *others, *kinds]:
         fingerprint(value)
+    complex_ones = torch.full((2,), 1 + 1j)
+    assert fingerprint(complex_ones.conj()) != fingerprint(complex_ones), "its numbers count, not how they are kept"
+    assert fingerprint(complex_ones.conj()) == fingerprint(complex_ones.conj().resolve_conj())
 
 
 def test_a_successor_is_given_the_same_or_told(tmp_path: Path) -> None:
@@ -315,6 +322,21 @@ def test_an_iteration_without_arguments_is_known_by_what_its_model_gets(tmp_path
     second = Script(page(tmp_path, is_replacement=True))
     second.iterate(lambda: second.model(torch.zeros(1, 2)))
     assert len(second.unfit) == 1
+
+
+def test_a_model_that_is_watched_can_be_copied_and_saved_whole() -> None:
+    script, forwards = Script(), []
+    script.iterate(lambda: script.model(torch.ones(1, 2)))
+    stream = io.BytesIO()
+    torch.save(script.model, stream)
+    assert b"swift_agent" not in stream.getvalue(), "who loads it need not have it"
+    stream.seek(0)
+    for other in (copy.deepcopy(script.model), torch.load(stream, weights_only=False)):
+        forwards.append(script.iterate(lambda model=other: model(torch.ones(1, 2))))
+        assert script.inputs._given is not None and script.inputs._given.count == 0, "a copy is not watched"
+    assert torch.equal(*forwards)
+    script.iterate(lambda: script.model(torch.ones(1, 2)))
+    assert script.inputs._given.count == 1, "the model is, as before"
 
 
 def test_a_loader_for_code_that_iterates_by_itself() -> None:
