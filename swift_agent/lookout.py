@@ -38,9 +38,21 @@ FIRST_NOTE_S = 60.0
 _BUSY_SHARE = 0.05
 _CONNECT = timedelta(seconds=5)
 _WAITING = tuple(
-    [in_script.TORCH + path for path in ("distributed/", "autograd/", "nn/parallel/distributed.py")]
+    [in_script.TORCH + path for path in ("distributed/", "nn/parallel/distributed.py")]
     + [in_script.OURS + path for path in ("works.py", "messages.py", "transfer.py", "results.py")]
 )
+# There a rank may be alone, with a disk, and use no processor time.
+_ALONE = tuple(
+    in_script.TORCH + f"distributed/{path}"
+    for path in ("checkpoint/", "_serialization.py", "_state_dict_utils.py", "elastic/", "rpc/")
+)
+# DDP's and FSDP's reductions are waited for in the backward of an iteration; others compute, on a GPU for example.
+_BACKWARD = in_script.TORCH + "autograd/"
+
+
+def is_wait(path: str, *, inside: bool) -> bool:
+    """Whether ranks wait for each other in what the file *path* has; *inside* an iteration or a section."""
+    return (path.startswith(_WAITING) and not path.startswith(_ALONE)) or (inside and path.startswith(_BACKWARD))
 
 
 class Lookout:
@@ -108,7 +120,7 @@ class Lookout:
     def _doing(self) -> tuple[bool, str]:
         """Whether the script's thread is in an operation in which ranks wait for each other; where the script is."""
         frame = sys._current_frames().get(self._script)
-        waits = frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+        waits = frame is not None and is_wait(frame.f_code.co_filename, inside=bool(self._place.inside))
         return waits, in_script.place_of(frame)
 
     def _tell(self, standing: Standing) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.autograd.graph
+import torch.distributed.checkpoint.filesystem
+import torch.distributed.distributed_c10d
 
 from swift_agent import lookout
 from swift_agent.generation_store import StoreClient, StoreServer
@@ -93,3 +99,31 @@ def test_who_waits_for_a_rank_that_has_ended_is_ended(ranks: list[Rank], monkeyp
         "nobody can go on: rank 0 has come to the end of the run after 3 iterations; rank 1 waits for others in "
         "iteration 3 (train, train.py:3)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("module", "inside", "expected"),
+    [
+        (torch.distributed.distributed_c10d, "", True),
+        (torch.distributed.distributed_c10d, "section", True),
+        (torch.distributed.checkpoint.filesystem, "", False),  # a save by one rank, whose disk is slow
+        (torch.distributed.checkpoint.filesystem, "section", False),
+        (torch.autograd.graph, "", False),  # one rank evaluates alone, on a GPU
+        (torch.autograd.graph, "iteration", True),  # DDP reduces there
+    ],
+)
+def test_who_is_alone_in_torch_works(module: ModuleType, inside: str, expected: bool, ranks: list[Rank]) -> None:
+    """It uses no processor time, as who waits for others does not."""
+    gate = threading.Lock()
+    code = compile("with gate: pass", str(module.__file__), "exec")
+    with gate:
+        script = threading.Thread(target=exec, args=(code, {"gate": gate}))
+        script.start()
+        one = ranks[0]
+        assert script.ident is not None
+        one.lookout._script, one.place.inside = script.ident, inside
+        deadline_s = time.monotonic() + 10.0
+        while sys._current_frames()[one.lookout._script].f_code is not code:
+            assert time.monotonic() < deadline_s
+        assert one.lookout._doing()[0] is expected
+    script.join()
