@@ -44,14 +44,15 @@ class Outside:
         place = self._place
         if place.inside or not place.has_points or group.size() == 1 or threading.get_ident() != self._script:
             return call()
-        frame = sys._getframe()
-        if in_script.called_by_us(frame):
+        # In no variable: a frame that holds itself keeps *group*, with its threads and sockets, until a collection.
+        if in_script.called_by_us(sys._getframe()):
             return call()
         if name == "barrier" and not is_async and group.size() == dist.get_world_size():
             self._barriers.barrier(lambda: _wait(call()))
             return torch_private.finished_work()
         if self._note is not None and len(self._told) < MAX_TOLD:
-            self._tell(name, group, in_script.operation_of(frame) or name, in_script.place_of(frame))
+            operation = in_script.operation_of(sys._getframe()) or name
+            self._tell(name, group, operation, in_script.place_of(sys._getframe()))
         return call()
 
     def _tell(self, name: str, group: Any, operation: str, where: str) -> None:
