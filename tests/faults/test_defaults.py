@@ -62,7 +62,10 @@ def test_the_same_exception_ends_the_job_at_the_second_time(run: Run, fails: str
     line = 1 + SCRIPT.read_text().splitlines().index('            raise ValueError(f"a bad sample, {os.getpid()}")')
     cause = f"the same exception at the same place, ValueError at failing_train.py:{line}"
     assert lines(outcome, cause), outcome.text()
-    assert max(len(pids) for pids in outcome.pids.values()) == 2, outcome.text()
+    # If both raise it depends on which is first whether one of them is replaced alone or all are started again.
+    raised = [line for line in outcome.text().splitlines() if "]: ValueError: a bad sample" in line]
+    assert max(sum(f"[rank{rank}]" in line for line in raised) for rank in outcome.pids) == 2, outcome.text()
+    assert fails == "all-raise" or max(len(pids) for pids in outcome.pids.values()) == 2, outcome.text()
     assert "a bad sample" in outcome.text().partition("Root Cause")[2]
 
 
