@@ -48,6 +48,8 @@ class _Task:
     connect: Callable[[], StoreClient]
     undisturbed: bool
     settled: threading.Event = field(default_factory=threading.Event)
+    is_known: bool = False
+    """All replicas have told what they hold; set before *settled*."""
     differs: bool = False
 
 
@@ -110,9 +112,14 @@ class Comparison:
         task = next((one for one in reversed(self._tasks) if one.number <= number), None)
         if task is None:
             return ""
+        deadline_s = time.monotonic() + PATIENCE_S
         while not task.settled.wait(_RETRY_S):
             if not self._is_current(task):
                 return "the replicas could not be compared before the next failure"
+            if time.monotonic() > deadline_s:
+                return f"the replicas could not be compared within {PATIENCE_S:g} s"
+        if not task.is_known:
+            return "the replicas could not be compared"
         return "the replicas differ" if task.differs else ""
 
     def is_over(self, timeout_s: float) -> bool:
@@ -132,8 +139,12 @@ class Comparison:
             task = self._queue.get()
             try:
                 self._settle(task)
-            except (dist.DistStoreError, ValueError, KeyError):
+            except dist.DistStoreError:
                 pass  # the generation has ended, or its store has
+            except Exception as error:  # whatever it is: the next one may succeed
+                if self._is_current(task):
+                    why = f"the replicas could not be compared after iteration {task.number}: {error!r}"
+                    self._supervisor.note(f"{why}. Training goes on.")
             finally:
                 task.settled.set()
 
@@ -161,9 +172,11 @@ class Comparison:
                 equal = json.loads(store.get(f"{name}/verdict/{judge}"))
             if not equal:
                 self._name(store, task, f"{name}/print")
-            elif task.undisturbed:
-                self._apart = self._apart or frozenset()
-            if not task.differs and self._is_current(task):
+            else:
+                task.is_known = True
+                if task.undisturbed:
+                    self._apart = self._apart or frozenset()
+            if task.is_known and not task.differs and self._is_current(task):
                 self._equal_after = task.number
             store.delete_key(f"{name}/{rank}")
         finally:
@@ -182,15 +195,18 @@ class Comparison:
         wrong, by_design = deviation.compare(prints, undisturbed=task.undisturbed)
         if task.undisturbed or self._apart is not None:
             self._apart = by_design
-        task.differs = bool(wrong)
+        task.differs, task.is_known = deviation.forbids_going_on(wrong), True
+        if self._apart is not None and not task.differs:
+            self._apart |= {one.name for one in wrong}  # told once
         if wrong and rank == replicas[0] and self._is_current(task):
-            self._give_up(
-                deviation.sentence(
-                    prints, wrong, iteration=task.number, equal_after=self._equal_after, undisturbed=task.undisturbed,
-                    generation=task.generation,
-                ),
-                task.undisturbed,
+            said = deviation.sentence(
+                prints, wrong, iteration=task.number, equal_after=self._equal_after, undisturbed=task.undisturbed,
+                generation=task.generation,
             )  # fmt: skip
+            if task.differs:
+                self._give_up(said, task.undisturbed)
+            else:
+                self._supervisor.note(said)
 
     def _wait(self, store: StoreClient, task: _Task, keys: list[str]) -> bool:
         """For all of *keys*; False if they do not come in this generation."""

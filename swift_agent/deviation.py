@@ -2,8 +2,9 @@
 
 Each rank takes a `Fingerprint` of what it holds after the same iteration; `compare` finds what is not alike, `describe`
 says it. Buffers and hyper-parameters may differ by design (BatchNorm's statistics without a broadcast): what did so
-before anything had failed, or where nobody can know, is never held against a rank. Parameters and the state of
-optimizers must be equal on replicas at any time.
+before anything had failed, or where nobody can know, is never held against a rank. Buffers may begin to later (a layer
+that was frozen at first): that is told, and no more. Parameters and the state of optimizers must be equal on replicas
+at any time.
 
 This module must never read a clock, a tensor or a store.
 """
@@ -107,6 +108,11 @@ def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[li
     return [one for one in differences if one in strict or one in loose], by_design
 
 
+def forbids_going_on(wrong: Collection[Difference]) -> bool:
+    """Buffers alone do not: a recovery has copied them, and where they reach the update the parameters differ, too."""
+    return any(one.kind != "buffer" for one in wrong)
+
+
 def describe(differences: Sequence[Difference]) -> str:
     """A clause for people: names, ranks, and the values of what is small."""
     clauses = []
@@ -147,8 +153,13 @@ def sentence(
             "it in DistributedDataParallel, give all ranks the same start, or say who holds the same: "
             "job.track(replicas=[job.rank]) if nobody does"
         )
-    new = [rank for rank, one in sorted(prints.items()) if one.began_in == generation]
     since = f" (after iteration {equal_after} they were equal)" if equal_after is not None else ""
+    if not forbids_going_on(differences):
+        return (
+            f"{what}{since}. They were alike in the first iterations; buffers may become each rank's own later, so "
+            "training goes on with them as they are. A replacement begins with those of another rank"
+        )
+    new = [rank for rank, one in sorted(prints.items()) if one.began_in == generation]
     if new:
         cause = f"{ranks_text(new)} began anew in generation {generation}, and so did what the script keeps to itself"
     else:

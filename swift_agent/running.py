@@ -69,6 +69,8 @@ QUIET_TIMEOUT = timedelta(seconds=20)
 
 # At its end a rank waits so long for the last comparison of replicas.
 COMPARED_S = 10.0
+# And so long, if replicas differ, to be ended.
+ENDED_S = 60.0
 # Of what a rank tells at its end: it goes into etcd, for each rank.
 MAX_PARTS = 32
 
@@ -227,10 +229,11 @@ class Protected:
         while comparison is not None and not comparison.is_over(timeout_s=0.05) and time.monotonic() < deadline_s:
             if self.supervisor.interrupted:
                 return False
-        while comparison is not None and comparison.has_failed:
+        deadline_s = time.monotonic() + ENDED_S
+        while comparison is not None and comparison.has_failed and time.monotonic() < deadline_s:
             if self.supervisor.interrupted:
                 return False
-            time.sleep(0.05)  # the agent ends this process
+            time.sleep(0.05)  # the agent ends this process; if nobody has told it, what all tell at the end differs
         return True
 
     # ---- iterations ----

@@ -21,8 +21,10 @@ class Rank:
     def __init__(self, rank: int, replicas: list[int], server: StoreServer, every: int = 0) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
+        self.model.register_buffer("count", torch.zeros(1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.supervisor: Any = SimpleNamespace(generation=1, interrupted=False)
+        self.notes: list[str] = []
+        self.supervisor: Any = SimpleNamespace(generation=1, interrupted=False, note=self.notes.append)
         self.groups: Any = SimpleNamespace(store=StoreClient("127.0.0.1", server.port))
         checkpoints = SimpleNamespace(every=every) if every else None
         tracked: Any = SimpleNamespace(
@@ -167,3 +169,62 @@ def test_a_state_that_differs_is_not_kept(make: Make) -> None:
     other.take(25)
     asking.join(10.0)
     assert answers == ["the replicas differ"]
+
+
+def test_a_buffer_that_becomes_each_ranks_own_is_told_once_and_kept(make: Make) -> None:
+    one, other = ranks = make(2, every=1)
+    for rank in ranks:
+        rank.begin(1, 0, undisturbed=True)
+        rank.take(1)
+    settle(ranks)
+    other.model.get_buffer("count").fill_(3.0)
+    for rank in ranks:
+        rank.begin(2, 20)
+        for number in (21, 22):
+            rank.take(number)
+    settle(ranks)
+    (note,) = one.notes
+    assert "buffer model.count is 0.0 on rank 0, 3.0 on rank 1" in note and other.notes == []
+    assert one.told == [] and one.comparison.why_not_kept(22) == "" and other.comparison.why_not_kept(21) == ""
+    with torch.no_grad():
+        other.model.bias += 1.0
+    for rank in ranks:
+        rank.take(23)
+    settle(ranks)
+    ((why, _),) = one.told
+    assert "parameter model.bias" in why and one.comparison.has_failed
+
+
+def test_an_error_is_told_and_the_next_comparison_is_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the state is not kept; nobody waits for it."""
+    ranks = make(2, every=1)
+    for rank in ranks:
+        rank.begin(2, 20)
+
+    def fail(self: object) -> str:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("swift_agent.deviation.Fingerprint.digest", fail)
+        for rank in ranks:
+            rank.take(21)
+        settle(ranks)
+    for rank in ranks:
+        assert rank.notes == [
+            "the replicas could not be compared after iteration 21: MemoryError('no room'). Training goes on."
+        ]
+        assert rank.comparison.why_not_kept(21) == "the replicas could not be compared"
+        rank.take(22)
+    settle(ranks)
+    assert all(rank.comparison.why_not_kept(22) == "" and not rank.comparison.has_failed for rank in ranks)
+
+
+def test_who_is_not_told_by_the_others_does_not_wait_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_agent.comparison.PATIENCE_S", 0.5)
+    one, _ = ranks = make(2, every=1)
+    for rank in ranks:
+        rank.begin(2, 20)
+    one.take(21)
+    assert "could not be compared" in one.comparison.why_not_kept(21)
+    settle([one])
+    assert one.comparison.why_not_kept(21) == "the replicas could not be compared"

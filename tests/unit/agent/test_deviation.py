@@ -15,6 +15,7 @@ from swift_agent.deviation import (
     all_differences,
     compare,
     describe,
+    forbids_going_on,
     next_due,
     sentence,
     summarised,
@@ -74,6 +75,19 @@ def test_buffers_that_differed_before_anything_failed_are_no_alarm() -> None:
     assert compare(prints(one, other, apart=None), undisturbed=False)[0] == []  # nobody has seen that time
     # Alike before, and not any more.
     assert [each.name for each in compare(prints(one, other), undisturbed=False)[0]] == ["model.1.running_mean"]
+
+
+def test_buffers_that_begin_to_differ_later_are_told_and_no_more() -> None:
+    """A BatchNorm that was frozen in the first iterations; a counter of each rank's own."""
+    one, other = trained(), trained()
+    other.models["model"][1].running_mean += 1.0
+    told = prints(one, other)
+    wrong, _ = compare(told, undisturbed=False)
+    assert not forbids_going_on(wrong)
+    said = sentence(told, wrong, iteration=21, equal_after=None, undisturbed=False, generation=2)
+    assert "buffer model.1.running_mean of rank 1 is not that of rank 0" in said and "training goes on" in said
+    assert forbids_going_on(compare(prints(one, trained(bump=1.0)), undisturbed=False)[0])
+    assert forbids_going_on(compare(prints(one, trained(lr=0.2)), undisturbed=False)[0])
 
 
 def test_parameters_must_be_equal_from_the_start() -> None:
