@@ -36,6 +36,7 @@ from swift_agent.directories import Directories
 from swift_agent.errors import JobStopped
 from swift_agent.hosting import GenerationStores, PortTaken
 from swift_agent.isolation import rejoin_delay_s
+from swift_agent.late_starts import LateStarts, NotStarted
 from swift_agent.outcome import limit_of, raise_outcome
 from swift_agent.patience import Patience, probe
 from swift_agent.presence import RETURN_S, Listeners, Presence
@@ -47,7 +48,7 @@ from swift_agent.worker_channels import WorkerChannels
 from swift_agent.worker_env import Placement, run_name
 from swift_agent.workers import WorkerProcess, Workers, recorded_in
 from swift_agent.writer import Write, Writer
-from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord, WorkerExit
+from swift_rendezvous.keys import Keys, RateRecord, ResultRecord, StoreRecord
 from swift_rendezvous.kv import KeyValueStore, RendezvousError
 from swift_rendezvous.liveness import Limits
 from swift_rendezvous.registration import JobOver
@@ -89,6 +90,7 @@ class Agent:
             self._directory, self._selector, self._workers, self._patience,
             lambda event: self._event(event), self._on_modules, self._why_not_ours,
         )  # fmt: skip
+        self._late_starts = LateStarts()
         self._no_store: tuple[int, float] | None = None
         """The generation whose stores could not be started, and since when that is tried."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
@@ -260,6 +262,7 @@ class Agent:
             self._workers.reap_orphans()
             if self._no_store is not None and self._no_store[0] == self._state.view.number:
                 self._host_store(self._no_store[0])
+            self._start_late()
             self._event(self._tick(now_s))
             self._vouch()
             self._event(msg.RateTick())
@@ -411,14 +414,28 @@ class Agent:
             if started is not None:
                 self._take([started])
 
-    def _take(self, started: Iterable[WorkerProcess | WorkerExit]) -> None:
-        """Workers that run, and the end of those that could not be started."""
+    def _take(self, started: Iterable[WorkerProcess | NotStarted]) -> None:
+        """Workers that run, and those that could not be started, which is tried again or is their end."""
         for one in started:
-            if isinstance(one, WorkerExit):
-                log.warning("%s", lc.describe_exit(one))
-                self._event(msg.WorkerExited(one))
-            else:
+            if isinstance(one, WorkerProcess):
                 self._watch_process(one)
+                continue
+            is_new = not self._late_starts.is_tried_again(one)
+            end = self._late_starts.failed(one, time.monotonic())
+            if end is not None:
+                log.warning("%s", lc.describe_exit(end))
+                self._event(msg.WorkerExited(end))
+            elif is_new:
+                log.warning("%s; trying on", lc.describe_exit(one.end))
+
+    def _start_late(self) -> None:
+        again, ends = self._late_starts.take_due(self._state.workers)
+        for end in ends:
+            self._event(msg.WorkerExited(end))
+        for one in again:
+            with self._watching_server():
+                started = self._workers.start(one.place, (one.end.local_rank,), one.warm)
+            self._take(started)
 
     def _watch_process(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
@@ -649,6 +666,7 @@ class Agent:
         self._channels.drop_all()
         self._workers.end_all(0.0)
         self._patience.clear()
+        self._late_starts.clear()
         left = self._presence
         left.abandon()
         self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._entered_s)

@@ -7,6 +7,7 @@ Deaths are seen through pidfds, which the agent's loop polls. This module must n
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 from swift_agent import torch_private
 from swift_agent.channel import ChannelClosed, Message
 from swift_agent.config import AgentConfig
+from swift_agent.late_starts import NotStarted
 from swift_agent.orphans import Orphans
 from swift_agent.process import Guard, reap, signal_group, signal_living
 from swift_agent.root_cause import place_of
@@ -43,6 +45,8 @@ MAX_SERVER_DEATHS = 5
 KILL_TIMEOUT_S = 10.0
 # In place of the exit code of a worker that could not be started, as a shell says it; its process id is 0.
 NOT_STARTED = 127
+# Of which there may be enough again in a moment: descriptors, processes, memory, room.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT}
 # Of a worker's error message, from its begin and from its end.
 MESSAGE_CHARS = 8000
 # How torchrun runs a script with --run-path: inside a fresh interpreter, without the script's directory on sys.path.
@@ -84,16 +88,16 @@ class Workers:
 
     def start(
         self, place: Placement, local_ranks: tuple[int, ...], warm: bool
-    ) -> list[WorkerProcess | WorkerExit]:
-        """Start processes for *local_ranks* and return those that run at once, and the end of those that cannot be
-        started: no process is left, no descriptor, no room for a log.
+    ) -> list[WorkerProcess | NotStarted]:
+        """Start processes for *local_ranks* and return those that run at once, and those that cannot be started: no
+        process is left, no descriptor, no room for a log.
 
         Warm ones, and all of them with `--start-method forkserver`, are forks: they follow through `on_server_message`,
         as soon as the standby server is ready. They are started cold if the entry point cannot be run from a fork.
         """
-        warm = (warm and self.can_fork) or self.forks_all
+        asked_warm, warm = warm, (warm and self.can_fork) or self.forks_all
         envs = {rank: worker_env(place, rank, os.environ) for rank in range(place.num_workers)}
-        started: list[WorkerProcess | WorkerExit] = []
+        started: list[WorkerProcess | NotStarted] = []
         try:
             self._open_logs(place, envs)
             no_logs = None
@@ -105,20 +109,25 @@ class Workers:
                 self.forget(old)
             self._standings.clear(local_rank)
             if no_logs is not None:
-                started.append(self._not_started(place, local_rank, no_logs))
+                started.append(self._not_started(place, local_rank, no_logs, asked_warm))
             elif not (warm and self._order_warm(place, local_rank, envs[local_rank])):
-                started.append(self._try_cold(place, local_rank, envs[local_rank]))
+                started.append(self._try_cold(place, local_rank, envs[local_rank], asked_warm))
         return started
 
-    def _try_cold(self, place: Placement, local_rank: int, env: dict[str, str]) -> WorkerProcess | WorkerExit:
+    def _try_cold(
+        self, place: Placement, local_rank: int, env: dict[str, str], warm: bool
+    ) -> WorkerProcess | NotStarted:
         try:
             return self._start_cold(place, local_rank, env)
         except (OSError, subprocess.SubprocessError) as error:
-            return self._not_started(place, local_rank, error)
+            return self._not_started(place, local_rank, error, warm)
 
-    def _not_started(self, place: Placement, local_rank: int, error: Exception) -> WorkerExit:
-        rank, now_s = place.rank(local_rank), int(time.time())
-        return WorkerExit(rank, local_rank, 0, NOT_STARTED, self._host, f"it cannot be started: {error}", now_s)
+    def _not_started(self, place: Placement, local_rank: int, error: Exception, warm: bool) -> NotStarted:
+        why, now_s = f"it cannot be started: {error}", int(time.time())
+        end = WorkerExit(
+            place.rank(local_rank), local_rank, 0, NOT_STARTED, self._host, why, now_s, generation=place.generation
+        )
+        return NotStarted(place, warm, end, isinstance(error, OSError) and error.errno in _SHORTAGES)
 
     @property
     def forks_all(self) -> bool:
@@ -216,7 +225,7 @@ class Workers:
             if num_standbys != server.num_wanted:
                 server.want(num_standbys)
 
-    def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | WorkerExit | None:
+    def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | NotStarted | None:
         """Handle what the standby server says; returns a worker that it has started, or one that cannot be watched."""
         match message.get("op"):
             case "ready":
@@ -238,7 +247,7 @@ class Workers:
             return None
         except OSError as error:
             signal_living(pid, signal.SIGKILL)
-            return self._not_started(order.place, order.local_rank, error)
+            return self._not_started(order.place, order.local_rank, error, warm=True)
 
     def _on_preloaded(self, server: StandbyServer, message: Message) -> None:
         _warn_of({**message["failed"], **message["unfit"]})
@@ -258,7 +267,7 @@ class Workers:
             known = {process.pid for process in self.processes.values()}
             self._orphans.reap(known if self.server is None else {*known, self.server.pid})
 
-    def on_server_death(self) -> list[WorkerProcess | WorkerExit]:
+    def on_server_death(self) -> list[WorkerProcess | NotStarted]:
         """The standby server is gone: start cold what it still owed."""
         assert self.server is not None
         server, self.server = self.server, None
@@ -267,7 +276,7 @@ class Workers:
         self._server_deaths += 1
         if self._server_deaths == MAX_SERVER_DEATHS:
             log.warning("the standby server has died %d times; replacements start cold now", MAX_SERVER_DEATHS)
-        return [self._try_cold(order.place, order.local_rank, dict(order.env)) for order in owed]
+        return [self._try_cold(order.place, order.local_rank, dict(order.env), warm=True) for order in owed]
 
     def check_server(self, now_s: float) -> None:
         """A server that does not answer is ended; what it owes is started cold."""

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Literal
 
 from swift_rendezvous.accusations import bare_ranks
-from swift_rendezvous.keys import FailureRecord, GenerationRecord, JobRecord, NodeRecord, Owner
+from swift_rendezvous.keys import FailureRecord, GenerationRecord, JobRecord, NodeRecord, Owner, Trouble
 from swift_rendezvous.view import View
 
 Stage = Literal["", "join", "last call", "replacement"]
@@ -112,7 +112,7 @@ def renewed(
     local ranks that hold no state; *counts*: it is one of --max-restarts."""
     number = old.number + 1
     done = "all workers restart on" if mode == "restart" else "the job goes on with"
-    return replace(
+    new = replace(
         old,
         number=number,
         mode=mode,
@@ -126,6 +126,17 @@ def renewed(
         handover={},
         bare={} if mode == "restart" else _bare_after(old, slots, bare),
     )
+    return replace(new, troubles=_troubles_after(old, new))
+
+
+def _troubles_after(old: GenerationRecord, new: GenerationRecord) -> tuple[Trouble, ...]:
+    """Those of *old*, by the ranks that its nodes have now; those of a node that has gone are dropped."""
+    ranks: dict[int, int] = {}
+    for slot, owner in enumerate(old.slots):
+        now = new.slot_of(owner.incarnation)
+        if now is not None:
+            ranks.update(zip(old.ranks_of(slot), new.ranks_of(now), strict=False))
+    return tuple(replace(one, rank=ranks[one.rank]) for one in old.troubles if one.rank in ranks)
 
 
 def _bare_after(

@@ -31,6 +31,8 @@ PER_HOUR = 100
 HOUR_S = 3600
 # Of all ranks, the last to fail: they are part of a record that etcd must take.
 NUM_KEPT = 256
+# Of the words of a worker that could not be started.
+MESSAGE_CHARS = 200
 RESTARTED = "a restart of all workers"
 MOVED = "a move of its slot to a spare node"
 # Signals that a process gets for what it has done itself.
@@ -114,7 +116,9 @@ def _times(number: int) -> str:
 
 
 def _setback(exit_: WorkerExit, epoch: int) -> Setback:
-    if exit_.place:
+    if exit_.pid == 0:  # there was no process
+        how = exit_.message[:MESSAGE_CHARS] or "it could not be started"
+    elif exit_.place:
         how = exit_.place
     else:
         how = f"killed by signal {-exit_.exit_code}" if exit_.exit_code < 0 else f"exit code {exit_.exit_code}"
@@ -124,8 +128,9 @@ def _setback(exit_: WorkerExit, epoch: int) -> Setback:
         where = "as a replacement, before an iteration"
     else:
         where = "before its first iteration"
-    what = f"{how}, {where} (pid {exit_.pid} on {exit_.host})"
-    is_own = exit_.exit_code > 0 or -exit_.exit_code in _OWN_SIGNALS
+    process = f"pid {exit_.pid} " if exit_.pid else ""
+    what = f"{how}, {where} ({process}on {exit_.host})"
+    is_own = exit_.pid != 0 and (exit_.exit_code > 0 or -exit_.exit_code in _OWN_SIGNALS)
     is_replacement = exit_.generation > epoch and not exit_.begun
     return Setback(exit_.generation, what, exit_.place, exit_.iteration, exit_.num_iterations, is_replacement, is_own)
 

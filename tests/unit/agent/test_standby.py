@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +20,13 @@ from swift_agent import process as process_module
 from swift_agent import workers as workers_module
 from swift_agent.channel import ChannelClosed
 from swift_agent.config import AgentConfig
-from swift_agent.lifecycle import describe_exit
+from swift_agent.late_starts import TRY_S, LateStarts, NotStarted
+from swift_agent.lifecycle import Worker, describe_exit
 from swift_agent.options import parse_args
 from swift_agent.process import become_subreaper, reap
 from swift_agent.standing import Standings
 from swift_agent.worker_env import Placement
 from swift_agent.workers import MAX_SERVER_DEATHS, NOT_STARTED, WorkerProcess, Workers
-from swift_rendezvous.keys import WorkerExit
 from tests.support.limits import without_descriptors
 
 TIMEOUT_S = 60.0
@@ -342,10 +343,43 @@ def test_a_worker_that_cannot_be_started_is_a_failure_of_that_worker(bench: Benc
     bench.started += started  # type: ignore[arg-type]
     with without_descriptors():
         for warm in (False, True):
-            (end,) = bench.workers.start(bench.place(), (1,), warm=warm)
-            assert isinstance(end, WorkerExit) and (end.rank, end.pid, end.exit_code) == (1, 0, NOT_STARTED)
+            (one,) = bench.workers.start(bench.place(), (1,), warm=warm)
+            assert isinstance(one, NotStarted) and one.may_pass and one.warm == warm
+            end = one.end
+            assert (end.rank, end.pid, end.exit_code) == (1, 0, NOT_STARTED)
+            assert end.generation == bench.place().generation
             assert "it cannot be started: [Errno 24] Too many open files" in end.message
             assert describe_exit(end).startswith("rank 1 on 127.0.0.1: it cannot be started")
     assert 0 in bench.workers.processes and 1 not in bench.workers.processes
     bench.start(1, warm=False)
     assert len([p for p in bench.started if isinstance(p, WorkerProcess)]) == 2
+
+
+def test_who_cannot_be_started_for_want_of_something_is_tried_again_for_a_while(bench: Bench) -> None:
+    late, worker = LateStarts(), Worker(1, 2)
+    with without_descriptors():
+        (one,) = bench.workers.start(bench.place(), (1,), warm=False)
+    assert isinstance(one, NotStarted) and not late.is_tried_again(one)
+    assert late.failed(one, 100.0) is None and late.is_tried_again(one)
+    assert late.take_due({1: worker}) == ([one], []) and late.take_due({1: worker}) == ([], [])
+    assert late.failed(one, 100.0 + TRY_S - 0.5) is None
+    assert late.take_due({1: replace(worker, killed=True)}) == ([], [one.end])  # others wait for its end
+    assert late.failed(one, 100.0 + TRY_S) == one.end  # it is no shortage of a moment
+    other = replace(one, place=bench.place(3))
+    assert late.failed(other, 150.0) is None and late.take_due({1: replace(worker, pid=7)}) == ([], [])
+    assert late.failed(replace(other, may_pass=False), 151.0) == one.end
+
+
+def test_what_no_time_mends_is_said_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module.Guard, "wrap", lambda self, command: ["/nowhere/at/all"])
+    (one,) = bench.workers.start(bench.place(), (1,), warm=False)
+    assert isinstance(one, NotStarted) and not one.may_pass and "No such file" in one.end.message
+
+
+def test_who_started_a_process_is_known_without_a_descriptor() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        leader = os.getsid(child.pid)
+        with without_descriptors():
+            found = leader == os.getpid() or process_module.descends_from(child.pid, leader)
+        child.kill()
+    assert found

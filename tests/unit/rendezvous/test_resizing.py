@@ -18,6 +18,8 @@ from swift_rendezvous.keys import (
     PositionRecord,
     ResultRecord,
     ResumedRecord,
+    Setback,
+    Trouble,
     decode,
     encode,
 )
@@ -236,3 +238,15 @@ def test_until_all_train_a_failure_leads_to_another_change_of_size() -> None:
     settled = tracked(*slots, **between, failures={1: failure("workers", 1, (0,))}, resumed=resumed(0, 1, 2))
     assert published(ask(settled)).mode == "replace"
     assert published(ask(replace(settled, failures={1: failure("restart", 1)}))).mode == "restart"
+
+
+def test_failures_of_a_rank_follow_its_node_to_the_rank_that_it_has_next() -> None:
+    slots = ("n0", "n1", "n2")
+    old = replace(
+        generation(slots=slots),
+        troubles=tuple(Trouble(rank, (Setback(1, f"of {rank}"),), "", 1000, 1) for rank in (1, 3, 4)),
+    )
+    v = of_range(*slots, slots=slots, tracked=True, generation=old, failures={0: failure("node", 0)})
+    new = published(ask(v, 30.0))
+    assert [slot.node_id for slot in new.slots] == ["n1", "n2"]
+    assert [(one.rank, one.setbacks[0].what) for one in new.troubles] == [(1, "of 3"), (2, "of 4")]

@@ -181,3 +181,14 @@ def test_what_is_carried_is_bounded() -> None:
     for rank in range(setbacks.NUM_KEPT + 5):
         troubles = judge(troubles, [WorkerExit(rank, 0, 7, -9, "h")], 1).troubles
     assert len(troubles) == setbacks.NUM_KEPT and troubles[-1].rank == setbacks.NUM_KEPT + 4
+
+
+def test_a_worker_that_could_not_be_started_is_told_by_its_cause_and_restarts_nobody() -> None:
+    troubles: tuple[Trouble, ...] = ()
+    why = "it cannot be started: [Errno 24] Too many open files"
+    for number in (2, 3, 4):
+        verdict = judge(troubles, [WorkerExit(1, 1, 0, 127, "h", why, 1000 + number, generation=number)], 1)
+        troubles = verdict.troubles
+        assert not verdict.restart
+    assert "3 failures" in verdict.hopeless[1] and verdict.movable == {1}
+    assert f"(1) {why}, as a replacement, before an iteration (on h)" in setbacks.describe(troubles[0], "w")
