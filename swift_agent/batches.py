@@ -3,6 +3,7 @@
 Between two, the place at which a batch is taken is a point. A replacement begins at the newest one that comes before
 all batches that no iteration has used: what a script collects for an update, a replacement collects, too. Inside an
 iteration (or a section) it is none: the batches are kept until that counts, and it gets the same when it is run again.
+A pass that is made inside begins anew then; one of a section is no part of the place in the loop at all.
 
 This module must never decide which batches a loader gives; that is `data`'s.
 """
@@ -10,10 +11,13 @@ This module must never decide which batches a loader gives; that is `data`'s.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from swift_agent import data
+from swift_agent.errors import UsageError
 from swift_agent.inputs import Inputs
 from swift_agent.loader_order import Pass, number_of
 from swift_agent.place import Place, Units
@@ -24,51 +28,121 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+# Numbers of passes in sections begin with this: seeds of theirs are not those of the passes of the loop.
+_OF_SECTIONS = 1 << 30
+_MAX_IN_SECTION = 64
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A pass that run *run* has made and begun, after so many batches had been taken, and from which place."""
+
+    run: int
+    num_taken: int
+    passes: int
+    batch: int
+    of: weakref.ref[Batches[Any]]
+
+
+@dataclass
+class _Inside:
+    """One iteration or section, in whichever run. *taken*: batches, and generators after them. *num_section_passes*:
+    of the run now."""
+
+    number: int
+    is_section: bool
+    taken: list[tuple[Any, Any]] = field(default_factory=list)
+    begun: list[_Begun] = field(default_factory=list)
+    num_section_passes: int = 0
+
+
 class Draws:
     """What the iteration or section that runs now has taken; one per job. *given*: told of each batch that is taken for
     the first time."""
 
     def __init__(self, place: Place, given: Callable[[Any], None]) -> None:
         self._place, self._given = place, given
-        self._taken: list[tuple[Any, Any]] | None = None
+        self._inside: _Inside | None = None
         self._next = 0
-        self._number = 0
+        self._num_runs = 0
+        self.run = 0
+        """Of what runs now, counted from 1; 0 between iterations."""
 
     @property
     def is_inside(self) -> bool:
-        return self._taken is not None
+        return self._inside is not None
 
-    def remembered(self, function: Callable[[], R]) -> Callable[[], R]:
+    @property
+    def is_in_section(self) -> bool:
+        return self._inside is not None and self._inside.is_section
+
+    def remembered(self, function: Callable[[], R], *, is_section: bool = False) -> Callable[[], R]:
         """*function*, which takes the same batches each time it is called."""
-        taken: list[tuple[Any, Any]] = []
-        number = self._place.here.iteration
+        inside = _Inside(self._place.here.iteration, is_section)
 
         def call() -> R:
-            outer = self._taken, self._next, self._number
-            self._taken, self._next, self._number = taken, 0, number
+            outer = self._inside, self._next, self.run
+            self._num_runs += 1
+            self._inside, self._next, self.run = inside, 0, self._num_runs
+            inside.num_section_passes = 0
             try:
                 return function()
             finally:
-                self._taken, self._next, self._number = outer
+                self._inside, self._next, self.run = outer
 
         return call
 
     def take(self, draw: Callable[[], T]) -> T:
-        assert self._taken is not None
-        seeds = self._place.seeds
-        if self._next == len(self._taken):
+        assert self._inside is not None
+        seeds, taken = self._place.seeds, self._inside.taken
+        if self._next == len(taken):
             batch = draw()
-            self._taken.append((batch, capture_generators() if seeds.keeps_generators else None))
+            taken.append((batch, capture_generators() if seeds.keeps_generators else None))
             self._given(batch)
-        batch, generators = self._taken[self._next]
+        batch, generators = taken[self._next]
         self._next += 1
         # What comes after it draws the same, whether the batch was loaded now or before.
         if generators is None:
-            seeds.for_inside(number_of(self._number, self._next))
+            seeds.for_inside(number_of(self._inside.number, self._next))
         else:
             restore_generators(generators)
         result: T = batch
         return result
+
+    def make_room(self) -> None:
+        """A pass that this run has made is about to begin. If a run that was cut has begun it, too, that one has
+        never been."""
+        assert self._inside is not None
+        taken, begun, here = self._inside.taken, self._inside.begun, self._place.here
+        same = (at for at, one in enumerate(begun) if one.num_taken == self._next and one.run != self.run)
+        at = next(same, None)
+        if at is None:
+            if self._next < len(taken):
+                raise UsageError(
+                    "an iteration that is run again calls job.batches() where its first run took batches of another "
+                    "pass: call it outside of the iteration, and next() on its result inside."
+                )
+            return
+        first = begun[at]
+        for one in begun[at:]:
+            batches = one.of()
+            if batches is not None:
+                batches.forget()
+        del begun[at:], taken[self._next :]
+        here.passes, here.batch = first.passes, first.batch
+
+    def begins(self, batches: Batches[Any]) -> None:
+        """A pass that this run has made."""
+        if self._inside is not None:
+            here = self._place.here
+            begun = _Begun(self.run, len(self._inside.taken), here.passes, here.batch, weakref.ref(batches))
+            self._inside.begun.append(begun)
+
+    def number_in_section(self) -> int:
+        """Of the pass that begins in this run of a section: the same in each run, and in a replacement's."""
+        assert self._inside is not None
+        self._inside.num_section_passes += 1
+        return _OF_SECTIONS + self._place.here.sections * _MAX_IN_SECTION + self._inside.num_section_passes - 1
 
 
 class Passes:
@@ -92,6 +166,9 @@ class Passes:
             self._inputs.at_point()
         self._running.at_point()
 
+    def over(self, loader: Iterable[Any], group: int | None) -> Batches[Any]:
+        return (SectionBatches if self.draws.is_in_section else Batches)(self, loader, group)
+
     def hand_out(self, batch: T) -> T:
         self.place.drawn += 1
         self._inputs.handed(batch)
@@ -106,6 +183,7 @@ class Batches(Iterator[T]):
         self._batches: Iterator[Any] | None = None
         self._number = 0
         self._is_over = self._is_used_up = False
+        self._run = passes.draws.run
 
     def __iter__(self) -> Batches[T]:
         return self
@@ -115,6 +193,8 @@ class Batches(Iterator[T]):
         if self._is_over:
             raise StopIteration
         if passes.draws.is_inside:
+            if self._batches is None and self._is_of_this_run:
+                passes.draws.make_room()
             return passes.draws.take(self._draw)
         if self._batches is None and not self._start():
             raise StopIteration
@@ -130,8 +210,19 @@ class Batches(Iterator[T]):
             here = self._passes.place.here
             here.passes, here.batch = self._number + 1, 0
 
+    def forget(self) -> None:
+        """The iteration that has begun this pass begins it anew: it has never been."""
+        self._is_over = True
+        if self._batches is not None:
+            self._batches = None
+            self._passes.num_open -= 1
+
     def __del__(self) -> None:
         self.close()
+
+    @property
+    def _is_of_this_run(self) -> bool:
+        return self._run == self._passes.draws.run
 
     def _start(self) -> bool:
         """False if the others have been through this pass."""
@@ -143,6 +234,15 @@ class Batches(Iterator[T]):
             here.passes += 1
             self._is_over = True
             return False
+        if passes.num_open:
+            raise UsageError(
+                "job.batches(): a pass begins while another one is not over, and a replacement could not find its "
+                "place in both. Let the first one end, or leave its loop and let go of its iterator; give two loaders "
+                "as one, with a data set that gives the samples of both; validate in a function decorated with "
+                "@job.resilient, and call job.batches() in there."
+            )
+        if self._is_of_this_run:
+            passes.draws.begins(self)
         skip = 0
         place.units = Units(passes.world_size, data.samples_of(self._loader))
         arrives = target is not None
@@ -157,13 +257,7 @@ class Batches(Iterator[T]):
         here.batch = skip
         data.set_epoch(self._loader, here.epoch if here.epoch or here.epoch_passes else number)
         seeds.for_pass(number)
-        coming = Pass(
-            number, 0 if passes.has_state(self._loader) else skip,
-            for_start=lambda stays: seeds.for_pass(0 if stays else number),
-            for_order=lambda: seeds.for_pass(number),
-            for_batch=lambda batch: seeds.for_batch(number_of(number, batch)), key=seeds.key,
-            common_seed=seeds.common,
-        )  # fmt: skip
+        coming = _pass_of(passes, number, 0 if passes.has_state(self._loader) else skip)
         self._batches = passes.feeds.begin(self._loader, coming)
         if arrives:
             place.point.restore_generators()
@@ -210,6 +304,61 @@ class Batches(Iterator[T]):
         return batch
 
 
+class SectionBatches(Batches[T]):
+    """A pass that is made in a section, and begins anew whenever that is run: no part of the place in the loop."""
+
+    def __next__(self) -> T:
+        if self._is_over:
+            raise StopIteration
+        if not self._is_of_this_run:
+            raise UsageError(
+                "batches are taken of a pass that job.batches() began inside a function decorated with @job.resilient, "
+                "which has ended since: call job.batches() outside of it, or in it each time."
+            )
+        try:
+            return self._draw_next()
+        except StopIteration:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._is_over, self._batches = True, None
+
+    def _start(self) -> bool:
+        if data.iter_is_itself(self._loader):
+            raise UsageError(
+                "job.batches() was given an iterator inside a function decorated with @job.resilient, which has to "
+                "begin anew if it is repeated: give it something that can (a DataLoader, an object with __iter__)."
+            )
+        passes, here = self._passes, self._passes.place.here
+        number = self._number = passes.draws.number_in_section()
+        self._num_drawn = 0
+        data.set_epoch(self._loader, here.epoch if here.epoch or here.epoch_passes else here.sections)
+        self._batches = passes.feeds.begin(self._loader, _pass_of(passes, number, 0))
+        return True
+
+    def _draw_one(self) -> Any:
+        if self._batches is None:
+            self._start()
+        seeds = self._passes.place.seeds
+        at = number_of(self._number, self._num_drawn)
+        seeds.for_batch(at)
+        assert self._batches is not None
+        batch = next(self._batches)
+        seeds.for_inside(at)  # what comes after it may draw
+        self._num_drawn += 1
+        return batch
+
+
+def _pass_of(passes: Passes, number: int, skip: int) -> Pass:
+    seeds = passes.place.seeds
+    return Pass(
+        number, skip, for_start=lambda stays: seeds.for_pass(0 if stays else number),
+        for_order=lambda: seeds.for_pass(number), for_batch=lambda batch: seeds.for_batch(number_of(number, batch)),
+        key=seeds.key, common_seed=seeds.common,
+    )  # fmt: skip
+
+
 class Looping(Generic[T]):
     """A loader that is positioned each time it is iterated, for code that does that by itself, see `Job.loader`.
     Everything else is the loader's."""
@@ -218,7 +367,7 @@ class Looping(Generic[T]):
         self._passes, self._loader, self._group = passes, loader, group
 
     def __iter__(self) -> Iterator[T]:
-        return Batches(self._passes, self._loader, self._group)
+        return self._passes.over(self._loader, self._group)
 
     def __len__(self) -> int:
         return math.ceil(len(self._loader) / (self._group or 1))

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from swift_agent import torch_pipelining, tracking, unsupported
-from swift_agent.batches import Batches, Draws, Looping, Passes
+from swift_agent.batches import Draws, Looping, Passes
 from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
 from swift_agent.errors import UsageError
@@ -315,10 +315,12 @@ class Job:
 
         *group*: lists of so many batches, for an update that takes several; the last one of a pass may be smaller.
         `next()` on the result is allowed inside an iteration: if that is run again, it gets the same batches.
+        Inside a function decorated with `@job.resilient` (a validation) it is a pass that begins anew whenever that is
+        run. Anywhere else one pass has to be over before the next one begins.
         What tells its epoch by `set_epoch` (a `DistributedSampler`, Accelerate's loaders) is given the number of the
         epoch (of `job.epochs`, else of the pass).
         """
-        return Batches(self._passes, loader, _checked(group))
+        return self._passes.over(loader, _checked(group))
 
     @overload
     def loader(self, loader: Iterable[T], *, group: None = None) -> Looping[T]: ...
@@ -413,7 +415,9 @@ class Job:
             self._begin()
             if self._place.inside or not self._place.has_points:
                 return function(*args, **kwargs)  # a part of what surrounds it
-            return self._running.section(self._draws.remembered(lambda: function(*args, **kwargs)))
+            return self._running.section(
+                self._draws.remembered(lambda: function(*args, **kwargs), is_section=True)
+            )
 
         return run
 

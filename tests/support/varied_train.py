@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ def plain_range(job: swift.Job) -> State:
     return [net], [optimizer], [], []
 
 
-def make_evaluation(job: swift.Job, net: nn.Module, loader: DataLoader) -> Callable[[], float]:
+def make_evaluation(job: swift.Job, net: nn.Module, loader: Iterable[Any]) -> Callable[[], float]:
     @job.resilient
     def evaluate() -> float:
         fault("evaluate", job.iteration_number)
@@ -305,7 +305,7 @@ def adversaries(job: swift.Job) -> State:
 
 
 def evaluation_inside(job: swift.Job) -> State:
-    """An evaluation every second batch, in the middle of the loop over batches."""
+    """An evaluation every second batch, in the middle of the loop over batches, with a pass of the job's of its own."""
     torch.manual_seed(7)
     net = Net()
     model = replicated(net)
@@ -313,7 +313,7 @@ def evaluation_inside(job: swift.Job) -> State:
     loader = sharded_loader(job, Points())
     job.track(model=model, optimizer=optimizer, loader=loader)
     train = make_step(job, model, optimizer)
-    evaluate = make_evaluation(job, net, loader)
+    evaluate = make_evaluation(job, net, job.loader(loader))
     seen = []
     for _ in job.epochs(ITERATIONS // len(loader)):
         for x, y in job.batches(loader):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import io
 import threading
 import weakref
@@ -116,7 +118,7 @@ class Script:
             self.points.append((here.iteration, here.passes, here.batch))
 
     def batches(self, loader: Any, group: int | None = None) -> Batches[Any]:
-        return Batches(self.passes, loader, group)
+        return self.passes.over(loader, group)
 
     def iterate(self, function: Any, *args: Any, times: int = 1) -> Any:
         """As `Job.iteration` does; cut *times* - 1 times."""
@@ -126,6 +128,16 @@ class Script:
             result = run()
         self.place.here.iteration += 1
         self.place.drawn = 0
+        return result
+
+
+    def section(self, function: Any, *, times: int = 1) -> Any:
+        """As `Job.resilient` does; cut *times* - 1 times."""
+        run = self.draws.remembered(function, is_section=True)
+        for _ in range(times):
+            self.place.seeds.for_section(self.place.here.sections)
+            result = run()
+        self.place.here.sections += 1
         return result
 
 
@@ -249,6 +261,91 @@ def test_an_end_inside_an_iteration_goes_on_with_the_next_pass() -> None:
     drawn = [script.iterate(lambda: [int(next(source)[0]) for _ in range(2)], times=2) for _ in range(3)]
     assert drawn == [[0, 1], [2, 0], [1, 2]]
     assert (script.place.here.passes, script.place.here.batch) == (1, 3)
+
+
+class Cut(Exception):
+    pass
+
+
+def test_a_pass_that_an_iteration_makes_begins_anew_when_it_is_run_again() -> None:
+    script = Script()
+    runs: list[list[Any]] = []
+
+    def train(cut_at: int) -> None:
+        runs.append([])
+        for batch in script.batches(numbers(3)):
+            runs[-1].append((int(batch[0]), torch.rand(1).item()))
+            if len(runs[-1]) == cut_at and len(runs) < 3:
+                raise Cut
+
+    for cut_at in (2, 9):
+        runs.clear()
+        before = script.place.here.passes
+        run = script.draws.remembered(functools.partial(train, cut_at))
+        for _ in range(3):
+            with contextlib.suppress(Cut):
+                run()
+        assert [number for number, _ in runs[2]] == [0, 1, 2]
+        assert runs[0] == runs[2][: len(runs[0])] and runs[1] == runs[0]
+        assert (script.place.here.passes, script.passes.num_open) == (before + 1, 0)
+
+
+def test_passes_that_cannot_be_told_apart_are_refused() -> None:
+    script = Script()
+    with pytest.raises(UsageError, match=r"begins while another one is not over.*@job\.resilient"):
+        for _ in zip(script.batches(numbers()), script.batches(numbers()), strict=True):
+            pass
+    other, made = Script(), []
+    source = other.batches(numbers())
+
+    def train() -> None:
+        next(source if not made else other.batches(numbers()))
+        made.append(True)
+
+    with pytest.raises(UsageError, match=r"next\(\) on its result inside"):
+        other.iterate(train, times=2)
+
+
+def test_a_pass_in_a_section_begins_anew_and_is_no_part_of_the_place() -> None:
+    """In the middle of a pass of the loop; cut; of a newcomer that is on its way to where the others are."""
+
+    def validation(script: Script, cut_at: int = 0) -> list[Any]:
+        seen: list[Any] = []
+        for batch in script.batches(loader):
+            seen.append((batch.tolist(), torch.rand(1).item()))
+            if len(seen) == cut_at:
+                raise Cut
+        return seen
+
+    loader = torch.utils.data.DataLoader(range(8), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    script, results = Script(), []
+    for number, batch in enumerate(script.batches(numbers(4))):
+        script.iterate(lambda one: None, batch)
+        if number % 2:
+            with pytest.raises(Cut):
+                script.draws.remembered(lambda: validation(script, cut_at=3), is_section=True)()
+            results.append(script.section(lambda: validation(script), times=2))
+        place = script.place.here
+        assert (place.passes, place.batch, script.passes.num_open) == (0, number + 1, 1)
+    assert len(results[0]) == 4 and results[0] != results[1], "an order for each section"
+    assert not script.place.drawn and script.points == [(n, 0, n) for n in range(5)]
+
+    newcomer = Script(target=Position(iteration=4, passes=1, sections=2))
+    assert [newcomer.section(lambda: validation(newcomer)) for _ in range(2)] == results
+
+
+def test_a_pass_in_a_section_is_forgotten_with_it() -> None:
+    script, kept = Script(), []
+    script.place.drawn = 1
+    assert script.section(lambda: sum(len(group) for group in script.batches(numbers(7), 3))) == 7
+    assert script.place.drawn == 1, "a batch that was collected before is still to be used"
+    gone = weakref.ref(script.section(lambda: next(script.batches([torch.zeros(1)]))))
+    assert gone() is None, "nothing of a validation set is kept"
+    script.section(lambda: kept.append(script.batches(numbers())))
+    with pytest.raises(UsageError, match="has ended since"):
+        script.section(lambda: next(kept[0]))
+    with pytest.raises(UsageError, match="has to begin anew if it is repeated"):
+        script.section(lambda: next(script.batches(iter(numbers()))))
 
 
 def test_what_is_carried_from_iteration_to_iteration_is_told_once() -> None:
