@@ -19,6 +19,7 @@ from swift_agent.process_group import ProcessGroups
 from swift_agent.tracking import Tracked
 from swift_recovery.by_hand import copies_of, put_back
 from swift_recovery.randomness import capture_generators, restore_generators
+from swift_recovery.snapshot import Changed
 
 R = TypeVar("R")
 
@@ -49,8 +50,12 @@ class Ghosts:
             self._stack.close()
             self._is_entered = False
 
-    def iteration(self, call: Callable[[], R], number: int) -> R:
-        """Of a survivor, number *number*, inside `enter`."""
+    def iteration(self, call: Callable[[], R], number: int, made: Changed | None = None) -> R:
+        """Of a survivor, number *number*, inside `enter`. *made*: what it had changed when it was cut after its update.
+
+        That it has again after its step, so that what is worked out from it then (an average of buffers) is right; and
+        at the end, whatever has changed it once more. What was still to be changed when it was cut is changed here.
+        """
         place, tracked = self._place, self._require_tracked()
         # Owed: its layouts are those before the update.
         tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
@@ -58,16 +63,34 @@ class Ghosts:
         place.seeds.for_iteration(number)
         # Owed: what comes later, or the iteration when it is run after all, begins with parameters as they are.
         before = copies_of(tracked.state.loose_parameters()) if place.here.iteration == number else []
-        with place.without_points(), tracked.without_reduction(finite=place.here.iteration > number):
+        with (
+            place.without_points(),
+            tracked.without_reduction(finite=place.here.iteration > number),
+            self._after_steps(made),
+        ):
             try:
                 result = call()
             finally:
                 tracked.updates.cut()
+                if made is not None:
+                    made.put(counted=True)
                 if before:
                     put_back(before)
                     place.start.by_hand.settle()
         tracked.end()
         return result
+
+    @contextlib.contextmanager
+    def _after_steps(self, made: Changed | None) -> Iterator[None]:
+        hooks = []
+        if made is not None:
+            optimizers = self._require_tracked().state.optimizers.values()
+            hooks = [each.register_step_post_hook(lambda *_: made.put(counted=False)) for each in optimizers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def iteration_of_newcomer(self, call: Callable[[], R]) -> R:
         """The others have finished this iteration, and this newcomer has its update: run it for its result."""

@@ -387,7 +387,8 @@ class Protected:
         number, owes = place.here.iteration, not tracked.updates.updated
         tracked.pass_over()
         # Where an update has begun, the forward was complete; it may be here that the rest of it is brought to.
-        buffers = None if owes and not tracked.updates.done else tracked.copy_buffers()
+        buffers = tracked.copy_buffers() if owes and tracked.updates.done else None
+        made = None if owes else place.start.changed()
         self._restore_start()
         with place.lock:
             place.inside = ""
@@ -395,7 +396,7 @@ class Protected:
                 place.here.iteration += 1
                 tracked.updates.settle()
         self.ghosts.enter()
-        result = self.ghosts.iteration(call, number)
+        result = self.ghosts.iteration(call, number, made)
         if buffers is not None:
             tracked.put_buffers(buffers)
         if owes:

@@ -5,7 +5,7 @@ when asked, the generators. Never kept: parameters and optimizer state, which an
 Taken at every iteration, so it must never wait for a device and must cost microseconds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,30 @@ class _Buffer:
         if target.shape != self.copy.shape or target.dtype != self.copy.dtype:
             self.live.data = target = torch.empty_like(self.copy)
         return target
+
+
+class Changed:
+    """Buffers (by where their modules have them) and parameters with the values that an iteration has given them."""
+
+    def __init__(
+        self,
+        buffers: Sequence[tuple[dict[str, Tensor | None], str, Tensor]],
+        parameters: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._buffers, self._parameters = buffers, parameters
+
+    @torch.no_grad()
+    def put(self, *, counted: bool) -> None:
+        """They have these values again. *counted* False: without a change of their versions, as a backward that is yet
+        to come may need them."""
+        for owner, key, values in self._buffers:
+            live = owner.get(key)
+            if live is None or live.shape != values.shape or live.dtype != values.dtype:
+                owner[key] = values.clone()
+            else:
+                (live.detach() if counted else live.data).copy_(values)
+        for parameter, values in self._parameters:
+            (parameter.detach() if counted else parameter.data).copy_(values)
 
 
 class Snapshot:
@@ -136,6 +160,17 @@ class Snapshot:
                 self._watch.keep()
             else:
                 self._watch.forget()  # a tensor, for one, may change in place
+
+    def changed(self) -> Changed:
+        """What the iteration has changed so far of buffers, and of parameters that no optimizer updates."""
+        self._check_taken()
+        buffers = [
+            (owner, key, live.detach().clone())
+            for _, owner, saved in self._buffers
+            for key, live in owner.items()
+            if live is not None and not _has_values_of(live, saved.get(key))
+        ]
+        return Changed(buffers, self.by_hand.changed())
 
     def restore(self, *, buffers: bool = True) -> None:
         """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these,
@@ -270,6 +305,13 @@ def _received(live: Tensor | None, values: Tensor) -> _Buffer:
     buffer = _Buffer(live)
     buffer.copy.copy_(values)
     return buffer
+
+
+def _has_values_of(live: Tensor, kept: _Buffer | None) -> bool:
+    mine = unexpanded(live.detach())
+    if kept is None or mine.shape != kept.copy.shape or mine.dtype != kept.copy.dtype:
+        return False
+    return torch.equal(mine, kept.copy)
 
 
 def _check_same(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

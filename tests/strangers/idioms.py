@@ -59,6 +59,7 @@ IDIOMS: dict[str, Idiom] = {
     "local sgd": Idiom("local_sgd.py", Told("Nothing has failed", "start", "refused")),
     "averaged copy among the models": Idiom("averaged_copy.py", args=("models",)),
     "averaged model": Idiom("averaged_copy.py", args=("swa",)),
+    "averaged model, after a metric, and a momentum encoder": Idiom("averaged_copy.py", args=("swa", "late")),
     "shards of FSDP1": Idiom("refused.py", Told("(FSDP1), of whose shards", "start", "refused"), args=("fsdp1",)),
     "averaged now and then": Idiom(
         "refused.py", Told("with a PeriodicModelAverager ranks hold different", "start", "refused"), args=("averager",)

@@ -1,6 +1,7 @@
 """An exponential moving average of the weights, updated after each step, as recipes for images and diffusion keep it.
 
 averaged_copy.py models: a copy by hand, among the tracked models; swa: torch's AveragedModel, under a name of its own.
+late: after a metric that ranks exchange; with a momentum encoder, which is updated before the forward.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ def main() -> None:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         job.track(model=model, optimizer=optimizer, ema=ema)
 
+    key = copy.deepcopy(net).requires_grad_(False).eval() if "late" in sys.argv else None
+    if key is not None:
+        job.track(key=key)
+
     def update_ema() -> None:
         if isinstance(ema, AveragedModel):
             ema.update_parameters(model)
@@ -44,21 +49,28 @@ def main() -> None:
     @job.iteration
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         number = job.iteration_number
+        if key is not None:
+            for mine, theirs in zip(key.parameters(), net.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(0.1 * theirs.data)
+            key(x)
         loss = F.cross_entropy(model(x), y)
         hooks.moment("inside", number)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        update_ema()
+        if key is None:
+            update_ema()
         hooks.moment("after", number)
         total = loss.detach().clone()
         dist.all_reduce(total)
+        if key is not None:
+            update_ema()
         return total
 
     for _ in job.iterations(12):
         hooks.moment("before", job.iteration_number)
         train(torch.randn(8, 16), torch.randint(4, (8,)))
-    hooks.finish(job, model, ema, optimizer)
+    hooks.finish(job, model, ema, optimizer, *([] if key is None else [key]))
     dist.destroy_process_group()
 
 

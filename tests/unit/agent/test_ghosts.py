@@ -11,9 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swift_agent.ghosts import Ghosts
 from swift_agent.place import Place, Seeds
+from swift_agent.running import Protected
 from swift_agent.session import Job
 from swift_agent.tracking import Tracked
 from swift_recovery import by_hand
@@ -134,3 +136,77 @@ def test_what_a_survivor_runs_once_more_averages_once(
     # Owed: it begins as it was, should it be run after all.
     assert survivor.values() == undisturbed.values()
     assert not survivor.place.start.by_hand.is_spoilt()
+
+
+class Cut(Exception):
+    pass
+
+
+class Averaging:
+    """An iteration with what recipes keep beside the model: a momentum encoder, updated before the forward; an average
+    of parameters and of BatchNorm's buffers, after the step; metrics in between, in which it may be cut."""
+
+    def __init__(self, cut_at: str = "") -> None:
+        torch.manual_seed(0)
+        self.cut_at = cut_at
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.key = copy.deepcopy(self.net).requires_grad_(False)
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.place = Place(0, Seeds("iteration", 0, 0), threading.RLock())
+        models = {"net": self.net, "key": self.key, "average": self.average}
+        self.tracked = Tracked({"models": models, "optimizers": {"o": self.optimizer}, "others": {}}, [0, 1], 2, None)
+        self.place.hold(self.tracked)
+        groups = SimpleNamespace(aborted="stopped", ghost=contextlib.nullcontext)
+        self.running = Protected(self.place, cast(Any, None), cast(Any, groups), torch.device("cpu"), None)
+        self.running._tracked = self.running.ghosts.tracked = self.tracked
+
+    def metric(self, name: str) -> None:
+        if name == self.cut_at:
+            raise Cut
+
+    def iteration(self) -> None:
+        torch.manual_seed(self.place.here.iteration)  # a ghost's own result need not be the same
+        x = torch.randn(8, 3)
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.net.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(0.1 * theirs)
+            self.key(x)
+        loss = self.net(x).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.metric("after the step")
+        self.average.update_parameters(self.net)
+        self.metric("after the average")
+
+    def run(self, number: int) -> None:
+        for _ in range(number):
+            self.place.keep_start()
+            self.tracked.begin(self.place.here.iteration)
+            try:
+                self.iteration()
+            except Cut:
+                self.cut_at = ""
+                self.running._pass_over(self.iteration)
+                self.running.ghosts.leave()
+                continue
+            self.tracked.updates.finish()
+            self.place.here.iteration += 1
+
+    def values(self) -> dict[str, list[float]]:
+        models = nn.ModuleDict(self.tracked.state.models)
+        return {name: value.flatten().tolist() for name, value in models.state_dict().items()}
+
+
+@pytest.mark.parametrize("cut_at", ["after the step", "after the average"])
+def test_what_was_cut_after_its_update_ends_as_if_it_had_not_been(cut_at: str) -> None:
+    """What had been changed by then stays, and what had not been is changed by the ghost, from what stays."""
+    cut, undisturbed = Averaging(), Averaging()
+    for worker in (cut, undisturbed):
+        worker.run(2)
+    cut.cut_at = cut_at
+    for worker in (cut, undisturbed):
+        worker.run(3)
+    assert cut.values() == undisturbed.values()
+    assert undisturbed.values()["average.n_averaged"] == [5]

@@ -94,3 +94,49 @@ def test_a_snapshot_has_those_of_no_optimizer() -> None:
     # An optimizer knows what its step has overwritten.
     assert torch.equal(model.weight, weights[0] + 1.0) and torch.equal(ema.weight, weights[1])
     assert not Snapshot(state).by_hand and not snapshot.is_current()
+
+
+def test_a_change_that_nobody_counts_begins_late() -> None:
+    """The average begins in the ninth iteration; only the tenth compares nothing but what is counted."""
+    ema = nn.Parameter(torch.zeros(40))
+    kept = ByHand([ema])
+    for number in range(1, 12):
+        kept.take()
+        if number in (9, 10):
+            average(ema, 4.0, "by way of data")
+    average(ema, 4.0, "by way of data")  # in the eleventh, which is cut
+    assert not kept.is_spoilt()
+    kept.put_back()
+    assert torch.equal(ema, torch.full((40,), 3.0))
+
+
+@pytest.mark.parametrize("always_bytes", [by_hand.ALWAYS_BYTES, 0])
+def test_a_change_may_be_of_a_few_elements(always_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept each time, or one of those that are compared: they are spread over it."""
+    monkeypatch.setattr(by_hand, "ALWAYS_BYTES", always_bytes)
+    for shape, memory in (((40,), torch.contiguous_format), ((1, 8, 5, 5), torch.channels_last)):
+        ema = nn.Parameter(torch.zeros(shape).contiguous(memory_format=memory))
+        kept = ByHand([ema])
+        for _ in range(9):
+            kept.take()
+        change = slice(20, None) if len(shape) == 1 else (0, slice(4, None))
+        ema.data[change] = 1.0
+        kept.put_back()
+        assert not ema.any()
+
+
+def test_what_no_look_has_compared_is_not_taken_for_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, where a comparison would wait, and they are too many to be kept each time."""
+    monkeypatch.setattr(by_hand, "EAGER_BYTES", 0)
+    ema = nn.Parameter(torch.zeros(40))
+    kept = ByHand([ema])
+    kept._all[0].is_on_host = False
+    kept.take()
+    average(ema, 4.0, "counted")
+    for number in range(2, 11):
+        kept.take()
+        assert kept.is_spoilt() == (number == 10)
+        if number == 9:
+            average(ema, 4.0, "by way of data")
+    average(ema, 4.0, "by way of data")
+    assert kept.is_spoilt()
