@@ -208,7 +208,7 @@ class Agent:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
         # They have their time to end, in which nobody looks at the clock here.
-        self._channels.send(tuple(self._workers.processes), {"op": "until", "s": time.monotonic() + ENDING_S})
+        self._workers.vouch(time.monotonic() + ENDING_S)
         self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
         if self._signals.first is not None:
@@ -281,12 +281,9 @@ class Agent:
             return
         until_s = self._presence.acts_until_s()
         if not math.isinf(until_s):
-            everybody = tuple(self._workers.processes)
-            self._channels.send(everybody, {"op": "until", "s": until_s}, may_skip=True)
-        for local_rank in self._channels.standing if not self._state.paused else ():
-            process = self._workers.processes.get(local_rank)
-            if process is not None:
-                self._workers.signal_process(process, signal.SIGCONT)
+            self._workers.vouch(until_s)
+        if not self._state.paused:
+            self._workers.wake_standing()
 
     def _why_not_ours(self, generation: int) -> str:
         """Why what the workers of this node have made in *generation* must not count, '' if it may."""

@@ -1,8 +1,12 @@
-"""How far each worker of a node is, in memory that it shares with its agent: all that one that was killed can say.
+"""How far each worker of a node is, and until when it may go on, in memory that it shares with its agent.
 
-The file lies beside the agent's socket and holds four numbers for each local rank. Only the worker writes its own while
-it lives; the agent clears them before it starts another one and reads them once a process has ended. A worker that
-cannot open the file trains all the same, and nothing is known of it.
+    agent:  until ---------------------------------> worker: stands still after that, and says so
+    worker: iteration, how many were finished, ... -> agent:  all that one that was killed can say
+
+The file lies beside the agent's socket. It begins with the number that the agent writes, as no message could tell it: a
+worker whose threads are busy, or hold each other up, takes none. Five numbers for each local rank follow. Only the
+worker writes its own while it lives; the agent clears them before it starts another one. A worker that cannot open the
+file trains all the same, and nothing is known of it.
 
 This module must never decide anything, and costs an iteration no more than three stores.
 """
@@ -10,15 +14,19 @@ This module must never decide anything, and costs an iteration no more than thre
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
+import time
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 
 NAME = "standings"
 # 8-byte integers.
-_FIELDS = 4
-_ITERATION, _BEGUN, _DONE, _EXCUSED = range(_FIELDS)
+_UNTIL_NS = 0
+_HEAD = 1
+_FIELDS = 5
+_ITERATION, _BEGUN, _DONE, _EXCUSED, _STANDS = range(_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -39,14 +47,23 @@ class Standings:
     def __init__(self, directory: str, num_workers: int) -> None:
         self._numbers = _map(os.path.join(directory, NAME), os.O_CREAT | os.O_EXCL, num_workers)
 
+    def vouch(self, until_s: float) -> None:
+        """The places of this node are its own until then, on the monotonic clock. Before the first call nothing is said
+        of that."""
+        self._numbers[_UNTIL_NS] = int(until_s * 1e9)
+
+    def stands(self, local_rank: int) -> bool:
+        """Whether that one has stopped by itself, and nobody has woken it since."""
+        return self._numbers[_HEAD + local_rank * _FIELDS + _STANDS] > 0
+
     def clear(self, local_rank: int) -> None:
-        start = local_rank * _FIELDS
+        start = _HEAD + local_rank * _FIELDS
         for index in range(start, start + _FIELDS):
             self._numbers[index] = 0
 
     def of(self, local_rank: int) -> Standing:
-        start = local_rank * _FIELDS
-        iteration, begun, done, excused = self._numbers[start : start + _FIELDS]
+        start = _HEAD + local_rank * _FIELDS
+        iteration, begun, done, excused, _ = self._numbers[start : start + _FIELDS]
         return Standing(iteration - 1, begun > 0, done, excused > 0)
 
 
@@ -55,11 +72,21 @@ class MyStanding:
 
     def __init__(self, directory: str | None = None, local_rank: int = 0) -> None:
         self._numbers: MutableSequence[int] = [0] * _FIELDS
+        self._head: MutableSequence[int] = [0] * _HEAD
         if directory is not None:
             # A file of another length, or none: of an agent of another version, or a full disk.
             with contextlib.suppress(OSError, ValueError):
                 numbers = _map(os.path.join(directory, NAME), 0, local_rank + 1)
-                self._numbers = numbers[local_rank * _FIELDS : (local_rank + 1) * _FIELDS]  # type: ignore[assignment]
+                start = _HEAD + local_rank * _FIELDS
+                self._head, self._numbers = numbers[:_HEAD], numbers[start : start + _FIELDS]  # type: ignore[assignment]
+
+    def left_s(self) -> float:
+        """How long the place of this worker is still known to be its own; less than 0: it is not."""
+        until_ns = self._head[_UNTIL_NS]
+        return (until_ns - time.monotonic_ns()) / 1e9 if until_ns else math.inf
+
+    def stand(self, still: bool) -> None:
+        self._numbers[_STANDS] = int(still)
 
     def replaces(self, iteration: int) -> None:
         """It replaces another one, and is to go on from there."""
@@ -78,7 +105,7 @@ class MyStanding:
 
 
 def _map(path: str, flags: int, num_workers: int) -> memoryview:
-    size = num_workers * _FIELDS * 8
+    size = (_HEAD + num_workers * _FIELDS) * 8
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         if flags & os.O_CREAT:

@@ -104,11 +104,11 @@ def _with_agent(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Not LOCAL_RANK: with --virtual-local-rank that is 0 for all.
     local_rank = int(os.environ[ENV_LOCAL_RANK])
-    supervisor = Supervisor(connect(socket_path), rank)
+    standing = MyStanding(os.path.dirname(socket_path), local_rank)
+    supervisor = Supervisor(connect(socket_path), rank, standing)
     groups = process_group.install()
     place = Place(rank, Seeds(rng, seed, rank), supervisor.fence)
     started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
-    standing = MyStanding(os.path.dirname(socket_path), local_rank)
     protected = Protected(place, supervisor, groups, device, started_s, standing)
     hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}
     supervisor.start(hello, place.report, groups.abort, place.next_iteration)

@@ -19,7 +19,6 @@ This module must never touch training state.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ from typing import Any, NoReturn
 
 from swift_agent.channel import Channel, ChannelClosed, Message
 from swift_agent.errors import PeerFailure
+from swift_agent.standing import MyStanding
 from swift_recovery.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ MOST_AGAIN = 3
 AGAIN_WITHIN_S = 600.0
 # An agent that does not answer for so long may be one that was given up.
 ASK_PLACE_S = 5.0
-# Who has stood still, and goes on, has this time to read what its agent has said since.
-READING_S = 0.1
+# So often is looked whether this process may still go on.
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ class Supervisor:
     What the main thread does in every iteration is kept down to a few operations: it runs with cold caches.
     """
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, channel: Channel, rank: int, standing: MyStanding | None = None) -> None:
         self._channel = channel
+        self._standing = standing or MyStanding()
         self._rank = rank
         self.fence = threading.RLock()
         self.changed = threading.Condition(self.fence)
@@ -106,8 +107,6 @@ class Supervisor:
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
         self._place_asked, self._place_told = 0, dict[int, str]()
-        self._until_s = math.inf
-        self._watches = False
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int
@@ -122,6 +121,8 @@ class Supervisor:
         self._report, self._abort, self._position = report, abort, position
         self._channel.send({"op": "hello", **hello})
         self._thread.start()
+        # Not the reading thread: that waits while an update of the script's is under way.
+        threading.Thread(target=self._watch_the_time, name="swift-time", daemon=True).start()
 
     # ---- main thread ----
 
@@ -315,6 +316,22 @@ class Supervisor:
         with self.changed:
             self.changed.wait_for(lambda: not self._updating)
 
+    # ---- a thread that looks at the time ----
+
+    def _watch_the_time(self) -> None:
+        """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands
+        still itself. When it goes on it continues its workers, pauses or ends them."""
+        while not self._released:
+            left_s = self._standing.left_s()
+            if left_s > 0:
+                time.sleep(min(left_s, LOOK_S))
+                continue
+            # The agent wakes this process again and again until that is taken back.
+            self._standing.stand(True)
+            # To this thread, which does not take another step then; the whole process stops with it.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            self._standing.stand(False)
+
     # ---- reading thread ----
 
     def _read(self) -> None:
@@ -347,11 +364,6 @@ class Supervisor:
                 with self.changed:
                     self._place_told[int(message["number"])] = str(message["why"])
                     self.changed.notify_all()
-            case "until":
-                self._until_s = float(message["s"])
-                if not self._watches:
-                    self._watches = True
-                    threading.Thread(target=self._watch_the_time, name="swift-time", daemon=True).start()
             case "wait":
                 with self.changed:
                     self._patience_s = CONFIRM_TIMEOUT_S
@@ -370,22 +382,6 @@ class Supervisor:
                 with self.changed:
                     self._released = True
                     self.changed.notify_all()
-
-    def _watch_the_time(self) -> None:
-        """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands
-        still itself. When it goes on it continues its workers, pauses or ends them."""
-        while not self._released:
-            left_s = self._until_s - time.monotonic()
-            if left_s > 0:
-                time.sleep(min(left_s, 1.0))
-                continue
-            time.sleep(READING_S)
-            if self._until_s <= time.monotonic() and not self._released:
-                # The agent wakes this process again and again until it has heard that it goes on.
-                self.send({"op": "stands"})
-                # To this thread, which does not take another step then; the whole process stops with it.
-                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-                self.send({"op": "goes"})
 
     def _on_pause(self, generation: int) -> None:
         with self.changed:

@@ -43,8 +43,6 @@ class WorkerChannels:
         self._listener = Listener(directory)
         self._channels: dict[int, Channel] = {}  # by local rank
         self._pids: dict[int, int] = {}
-        self.standing: set[int] = set()
-        """Local ranks that have stopped by themselves, because they did not hear in time that they may go on."""
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._is_deaf = False
 
@@ -89,7 +87,6 @@ class WorkerChannels:
             self._selector.modify(channel, wanted, key.data)
 
     def drop(self, local_rank: int) -> None:
-        self.standing.discard(local_rank)
         channel = self._channels.pop(local_rank, None)
         if channel is not None:
             self._selector.unregister(channel)
@@ -194,10 +191,6 @@ class WorkerChannels:
                 generation, why = int(message["generation"]), str(message["why"])
                 self._patience.suspected(local_rank, time.monotonic())  # it waits for the next generation
                 self._on_event(msg.WorkerApart(local_rank, pid, generation, why))
-            case "stands":
-                self.standing.add(local_rank)
-            case "goes":
-                self.standing.discard(local_rank)
             case "place":
                 why = self._why_not(int(message["generation"]))
                 self.send((local_rank,), {"op": "place", "number": int(message["number"]), "why": why})

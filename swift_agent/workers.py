@@ -315,6 +315,16 @@ class Workers:
         if process.exit_code is None:
             signal_living(process.pid, signum)
 
+    def vouch(self, until_s: float) -> None:
+        """Tell the workers until when their places are their own: they stand still by themselves then."""
+        self._standings.vouch(until_s)
+
+    def wake_standing(self) -> None:
+        """Continue those that do."""
+        for process in self.processes.values():
+            if self._standings.stands(process.local_rank):
+                self.signal_process(process, signal.SIGCONT)
+
     def forget(self, process: WorkerProcess) -> None:
         if process.pidfd >= 0:
             os.close(process.pidfd)

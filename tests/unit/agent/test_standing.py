@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,23 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert standings.of(2) == Standing()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"x" * 32])
+def test_until_when_they_may_go_on_is_told_to_all(tmp_path: Path) -> None:
+    standings = Standings(str(tmp_path), 2)
+    first, second, alone = MyStanding(str(tmp_path), 0), MyStanding(str(tmp_path), 1), MyStanding()
+    assert first.left_s() == second.left_s() == alone.left_s() == math.inf
+    standings.vouch(time.monotonic() + 100)
+    for one in (first, second):
+        assert 90 < one.left_s() <= 100
+    assert alone.left_s() == math.inf
+    standings.vouch(time.monotonic() - 1)
+    assert first.left_s() < 0
+    second.stand(True)
+    assert standings.stands(1) and not standings.stands(0) and standings.of(1) == Standing()
+    standings.clear(1)
+    assert not standings.stands(1) and second.left_s() < 0
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * 48])
 def test_a_worker_without_the_file_trains_all_the_same(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / NAME).write_bytes(content)

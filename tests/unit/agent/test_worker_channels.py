@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -20,8 +21,10 @@ import pytest
 
 from swift_agent import lifecycle_messages as msg
 from swift_agent import supervisor
+from swift_agent.agent import Agent
 from swift_agent.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
 from swift_agent.patience import Patience
+from swift_agent.standing import Standings
 from swift_agent.supervisor import Supervisor
 from swift_agent.worker_channels import WorkerChannels
 from tests.support.limits import without_descriptors
@@ -210,35 +213,91 @@ def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog:
 
 
 STANDING = """
-import sys, time
+import os, sys, time
 from swift_agent.channel import connect
+from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Supervisor
-worker = Supervisor(connect(sys.argv[1]), 0)
+worker = Supervisor(connect(sys.argv[1]), 0, MyStanding(os.path.dirname(sys.argv[1]), 0))
 worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+if len(sys.argv) > 2:  # an update that is under way for so long when the stop comes
+    worker._entered = 1
+    worker.enter()
+    while not worker.interrupted:
+        time.sleep(0.01)
+    began_s = time.thread_time()
+    while time.thread_time() - began_s < float(sys.argv[2]):
+        sum(range(1000))
+    worker.leave()
 while True:
     time.sleep(0.05)
 """
 
 
-def test_a_worker_that_hears_nothing_in_time_stands_still_until_it_is_woken(line: Line) -> None:
-    """Also if it is woken too early, or has not read yet that it may go on."""
+@contextlib.contextmanager
+def standing_worker(line: Line, *updates_s: str) -> Iterator[psutil.Popen]:
     path = os.pathsep.join([str(ROOT), *(str(ROOT / part) for part in ("rendezvous", "recovery", "logging_store"))])
-    process = psutil.Popen([sys.executable, "-c", STANDING, line.channels.path], env={**os.environ, "PYTHONPATH": path})
+    command = [sys.executable, "-c", STANDING, line.channels.path, *updates_s]
+    process = psutil.Popen(command, env={**os.environ, "PYTHONPATH": path})
     try:
         line.processes[0].pid = process.pid
         line.until(lambda: bool(line.events))
-        line.channels.send((0,), {"op": "until", "s": time.monotonic() + 0.3})
-        for _ in range(2):
-            line.until(lambda: 0 in line.channels.standing and process.status() == psutil.STATUS_STOPPED)
-            process.send_signal(signal.SIGCONT)  # in vain
-            line.until(lambda: process.status() != psutil.STATUS_STOPPED)
-        line.until(lambda: 0 in line.channels.standing and process.status() == psutil.STATUS_STOPPED)
-        line.channels.send((0,), {"op": "until", "s": time.monotonic() + 1000})
-        process.send_signal(signal.SIGCONT)
-        line.until(lambda: not line.channels.standing)
-        time.sleep(0.5)
-        line.turn()
-        assert not line.channels.standing and process.status() != psutil.STATUS_STOPPED
+        yield process
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_worker_that_is_not_vouched_for_in_time_stands_still_until_it_is_woken(line: Line, tmp_path: Path) -> None:
+    """Also if it is woken too early."""
+    standings = Standings(str(tmp_path), 1)
+
+    with standing_worker(line) as process:
+
+        def stands() -> bool:
+            return standings.stands(0) and process.status() == psutil.STATUS_STOPPED
+
+        time.sleep(0.5)
+        assert not standings.stands(0), "nothing was said yet"
+        standings.vouch(time.monotonic() + 0.3)
+        for _ in range(3):
+            line.until(stands)
+            changes = process.num_ctx_switches().voluntary
+            process.send_signal(signal.SIGCONT)  # in vain
+            line.until(lambda before=changes: process.num_ctx_switches().voluntary > before)
+        line.until(stands)
+        standings.vouch(time.monotonic() + 1000)
+        process.send_signal(signal.SIGCONT)
+        line.until(lambda: not standings.stands(0))
+        time.sleep(0.5)
+        assert not standings.stands(0) and process.status() != psutil.STATUS_STOPPED
+
+
+def test_a_worker_in_a_long_update_is_not_put_to_sleep(line: Line, tmp_path: Path) -> None:
+    """What it is told waits until the update has ended; until when it may go on does not."""
+    standings = Standings(str(tmp_path), 1)
+    with standing_worker(line, "3") as process:
+        line.channels.send((0,), {"op": "stop", "generation": 1, "why": "a peer failed"})
+        began_s = time.monotonic()
+        while not any(isinstance(event, msg.ReportReceived) for event in line.events):
+            standings.vouch(time.monotonic() + 1.0)
+            line.turn(0.2)
+            assert not standings.stands(0) and process.status() != psutil.STATUS_STOPPED
+            assert time.monotonic() - began_s < 30
+
+
+def test_what_is_said_twice_a_second_leaves_nothing_for_a_worker_that_does_not_read(line: Line, tmp_path: Path) -> None:
+    """It may be in a debugger, or in a library that holds the interpreter's lock, for hours."""
+    standings, worker = Standings(str(tmp_path), 1), line.hello(0)
+    agent: Any = SimpleNamespace(
+        _end=None,
+        _config=SimpleNamespace(on_etcd_loss="pause"),
+        _presence=SimpleNamespace(acts_until_s=lambda: time.monotonic() + 2.123456),
+        _channels=line.channels,
+        _workers=SimpleNamespace(processes={0: None}, vouch=standings.vouch, wake_standing=lambda: None),
+        _state=SimpleNamespace(paused=False),
+    )
+    for _ in range(1000):
+        Agent._vouch(agent)
+    line.channels.tick(time.monotonic() + 1000, 10.0, paused=False)
+    assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
+    worker.close()
