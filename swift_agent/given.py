@@ -4,17 +4,25 @@ A replacement on the same node runs the iteration again in which its predecessor
 that one was given it finds out that a loader begins somewhere else, or that a batch was drawn before the iteration,
 before it has any effect.
 
-    slot: iteration + 1, how many things were given, fingerprint, the three in one (a write may be cut)
+    slot: iteration + 1, generation in which all began, pass, whether the iteration was called, how many things were
+    given, fingerprint, the six in one (a write may be cut)
+
+What a script takes between two iterations need not be for the one to come: it may be a validation in the loop, which is
+a pass of its own. So things are compared within a pass, and once an iteration is called its pass is, too. The page may
+be one of an earlier run, before all began anew: nothing in it says anything then.
 
 This module must never wait for a device: of a tensor that is not on the processor only shape and type count.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
+import operator
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +31,7 @@ import torch
 import xxhash
 
 NUM_SLOTS = 16
-_SLOT = struct.Struct("<4Q")
+_SLOT = struct.Struct("<7Q")
 _MARK = 0x5357_4749_5645_4E31
 _NUM_SAMPLES = 512
 _MAX_LEAVES = 64
@@ -77,8 +85,23 @@ def _content(tensor: torch.Tensor) -> bytes:
     return content
 
 
+@dataclass(frozen=True)
+class Slot:
+    """What iteration *iteration* has been given, in pass *passes*. *run*: the generation in which all began."""
+
+    iteration: int = -1
+    run: int = 0
+    passes: int = 0
+    is_called: bool = False
+    count: int = 0
+    digest: int = 0
+
+
+_NOTHING = Slot()
+
+
 class GivenPage:
-    """Of one rank. *predecessor*: what the process before this one has left: iteration -> (how many, fingerprint)."""
+    """Of one rank. *predecessor*: what the process before this one has left, by iteration."""
 
     def __init__(self, path: Path, *, is_replacement: bool) -> None:
         size = NUM_SLOTS * _SLOT.size
@@ -89,17 +112,17 @@ class GivenPage:
             self._page[:] = bytes(size)
         self.predecessor = self._read()
 
-    def put(self, iteration: int, count: int, digest: int) -> None:
-        number = iteration + 1
-        _SLOT.pack_into(
-            self._page, iteration % NUM_SLOTS * _SLOT.size, number, count, digest, number ^ count ^ digest ^ _MARK
-        )
+    def put(self, slot: Slot) -> None:
+        words = slot.iteration + 1, slot.run, slot.passes, int(slot.is_called), slot.count, slot.digest
+        check = functools.reduce(operator.xor, words, _MARK)
+        _SLOT.pack_into(self._page, slot.iteration % NUM_SLOTS * _SLOT.size, *words, check)
 
-    def _read(self) -> dict[int, tuple[int, int]]:
+    def _read(self) -> dict[int, Slot]:
         found = {}
-        for number, count, digest, check in _SLOT.iter_unpack(self._page[:]):
-            if number and number ^ count ^ digest == check ^ _MARK:
-                found[number - 1] = (count, digest)
+        for *words, check in _SLOT.iter_unpack(self._page[:]):
+            number, run, passes, is_called, count, digest = words
+            if number and check == functools.reduce(operator.xor, words, _MARK):
+                found[number - 1] = Slot(number - 1, run, passes, bool(is_called), count, digest)
         return found
 
 
@@ -110,9 +133,25 @@ class Given:
     def __init__(self, page: GivenPage | None) -> None:
         self._page = page
         self.iteration, self.count, self._digest = -1, 0, 0
+        self._run = self._passes = 0
+        self._is_called = False
 
-    def begin(self, iteration: int) -> None:
+    def begin(self, iteration: int, *, run: int = 0, passes: int = 0) -> None:
+        """In that pass, and in the run that began with generation *run*."""
         self.iteration, self.count, self._digest = iteration, 0, 0
+        self._run, self._passes, self._is_called = run, passes, False
+
+    def call(self) -> bool:
+        """What has been given is used now. False: the predecessor had called this iteration in another pass."""
+        self._is_called = True
+        if self._page is None:
+            return True
+        before = self._page.predecessor.get(self.iteration, _NOTHING)
+        if before.is_called and before.run == self._run and before.passes != self._passes:
+            return False
+        if self.count:
+            self._put(self._page, before)
+        return True
 
     def add(self, value: Any) -> bool:
         """The iteration has got *value*. False: its predecessor had got something else."""
@@ -121,7 +160,13 @@ class Given:
             return True
         self._digest = fingerprint(value, self._digest)
         self.count += 1
-        count, digest = self._page.predecessor.get(self.iteration, (0, 0))
-        if self.count > count:
-            self._page.put(self.iteration, self.count, self._digest)
-        return self.count != count or self._digest == digest
+        before = self._page.predecessor.get(self.iteration, _NOTHING)
+        self._put(self._page, before)
+        is_comparable = (before.run, before.passes, before.count) == (self._run, self._passes, self.count)
+        return not is_comparable or self._digest == before.digest
+
+    def _put(self, page: GivenPage, before: Slot) -> None:
+        """But no less than the predecessor had got: a successor shall find that."""
+        is_more = self.count > before.count or (self._is_called and not before.is_called)
+        if (before.run, before.passes) != (self._run, self._passes) or is_more:
+            page.put(Slot(self.iteration, self._run, self._passes, self._is_called, self.count, self._digest))

@@ -53,7 +53,7 @@ class Inputs:
             self._stale, self._handed = self._handed, {}
         self._is_opaque = False
         if self._given is not None:
-            self._given.begin(self._number)
+            self._begin_given(self._given)
         if self._has_iterated:
             self._has_iterated = False
             if self._carried is not None and not self._carried.is_over:
@@ -85,7 +85,7 @@ class Inputs:
         if self._given is None:
             return
         if self._given.iteration != self._number:
-            self._given.begin(self._number)  # another one with the same batch
+            self._begin_given(self._given)  # another one with the same batch
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]
         self._awaits_forward = False
         if others:
@@ -94,6 +94,11 @@ class Inputs:
             self._compare(others or tensors)
         elif not self._given.count:
             self._await_forward()
+        if not self._given.call():
+            self._has_other_data()
+
+    def _begin_given(self, given: Given) -> None:
+        given.begin(self._number, run=self._place.began, passes=self._place.here.passes)
 
     @property
     def _number(self) -> int:
@@ -127,11 +132,14 @@ class Inputs:
     def _compare(self, inputs: Any) -> None:
         assert self._given is not None
         if not self._given.add(inputs):
-            self._unfit(
-                f"iteration {self._number} was given other data than in the process that this one replaces, and "
-                "training would go on with it: a loader that begins elsewhere in a replacement, or a batch that was "
-                "drawn before the iteration (see: Will my script be recovered?)"
-            )
+            self._has_other_data()
+
+    def _has_other_data(self) -> None:
+        self._unfit(
+            f"iteration {self._number} was given other data than in the process that this one replaces, and "
+            "training would go on with it: a loader that begins elsewhere in a replacement, or a batch that was "
+            "drawn before the iteration (see: Will my script be recovered?)"
+        )
 
     def _find_carried(self, inputs: Any) -> None:
         carried = self._carried

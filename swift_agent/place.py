@@ -129,7 +129,8 @@ class Place:
     *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
     have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
     *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *carries*: why this
-    script's replacements cannot go on as their predecessors would have, empty if that is not known.
+    script's replacements cannot go on as their predecessors would have, empty if that is not known. *began*: the
+    generation in which all began, rank 0's, the same on all ranks.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -154,6 +155,7 @@ class Place:
         self.drawn = 0
         self.passed: Position | None = None
         self.carries = ""
+        self.began = 0
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
@@ -255,7 +257,7 @@ class Place:
             start = self.start.tree()
         position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
         offered: dict[str, Any] = {"position": position, "units": units, "point": self.point.tree(), "start": start}
-        offered |= {"common_seed": self.seeds.common, "carries": self.carries}
+        offered |= {"common_seed": self.seeds.common, "carries": self.carries, "began": self.began}
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
             offered["pipelines"] = self.tracked.pipelines.offer()
@@ -273,7 +275,7 @@ class Place:
         target, start = Position(**offer["position"]), offer["start"]
         self.seeds.common = offer.get("common_seed", self.seeds.common)
         if not from_checkpoint:
-            self.carries = offer.get("carries", "")
+            self.carries, self.began = offer.get("carries", ""), offer.get("began", 0)
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)
         with self.lock:

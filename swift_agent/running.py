@@ -147,8 +147,11 @@ class Protected:
             # Nobody's first iteration begins before everybody's set-up has ended: a peer that is lost in an iteration
             # then never cuts a collective of somebody's set-up, which could not be repeated.
             overlaps = isinstance(tracked.updates, OverlappedUpdates)
-            everyone = self._groups.all_gather_ints([*self._origin(), newest, every, overlaps, place.seeds.number])
-            place.seeds.common = everyone[0][5]
+            generation = self.supervisor.generation
+            everyone = self._groups.all_gather_ints(
+                [*self._origin(), newest, every, overlaps, place.seeds.number, generation]
+            )
+            place.seeds.common, place.began = everyone[0][5:7]
             if len({told[4] for told in everyone}) > 1:
                 # They agree on an update before it, or after it.
                 raise UsageError("job.track(): overlap_update=True on some ranks only; say the same on all.")

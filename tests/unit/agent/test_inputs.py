@@ -86,11 +86,34 @@ def test_a_write_that_was_cut_is_nothing(tmp_path: Path) -> None:
     first.begin(3)
     first.add(1)
     content = bytearray((tmp_path / "given.0").read_bytes())
-    content[3 * 32 + 17] ^= 1
+    content[3 * 56 + 41] ^= 1
     (tmp_path / "given.0").write_bytes(content)
     again = page(tmp_path, is_replacement=True)
     again.begin(3)
     assert again.add(2)
+
+
+def test_what_was_given_in_another_pass_or_run_is_not_compared(tmp_path: Path) -> None:
+    first = page(tmp_path)
+    first.begin(5, run=1, passes=1)
+    assert all(first.add(number) for number in (0, 1))
+    first.begin(5, run=1, passes=2)
+    assert first.add("a batch") and first.call()
+    content = (tmp_path / "given.0").read_bytes()
+    for passes, run in ((1, 1), (3, 1), (2, 2)):
+        (tmp_path / "given.0").write_bytes(content)
+        again = page(tmp_path, is_replacement=True)
+        again.begin(5, run=run, passes=passes)
+        assert again.add("another")
+        assert again.call() == (run == 2), "but the iteration itself has to come in the same pass"
+        again.begin(5, run=1, passes=2)
+        assert not again.add("another"), "nothing has been overwritten"
+    died_before = page(tmp_path)
+    died_before.begin(5, run=1, passes=1)
+    died_before.add("of a validation")
+    after = page(tmp_path, is_replacement=True)
+    after.begin(5, run=1, passes=2)
+    assert after.add("a batch") and after.call(), "it had not come to the iteration"
 
 
 class Script:
@@ -463,6 +486,53 @@ def test_a_loader_that_looks_ahead_carries_nothing() -> None:
     for batch in wrapped.batches(SimpleNamespace(x=one) for one in ahead()):
         wrapped.iterate(lambda one: wrapped.model(one.x), batch)
     assert not script.place.carries and not wrapped.place.carries
+
+
+def test_a_validation_that_the_predecessor_had_passed_is_not_compared_with_what_came_after(tmp_path: Path) -> None:
+    """In the loop, and without a collective: the source is still in it."""
+    first = Script(page(tmp_path))
+    for _ in range(2):
+        for batch in first.batches(numbers(2)):
+            first.iterate(lambda one: None, batch)
+        for _ in first.batches(numbers(3)[::-1]):
+            pass
+    source = first.batches(numbers(9)[::-1])
+    first.iterate(lambda one: None, next(source))  # iteration 4, in pass 4
+    second = Script(page(tmp_path, is_replacement=True), target=Position(iteration=4, passes=3))
+    for _ in range(2):
+        for batch in second.batches(numbers(2)):
+            second.iterate(lambda one: None, batch)
+        for _ in second.batches(numbers(3)[::-1]):
+            pass
+    assert not second.unfit
+    second.iterate(lambda one: None, next(second.batches(numbers(9))))
+    assert len(second.unfit) == 1
+
+
+def test_what_an_iteration_draws_is_compared_in_a_loop_of_numbers(tmp_path: Path) -> None:
+    first = Script(page(tmp_path))
+    source = first.batches(numbers())
+    for _ in range(4):
+        first.passes.at_point()
+        first.iterate(lambda: [next(source) for _ in range(2)])
+    for data, num_unfit in ((numbers(), 0), (numbers()[::-1], 1)):
+        second = Script(page(tmp_path, is_replacement=True), target=Position(iteration=3, batch=6))
+        second.place.arrive(in_no_loader=True)
+        again = second.batches(data)
+        second.passes.at_point()
+        second.iterate(functools.partial(lambda of: [next(of) for _ in range(2)], again))
+        assert len(second.unfit) == num_unfit
+
+
+def test_a_rank_that_was_in_another_pass_than_the_others_is_told(tmp_path: Path) -> None:
+    """Its loader is longer than that of the rank whose place the replacement has got."""
+    first = Script(page(tmp_path))
+    for batch in first.batches(numbers(5)):
+        first.iterate(lambda one: None, batch)
+    second = Script(page(tmp_path, is_replacement=True), target=Position(iteration=4, passes=1))
+    assert not list(second.batches(numbers(4)))
+    second.iterate(lambda one: None, next(second.batches(numbers(4))))
+    assert len(second.unfit) == 1
 
 
 def test_who_died_between_batch_and_iteration_has_left_the_batch(tmp_path: Path) -> None:
