@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,28 +29,29 @@ def _silent(num_done: int, num: int) -> None: ...
 
 
 class Feeds:
-    """One per job: what is kept of its loaders from pass to pass.
+    """One per job: what is kept of its loaders from pass to pass, for as long as the script has them.
 
     *tell*: how many batches have been dropped, of how many, when that takes long.
     """
 
     def __init__(self, tell: Callable[[int, int], None] = _silent) -> None:
         self._tell = tell
-        self._orders: dict[int, tuple[Any, Order]] = {}  # by id of the loader, which is kept alive
+        self._orders: dict[int, Order] = {}  # by id of the loader
         self._generators = OwnGenerators()
-        self._iterators: list[Any] = []
+        self._iterators: list[Callable[[], Any]] = []
 
     def begin(self, loader: Iterable[Any], coming: Pass) -> Iterator[Any]:
         """The batches of a pass over *loader*, but the first `coming.skip`. Raises `UsageError` for a loader that can
         not be positioned at all."""
         if iter_is_itself(loader):
-            if any(loader is one for one in self._iterators):
+            self._iterators = [one for one in self._iterators if one() is not None]
+            if any(loader is one() for one in self._iterators):
                 raise UsageError(
                     "job.batches() was given the same iterator for a second pass, and where the first has left it no "
                     "replacement could know: give it something that begins anew each time (a DataLoader, an object "
                     "with __iter__), or go through it in one pass."
                 )
-            self._iterators.append(loader)
+            self._iterators.append(_held_weakly(loader))
         source = loaders.find(loader)
         inner = source.inner
         is_new = inner is not None and inner.persistent_workers and inner._iterator is None
@@ -61,7 +63,8 @@ class Feeds:
         order = self._order_of(inner)
         swaps = [*source.swaps, *_stand_in(inner, order)]
         skip = coming.skip if source.has_indices else 0
-        chosen = replace(coming, skip=skip, for_order=lambda: self._for_order(loader, coming, is_new))
+        its_loader = _held_weakly(loader)  # the order outlives its pass
+        chosen = replace(coming, skip=skip, for_order=lambda: self._for_order(its_loader(), coming, is_new))
         ahead = source.looks_ahead or inner.num_workers > 0
         order.begin(chosen, ahead=ahead)
         target = inner if source.loader is loader and not source.is_wrapped else loader
@@ -84,9 +87,11 @@ class Feeds:
     def _order_of(self, inner: DataLoader[Any]) -> Order:
         known = self._orders.get(id(inner))
         sampler = getattr(inner, _sampler_name(inner))
-        if known is None or known[1]._sampler is not sampler:
-            known = self._orders[id(inner)] = (inner, Order(sampler))
-        return known[1]
+        if known is None:
+            weakref.finalize(inner, self._orders.pop, id(inner), None).atexit = False
+        if known is None or known._sampler is not sampler:
+            known = self._orders[id(inner)] = Order(sampler)
+        return known
 
     def _after_drop(self, batches: Iterator[Any], coming: Pass) -> Iterator[Any]:
         told_s = time.monotonic()
@@ -105,6 +110,13 @@ class Feeds:
 def iterate(loader: Iterable[Any], skip: int) -> Iterator[Any]:
     """The batches of *loader* after the first *skip*, as a job's first pass."""
     return Feeds().begin(loader, Pass(skip=skip))
+
+
+def _held_weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value  # as are Python's own iterators, which hold nothing once they have ended
 
 
 def iter_is_itself(loader: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+import weakref
 from typing import Any
 
 import numpy
@@ -23,10 +24,12 @@ _KINDS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.R
 
 
 class OwnGenerators:
-    """One per job: of each generator what set-up has given it, from the first pass on that uses it."""
+    """One per job: of each generator what set-up has given it, from the first pass on that uses it, for as long as it
+    lives."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int, int | None]] = {}  # by id; the generator, its origin, our last seed
+        self._known: dict[int, tuple[int, int | None]] = {}  # by id; its origin, our last seed
+        self._kept: list[Any] = []  # numpy's, which cannot be held weakly
 
     def position(self, loader: Any, number: int, common_seed: int) -> None:
         """Pass *number* over *loader* begins."""
@@ -36,7 +39,7 @@ class OwnGenerators:
             if isinstance(synchronized, torch.Generator):
                 # Of Accelerate, who would send its state from rank 0 to all others.
                 synchronized.manual_seed(_mix(common_seed, number))
-                self._known[id(synchronized)] = (synchronized, common_seed, synchronized.initial_seed())
+                self._know(synchronized, common_seed, synchronized.initial_seed())
             for value in own.values():
                 if isinstance(value, _KINDS) and value is not synchronized:
                     self._position(value, number)
@@ -44,14 +47,22 @@ class OwnGenerators:
     def _position(self, generator: Any, number: int) -> None:
         known = self._known.get(id(generator))
         given = generator.initial_seed() if isinstance(generator, torch.Generator) else None
-        if known is None or (given is not None and known[2] is not None and given != known[2]):
+        if known is None or (given is not None and known[1] is not None and given != known[1]):
             # New, or seeded by the script since.
-            known = (generator, _origin(generator), None)
-        origin, last = known[1], given
+            known = (_origin(generator), None)
+        origin, last = known[0], given
         if number:
             last = _mix(origin, number)
             _seed(generator, last)
-        self._known[id(generator)] = (generator, origin, last)
+        self._know(generator, origin, last)
+
+    def _know(self, generator: Any, origin: int, last: int | None) -> None:
+        if id(generator) not in self._known:
+            try:
+                weakref.finalize(generator, self._known.pop, id(generator), None).atexit = False
+            except TypeError:
+                self._kept.append(generator)
+        self._known[id(generator)] = (origin, last)
 
 
 def _origin(generator: Any) -> int:

@@ -4,8 +4,10 @@ set and the body of the loop draw; what cannot be positioned is refused.
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +308,21 @@ def test_an_iterator_has_one_pass() -> None:
     assert list(feeds.begin(numbers, Pass(skip=2))) == [2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(UsageError, match="same iterator for a second pass"):
         feeds.begin(numbers, Pass(number=1))
+
+
+def test_a_loader_that_the_script_lets_go_is_kept_by_nobody() -> None:
+    """One for each epoch, gone through or not."""
+    feeds, gone = Feeds(), []
+    for number in range(3):
+        loader = plain(shuffle=True, generator=seeded())
+        stream = (one for one in range(4))
+        gone += [weakref.ref(one) for one in (loader, loader.dataset, loader.generator, stream)]
+        for source in (loader, stream):
+            next(feeds.begin(source, Pass(number=number)))
+        del loader, stream, source
+    gc.collect()
+    assert [one() for one in gone] == [None] * 12
+    assert not feeds._orders and not feeds._generators._known
 
 
 def test_a_long_way_to_its_place_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
