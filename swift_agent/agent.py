@@ -677,7 +677,8 @@ class Agent:
             except JobOver as error:
                 self._end = left.result(RESULT_TIMEOUT_S) or ResultRecord("stopped", str(error))
                 return
-            except RendezvousError as error:  # another node of this name; or the store is away, or takes no writes
+            except (RendezvousError, OSError) as error:
+                # Another node of this name; the store is away, or takes no writes; no descriptor is left.
                 log.warning("cannot come back yet: %s", error)
                 self._wait_for_signal(1.0)
         self._end = ResultRecord("stopped", "stopped while it was away from the job")

@@ -46,6 +46,8 @@ _LOOK_S = 5.0
 _MAX_ANSWER_BYTES = (1 << 32) - 1
 # How much longer than the server the client waits for the answer that its time is up.
 _MARGIN_S = 5.0
+# At least, between two times that the same is told.
+_TELL_S = 10.0
 _OK, _TIMEOUT, _REFUSED = b"ok", b"timeout", b"refused"
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 _NONCE_BYTES = 16
@@ -126,8 +128,17 @@ class StoreServer:
                 self._strangers.pop(task, None)
                 writer.close()
 
-        # asyncio goes on one second after an accept() that has failed.
-        self._loop.set_exception_handler(lambda loop, context: log.warning("%s", _told(context)))
+        # asyncio goes on one second after an accept() that has failed, once for each place in the queue.
+        told: tuple[str, float] = ("", 0.0)
+
+        def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            nonlocal told
+            text, now_s = _told(context), loop.time()
+            if text != told[0] or now_s - told[1] >= _TELL_S:
+                told = (text, now_s)
+                log.warning("%s", text)
+
+        self._loop.set_exception_handler(tell)
         server = await asyncio.start_server(connected, sock=listener)
         await self._stop.wait()
         server.close()

@@ -270,4 +270,5 @@ def test_a_store_goes_on_after_a_moment_without_descriptors(
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         assert late.recv(24), "it is served after all"
+    assert caplog.text.count("the store of a generation") == 1, "said once, however many wait"
     connect().set("key", "value")
