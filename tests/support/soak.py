@@ -196,8 +196,10 @@ class Soak:
             self.neighbours = self._stack.enter_context(neighbours)
 
     def _living(self) -> list[int]:
-        running = self.agents.running.items()
-        return [agent.pid for node, agent in running if node not in self._killed and agent.poll() is None]
+        """Agents that have joined: one that cannot be started is another matter."""
+        here = {node: self._incarnation(node) for node in NODES if node not in self._killed}
+        joined = [node for node, incarnation in here.items() if incarnation and incarnation != self._dead.get(node)]
+        return [self.agents.running[node].pid for node in joined]
 
     def close(self) -> None:
         """End all that still runs, frozen or not."""
