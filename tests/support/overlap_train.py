@@ -203,6 +203,8 @@ def main() -> None:
         iteration = job.iteration_number
         now.update(iteration=iteration, bucket=0, buckets={}, fault=fault_of(iteration))
         values = [p.detach().clone() for p in net.parameters()]
+        if not before and iteration > 0 and ORDERS.get("noise"):
+            x = x + torch.arange(16.0)  # in here: what an iteration is given is watched
         again = before.get(iteration)
         before[iteration] = again or values
         loss = F.cross_entropy(model(x), y)
@@ -229,9 +231,7 @@ def main() -> None:
         return loss.detach()
 
     for number in job.iterations(ORDERS["iterations"]):
-        first = not before and number > 0
         of_batch = RANK // 2 if ORDERS.get("sets") else RANK
-        of_batch += 50 if first and ORDERS.get("noise") else 0
         generator = torch.Generator().manual_seed(100 * number + of_batch)
         x = torch.randn(16, 16, generator=generator)
         assert torch.isfinite(train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long()))
