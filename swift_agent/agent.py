@@ -91,6 +91,8 @@ class Agent:
             lambda event: self._event(event), self._on_modules, self._why_not_ours,
         )  # fmt: skip
         self._late_starts = LateStarts()
+        self._insist: list[tuple[float, WorkerProcess]] = []
+        """Who was asked to end, and when it is killed."""
         self._no_store: tuple[int, float] | None = None
         """The generation whose stores could not be started, and since when that is tried."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
@@ -263,6 +265,8 @@ class Agent:
             if self._no_store is not None and self._no_store[0] == self._state.view.number:
                 self._host_store(self._no_store[0])
             self._start_late()
+            self._insist_on_ends(now_s)
+            self._presence.tick()
             self._event(self._tick(now_s))
             self._vouch()
             self._event(msg.RateTick())
@@ -424,6 +428,12 @@ class Agent:
                 self._event(msg.WorkerExited(end))
             elif is_new:
                 log.warning("%s; trying on", lc.describe_exit(one.end))
+
+    def _insist_on_ends(self, now_s: float) -> None:
+        for due_s, process in self._insist:
+            if now_s >= due_s:
+                self._workers.signal_process(process, signal.SIGKILL)
+        self._insist = [one for one in self._insist if now_s < one[0] and one[1].exit_code is None]
 
     def _start_late(self) -> None:
         again, ends = self._late_starts.take_due(self._state.workers)
@@ -605,11 +615,7 @@ class Agent:
             self._workers.signal_process(process, signal.SIGKILL)
             return
         self._workers.signal_process(process, signal.SIGTERM)
-        insist = threading.Timer(
-            grace_s, lambda: self._post(lambda: self._workers.signal_process(process, signal.SIGKILL))
-        )
-        insist.daemon = True
-        insist.start()
+        self._insist.append((time.monotonic() + grace_s, process))
 
     def _send(self, local_ranks: tuple[int, ...], message: Message) -> None:
         self._channels.send(local_ranks, message)

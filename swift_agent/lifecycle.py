@@ -224,6 +224,8 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
                 return state  # seen by this node's former incarnation, and delivered late
             old = state.view
             issued = state.issued if view.number == old.number else frozenset()
+            if old.tracked and not view.tracked:
+                issued -= {("tracked",)}  # somebody removed it
             if _is_registered(state, view):
                 issued -= {RECLAIM}  # the next loss is another one
             state = replace(state, view=view, issued=issued)

@@ -32,7 +32,7 @@ from swift_rendezvous.kv import KeepAlive, KeyValueStore, Lease, RendezvousError
 from swift_rendezvous.liveness import Limits, Liveness
 from swift_rendezvous.membership import Rules
 from swift_rendezvous.registration import Entry, JobOver, PlaceLost, enter_job, leave_job, reclaim_place
-from swift_rendezvous.threads import thread
+from swift_rendezvous.threads import has_started, thread
 from swift_rendezvous.view import View
 from swift_rendezvous.watcher import JobWatcher
 
@@ -106,7 +106,7 @@ class Presence:
             undo.callback(_revoke, self._lease)
             self._listeners, self._ttl_s = listeners, config.lease_ttl_s
             self._lock = threading.Lock()
-            self._stopped, self._reclaiming = False, False
+            self._stopped, self._reclaiming, self._reclaim_due = False, False, False
             self._tenure = tenure.Tenure()
             self._reading_place = False
             self._keep_alive = self._keep(self._lease)
@@ -191,7 +191,9 @@ class Presence:
             if self._stopped or self._reading_place:
                 return
             self._reading_place = True
-        threading.Thread(target=self._read_place, name="swift-place", daemon=True).start()
+        if not has_started(threading.Thread(target=self._read_place, name="swift-place", daemon=True)):
+            with self._lock:
+                self._reading_place = False  # it is asked for again
 
     def _read_place(self) -> None:
         try:
@@ -216,7 +218,15 @@ class Presence:
             if self._stopped or self._reclaiming:
                 return
             self._reclaiming = True
-        thread("swift-reclaim", self._reclaim, self._on_failure).start()
+        if not has_started(thread("swift-reclaim", self._reclaim, self._on_failure)):
+            with self._lock:
+                self._reclaiming, self._reclaim_due = False, True
+
+    def tick(self) -> None:
+        """Try again what there was no thread for."""
+        due, self._reclaim_due = self._reclaim_due, False
+        if due:
+            self.reclaim()
 
     def _reclaim(self) -> None:
         away = False

@@ -76,8 +76,9 @@ def reap(pid: int) -> int | None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Signal the process group that *pid* leads: a worker and what it started. A group that is gone is no error."""
-    with contextlib.suppress(ProcessLookupError):
+    """Signal the process group that *pid* leads: a worker and what it started. A group that is gone is no error, nor is
+    one of which only processes of another user are left (setuid)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)
 
 

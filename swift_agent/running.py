@@ -47,7 +47,7 @@ from swift_agent.ghosts import Ghosts
 from swift_agent.lookout import Lookout
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
-from swift_agent.process_group import ProcessGroups, RebuildFailed
+from swift_agent.process_group import ProcessGroups, RebuildFailed, WornOut
 from swift_agent.rejoin import Rejoin
 from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Go, Supervisor
@@ -598,8 +598,11 @@ class Protected:
             with aside, self._looking_away():
                 if not self._rejoin.run(staying=staying):
                     return False
-        except (CannotConnect, CutReplay, LostLog) as error:
+        except (CutReplay, LostLog) as error:
             self._have_this_replaced(str(error))
+        except CannotConnect as error:
+            # Whom no process can connect is not replaced for ever: it counts as a failure of its own.
+            self._have_this_replaced(str(error), by_itself=not isinstance(error.__cause__, WornOut))
         except CannotReplay as error:
             self._give_up(str(error))
         except ReplicaMismatch as error:

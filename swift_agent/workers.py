@@ -100,8 +100,8 @@ class Workers:
         started: list[WorkerProcess | NotStarted] = []
         try:
             self._open_logs(place, envs)
-            no_logs = None
-        except OSError as error:
+            no_logs: Exception | None = None
+        except (OSError, RuntimeError) as error:  # the latter: there is no thread for them
             no_logs = error
         for local_rank in local_ranks:
             old = self.processes.pop(local_rank, None)
@@ -127,7 +127,8 @@ class Workers:
         end = WorkerExit(
             place.rank(local_rank), local_rank, 0, NOT_STARTED, self._host, why, now_s, generation=place.generation
         )
-        return NotStarted(place, warm, end, isinstance(error, OSError) and error.errno in _SHORTAGES)
+        may_pass = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
+        return NotStarted(place, warm, end, may_pass)
 
     @property
     def forks_all(self) -> bool:
@@ -264,7 +265,7 @@ class Workers:
     def reap_orphans(self) -> None:
         """Not while a worker may exist whose process id is not known yet: its end must not be taken for an orphan's."""
         if self.server is None or not self.server.open_orders():
-            known = {process.pid for process in self.processes.values()}
+            known = {process.pid for process in self.processes.values() if process.exit_code is None}
             self._orphans.reap(known if self.server is None else {*known, self.server.pid})
 
     def on_server_death(self) -> list[WorkerProcess | NotStarted]:
@@ -427,8 +428,12 @@ class Workers:
                 stream = open(target, "w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close_logs
                 self._filtered.append(stream)
                 self._tails.append(TailLog(place.role, files, stream, prefixes, log_line_filter=_contains_any(needles)))
-        for tail in self._tails:
-            tail.start()
+        try:
+            for tail in self._tails:
+                tail.start()
+        except RuntimeError:  # all of them are started again
+            self.close_logs()
+            raise
 
     def close_logs(self) -> None:
         for tail in self._tails:

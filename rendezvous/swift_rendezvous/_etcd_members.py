@@ -13,10 +13,11 @@ Must never decide what follows, and never take silence for an answer.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
+import platform
+import re
 import socket
 import struct
 import threading
@@ -31,6 +32,7 @@ from swift_rendezvous._etcd_proto import MEMBER_LIST, STATUS
 from swift_rendezvous._etcd_transport import Transport
 from swift_rendezvous.kv import RendezvousError
 from swift_rendezvous.tenure import Event, MembersRead, Probed, Sight
+from swift_rendezvous.threads import has_started
 
 log = logging.getLogger("swift_rendezvous.etcd")
 
@@ -42,6 +44,15 @@ RETRY_S = 3.0
 
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _ORIGINS_OF_ICMP = (2, 3)
+
+
+def _is_told_who_refuses(release: str) -> bool:
+    """Whether that kernel keeps the ICMP message that has ended a connection which was not made yet."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return found is not None and (int(found[1]), int(found[2])) >= (5, 8)
+
+
+_TELLS_ICMP = _is_told_who_refuses(platform.release())
 
 
 class MembersWatch:
@@ -115,7 +126,10 @@ class MembersWatch:
             asked = [(member, self._addresses(member)) for member in self._members if member not in self._busy]
             self._busy.update(member for member, _ in asked)
         for member, addresses in asked:
-            threading.Thread(target=self._ask, args=(member, addresses), name="swift-etcd-probe", daemon=True).start()
+            args = (member, addresses)
+            if not has_started(threading.Thread(target=self._ask, args=args, name="swift-etcd-probe", daemon=True)):
+                with self._lock:
+                    self._busy.discard(member)
 
     def _ask(self, member: int, addresses: list[str]) -> None:
         asked_s = time.monotonic()
@@ -180,12 +194,15 @@ def _reach_one(family: int, where: Any, timeout_s: float) -> str:
         level, option = (
             (socket.IPPROTO_IPV6, _IPV6_RECVERR) if family == socket.AF_INET6 else (socket.IPPROTO_IP, _IP_RECVERR)
         )
-        with contextlib.suppress(OSError):
+        tells = _TELLS_ICMP
+        try:
             sock.setsockopt(level, option, 1)  # to see who has refused
+        except OSError:
+            tells = False
         try:
             sock.connect(where)
         except OSError as error:
-            if error.errno != errno.ECONNREFUSED or _was_icmp(sock):
+            if error.errno != errno.ECONNREFUSED or not tells or _was_icmp(sock):
                 return ""
             return "refused"
         return "connected"

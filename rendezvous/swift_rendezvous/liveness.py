@@ -20,6 +20,7 @@ This module must never decide what follows from a loss.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import logging
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from swift_rendezvous import _handshake as handshake
 from swift_rendezvous.keys import NodeRecord
 from swift_rendezvous.reception import BACKLOG, Reception
-from swift_rendezvous.threads import OnFailure, only_logged, thread
+from swift_rendezvous.threads import OnFailure, has_started, only_logged, thread
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +147,13 @@ class Liveness:
         self._back_s = -_RETURN_S  # when somebody was heard again after nobody had been
         # Of the loop's thread.
         self._peers: dict[socket.socket, _Peer] = {}
-        self._heartbeat_due_s = 0.0
+        self._heartbeat_due_s = self._no_ask_until_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._unasked: collections.deque[tuple[str, str, float, bool]] = collections.deque()
+        """Suspects for whose probe there was no thread."""
         self._stopped = False
         self._farewell = _GOODBYE
         # What may block has threads of its own: two agents that dial each other at once must each be able to answer
@@ -219,6 +222,8 @@ class Liveness:
                 elif key.fileobj in self._peers:
                     self._read(self._peers[key.fileobj])  # only sockets are left
             if not self._stopped:
+                for _ in range(len(self._unasked)):
+                    self._suspect(*self._unasked.popleft())
                 # After all that has come was read: who could not run for a while has heard nothing, but was told.
                 self._beat(time.monotonic())
                 self._doubt(time.monotonic())
@@ -237,7 +242,7 @@ class Liveness:
     def _pause_s(self, now_s: float) -> float:
         due_s = [now_s + 1.0]
         if self._may_doubt():
-            due_s.append(self._life_s + self._limits.doubt_s)
+            due_s.append(max(self._life_s + self._limits.doubt_s, self._no_ask_until_s))
         for peer in self._peers.values():
             due_s.append(peer.check_s if peer.watched else self._heartbeat_due_s)
         return max(0.0, min(due_s) - now_s)
@@ -257,9 +262,11 @@ class Liveness:
 
     def _doubt(self, now_s: float) -> None:
         """Nobody at all is heard: ask, in a thread, whether the line is there."""
-        if self._may_doubt() and now_s - self._life_s >= self._limits.doubt_s:
-            self._asked_s = now_s
-            thread("swift-liveness-ask", self._ask_once, self._on_failure).start()
+        is_due = now_s - self._life_s >= self._limits.doubt_s and now_s >= self._no_ask_until_s
+        if is_due and self._may_doubt():
+            before_s, self._asked_s = self._asked_s, now_s
+            if not has_started(thread("swift-liveness-ask", self._ask_once, self._on_failure)):
+                self._asked_s, self._no_ask_until_s = before_s, now_s + self._limits.heartbeat_s
 
     def _ask_once(self) -> None:
         """Ask; raise nothing."""
@@ -300,7 +307,9 @@ class Liveness:
             # for one that has left.
             self._drop(peer)
         for node in wanted:
-            thread("swift-liveness-dial", self._dial_one, self._on_failure, node).start()
+            if not has_started(thread("swift-liveness-dial", self._dial_one, self._on_failure, node)):
+                with self._lock:
+                    self._dialled.discard(node.incarnation)
 
     def _dial_one(self, node: NodeRecord) -> None:
         began_s = time.monotonic()
@@ -395,7 +404,10 @@ class Liveness:
                 return
             self._probed.add(incarnation)
         args = (node, evidence, silent_since_s, was_closed)
-        thread("swift-liveness-probe", self._probe, self._on_failure, *args).start()
+        if not has_started(thread("swift-liveness-probe", self._probe, self._on_failure, *args)):
+            with self._lock:
+                self._probed.discard(incarnation)
+            self._unasked.append((incarnation, evidence, silent_since_s, was_closed))
 
     def _probe(self, node: NodeRecord, evidence: str, silent_since_s: float, was_closed: bool) -> None:
         answer, refuses = self._verdict(node, silent_since_s + self._limits.alone_s)

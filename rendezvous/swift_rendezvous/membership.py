@@ -325,8 +325,10 @@ def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | Non
     unread = mending.unread_records(view)
     if unread:
         lost = replace(lost, records=unread)
-    if lost and view.released:
-        return _lost_after_release(view, lost)
+    if view.released:
+        lost = replace(lost, handovers={})  # nobody needs what a drained node has handed over
+        if lost:
+            return _lost_after_release(view, lost)
     if lost:
         return _next_generation(view, lost, rules, now_s, waiting_since_s)
     return _advance(view, rules, now_s, waiting_since_s)

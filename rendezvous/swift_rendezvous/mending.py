@@ -51,6 +51,12 @@ def beyond_repair(view: View) -> str:
             if record is None and name in damaged]  # fmt: skip
     if lost:
         return "; ".join(f"the record {name} {damaged[name].why}, and no node knows what it was" for name in lost)
+    if "generation" in damaged and view.generation is not None and view.begun > view.number:
+        # To write an older one would give its ranks to those who have lost them since.
+        return (
+            f"the record generation {damaged['generation'].why}, though generation {view.begun} had begun; "
+            f"the last that is known here is {view.number}"
+        )
     if view.job is not None and view.generation is None and view.begun:
         return f"the record generation is gone, though generation {view.begun} had begun; no node knows what it was"
     return ""

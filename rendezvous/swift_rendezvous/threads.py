@@ -15,6 +15,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+_told: set[str] = set()  # threads whose want was said once
+
 OnFailure = Callable[[str], None]
 
 
@@ -33,3 +35,15 @@ def thread(name: str, run: Callable[..., None], on_failure: OnFailure, *args: An
             on_failure(f"its thread {name} has ended by {type(error).__name__}: {error}")
 
     return threading.Thread(target=told, name=name, daemon=True)
+
+
+def has_started(new: threading.Thread) -> bool:
+    """Start *new*. False if the process, its cgroup or its user has no thread left: whoever wants it tries again."""
+    try:
+        new.start()
+    except RuntimeError as error:
+        if new.name not in _told:
+            _told.add(new.name)
+            log.warning("the thread %s cannot be started (%s); trying on", new.name, error)
+        return False
+    return True

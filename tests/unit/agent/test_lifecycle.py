@@ -687,3 +687,13 @@ def test_a_job_whose_record_was_removed_ends_with_a_sentence() -> None:
     agent = training()
     end = only(agent.change(job=None), lc.LeaveJob).result
     assert end.state == "stopped" and "the record of the job was removed" in end.why
+
+
+def test_that_the_script_is_recovered_in_place_is_written_again_when_somebody_removed_it() -> None:
+    agent = Agent()
+    agent.see(view(tracked=False, store=STORE))
+    agent.tell(lc.WorkerStarted(0, 1, 100))
+    only(agent.tell(lc.HelloReceived(0, 100)), lc.WriteTracked)
+    none_of(agent.change(tracked=True), lc.WriteTracked)
+    only(agent.change(tracked=False), lc.WriteTracked)
+    none_of(agent.change(), lc.WriteTracked)

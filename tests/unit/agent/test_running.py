@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from torch import nn
 
 from swift_agent import running, session, startup
 from swift_agent.channel import Channel
-from swift_agent.errors import LostLog, PeerFailure, UsageError
+from swift_agent.errors import CannotConnect, LostLog, PeerFailure, UsageError
 from swift_agent.place import Place, Position, Seeds
-from swift_agent.process_group import ProcessGroups
+from swift_agent.process_group import ProcessGroups, RebuildFailed, WornOut
 from swift_agent.running import Protected, cause_of, is_communication_error, is_own
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
@@ -149,3 +151,29 @@ def test_whether_a_restart_of_all_begins_anew() -> None:
     optimizer.step()
     # The script has loaded a snapshot, with the state of its optimizer.
     assert not session.begins_anew(tracked(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("cause", "by_itself"), [(RebuildFailed("no way to rank 1"), True), (WornOut("all ports are used"), False)]
+)
+def test_who_cannot_be_connected_fails_by_itself(cause: Exception, by_itself: bool) -> None:
+    """Else a rank that no process can connect would be replaced for ever."""
+    told: list[tuple[str, bool]] = []
+
+    def replaced(why: str, *, by_itself: bool = False) -> NoReturn:
+        told.append((why, by_itself))
+        raise SystemExit
+
+    def run(*, staying: bool) -> bool:
+        raise CannotConnect(str(cause)) from cause
+
+    protected: Any = object.__new__(Protected)
+    protected._wait_quiet = lambda: None
+    protected.ghosts = SimpleNamespace(leave=lambda: None)
+    protected._require_tracked = lambda: SimpleNamespace(messages=None)
+    protected._looking_away = contextlib.nullcontext
+    protected._rejoin = SimpleNamespace(run=run)
+    protected._have_this_replaced = replaced
+    with pytest.raises(SystemExit):
+        Protected._recover(protected)
+    assert told == [(str(cause), by_itself)]

@@ -383,3 +383,35 @@ def test_who_started_a_process_is_known_without_a_descriptor() -> None:
             found = leader == os.getpid() or process_module.descends_from(child.pid, leader)
         child.kill()
     assert found
+
+
+def test_orphans_of_another_user_and_ids_that_are_somebody_elses_by_now(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only setuid programs are left of the group: the kernel does not let us end them."""
+
+    def forbidden(group: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    bench.start(0, warm=False)
+    assert bench.ends() == [(0, 7)]
+    seen: list[set[int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.workers._orphans, "reap", lambda known: seen.append(set(known)))
+        bench.workers.reap_orphans()
+    assert seen == [set()]  # the kernel may have given that number to an orphan
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", forbidden)
+        bench.workers._orphans.end(0.0)
+
+
+def test_logs_for_which_there_is_no_thread_are_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers_module.TailLog, "start", refused)
+        (one,) = bench.workers.start(bench.place(), (0,), warm=False)
+    assert isinstance(one, NotStarted) and one.may_pass and "can't start new thread" in one.end.message
+    bench.start(0, warm=False)
+    assert bench.ends() == [(0, 7)] and bench.workers._tails

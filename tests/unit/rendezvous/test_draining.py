@@ -8,6 +8,7 @@ from typing import Any
 from swift_rendezvous import draining
 from swift_rendezvous.keys import (
     DrainRecord,
+    ExitedRecord,
     FinishedRecord,
     ParkedRecord,
     PauseRecord,
@@ -240,3 +241,12 @@ def test_how_far_an_order_is() -> None:
     assert "is iteration 7" in told(view(names=ALL, drains=order("n0"), pause=PauseRecord(7)))
     assert "handed over to n2" in told(handing_over())
     assert told(handing_over(taken={0: TakenRecord(0, "n2.1")})) == "leaving"
+
+
+def test_a_drained_node_that_goes_after_the_release_is_no_loss() -> None:
+    """The run was so short that its successor was never heard to train."""
+    exited = {slot: ExitedRecord(slot, f"n{slot}.1") for slot in (0, 1)}
+    gone = replace(without(handing_over(), "n0"), plan=PlanRecord(2, {}, "why"), released=True)
+    assert losses(gone).handovers and ask(gone).commands == (ForgetDrain("n0"),)
+    (end, _) = ask(replace(gone, exited=exited)).commands
+    assert isinstance(end, PublishResult) and end.result.state == "succeeded"

@@ -616,3 +616,12 @@ def test_a_result_fits_into_one_record() -> None:
     ended = result(ask(view(tracked=False, failures={0: one})))
     assert len(encode(ended)) < 1_000_000 and len(ended.exits) == 300
     assert ended.exits[0] == exits[0] and ended.exits[299].message == LEFT_OUT
+
+
+def test_an_older_generation_is_not_written_over_a_newer_one() -> None:
+    """All that this coordinator knows of the newer one is the history, and a record that somebody has overwritten."""
+    unread = view(damaged={"generation": Damaged(40, "cannot be read (no JSON)")}, begun=1)
+    assert [type(command).__name__ for command in ask(unread).commands] == ["RestoreGeneration"]
+    end = result(ask(replace(unread, begun=2)))
+    assert end.state == "stopped"
+    assert "generation cannot be read (no JSON), though generation 2 had begun; the last that is known" in end.why
