@@ -1,19 +1,23 @@
 """Parameters that an optimizer updates, and the script changes too, in an iteration: clamped weights, a decay by hand.
 
 An iteration that is repeated, or run for its result only, does that once more. It may do no harm, so it is told, after
-the second update of a process. This module must never change a parameter.
+the second update of a process. An update that no tracked optimizer's step makes is an error: nobody would know of it.
+This module must never change a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from swift_recovery.by_hand import Looks
 from swift_recovery.sharded import local_of
 
 _NUM_NAMED = 3
+# Iterations without a step in which it is looked: the first may have a learning rate of 0.
+_NUM_LOOKS = 4
 
 
 class TouchedParameters:
@@ -63,9 +67,45 @@ class TouchedParameters:
         self._looks.clear()
 
 
-def told(names: Sequence[str]) -> str:
-    some = ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
+class ChangedWithoutStep:
+    """Whether an iteration has made an update by other means than the step of an *optimizer*: by that of one inside it,
+    as SAM's `second_step` does. `begin` and `end` as above."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._looks: list[Looks] = []
+        self._num_left = _NUM_LOOKS
+        self.found: list[Tensor] = []
+
+    def begin(self, *, ghost: bool) -> None:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._looks = [] if ghost else [Looks(local_of(p) for p in group["params"]) for group in groups]
+
+    def end(self, *, updated: bool) -> bool:
+        """Whether this was all; what has changed is in *found*."""
+        if not updated:
+            self.found = [parameter for looks in self._looks for parameter in looks.differ()]
+        self._looks = []
+        self._num_left -= 1
+        return updated or bool(self.found) or not self._num_left
+
+
+def without_step(names: Sequence[str]) -> str:
     return (
-        f"the script itself changes parameters that an optimizer has ({some}): an iteration that a failure cuts does "
-        "so twice. Let it be a change that may be made twice (clamping), or give the optimizer only what it updates."
+        f"parameters have changed in an iteration without a step() of the tracked optimizer ({_some(names)}): such an "
+        "update could not be recovered. Track the optimizer whose step() makes it; if two passes make one update "
+        "(SAM), make it by optimizer.step(closure)."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def told(names: Sequence[str]) -> str:
+    return (
+        f"the script itself changes parameters that an optimizer has ({_some(names)}): an iteration that a failure "
+        "cuts does so twice. Let it be a change that may be made twice (clamping), or give the optimizer only what it "
+        "updates."
     )

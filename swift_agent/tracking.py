@@ -25,7 +25,7 @@ from swift_agent.errors import UsageError
 from swift_agent.messages import Messages
 from swift_agent.pipelines import Pipelines
 from swift_agent.supervisor import Supervisor
-from swift_agent.touched import TouchedParameters
+from swift_agent.touched import ChangedWithoutStep, TouchedParameters
 from swift_agent.updates import UpdateTracker
 from swift_agent.worker_env import ENV_RUN
 from swift_recovery.checksum import checksum
@@ -155,12 +155,14 @@ class Tracked:
         self.keepers: list[ddp.BucketKeeper] = []
         self._carried: CarriedGradients | None = None
         self._touched: TouchedParameters | None = None
+        self._unstepped: ChangedWithoutStep | None = None
         self._tells = rank == self.replicas[0]
         if supervisor is None:
             return
         self._carried = CarriedGradients(optimizers.values(), self._sharded)
         if not overlap_update:
             self._touched = TouchedParameters(optimizers.values())
+            self._unstepped = ChangedWithoutStep(optimizers.values())
         for module in ddps:
             try:
                 self.keepers.append(ddp.BucketKeeper(module))
@@ -184,21 +186,31 @@ class Tracked:
             self._carried.begin(ghost=ghost)
         if self._touched is not None:
             self._touched.begin(ghost=ghost)
+        if self._unstepped is not None:
+            self._unstepped.begin(ghost=ghost)
         if self.messages is not None and not ghost:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
 
     def check_repeatable(self) -> None:
         """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one
-        before; says it if the script changes what an optimizer updates."""
+        before, and for an update without a step; says it if the script changes what an optimizer updates."""
+        if self._unstepped is not None and self._unstepped.end(updated=self.updates.num_steps > 0):
+            if self._unstepped.found:
+                raise UsageError(touched.without_step(self._names_of(map(id, self._unstepped.found))))
+            self._unstepped = None
         if self._carried is not None and self._carried.end(updated=self.updates.num_steps > 0):
             self._carried = None
         if self._touched is not None and self._touched.end(updated=self.updates.num_steps > 0):
             if self._touched.found and self._tells and self._supervisor is not None:
-                names = self.state.parameter_names()
-                known = {id(local_of(p)): names[id(p)] for p in self.state.parameters()}
-                self._supervisor.note(touched.told(sorted(known[one] for one in self._touched.found)))
+                self._supervisor.note(touched.told(self._names_of(self._touched.found)))
             self._touched = None
+
+    def _names_of(self, ids: Iterable[int]) -> list[str]:
+        """Of parameters, by id, or the id of the part that is here."""
+        names = self.state.parameter_names()
+        known = {id(local_of(p)): names[id(p)] for p in self.state.parameters()}
+        return sorted(known[one] for one in ids)
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""
@@ -245,7 +257,8 @@ class Tracked:
                 raise UsageError(
                     "an iteration ended with gradients, but without a step of a tracked optimizer: a replacement would "
                     "not have them. Take the micro-batches of an update with job.batches(loader, group=4), and put the "
-                    "whole accumulation, with the step, into one call of the @job.iteration function."
+                    "whole accumulation, with the step, into one call of the @job.iteration function. If the step is "
+                    "left out on purpose (a gradient that is not finite), call optimizer.zero_grad() before it returns."
                 )
 
     def copy_buffers(self) -> list[tuple[Tensor, Tensor]]:

@@ -47,13 +47,16 @@ class _One:
         if self._is_counted():
             return True
         if not self.is_blind and (compares or self.is_on_host):
-            self.is_blind = not torch.equal(self._sample(), self.sample)
+            self.is_blind = self.has_other_values()
         return self.is_blind
 
     def _is_counted(self) -> bool:
         """It has changed in a way that torch tells."""
         has_moved = self.live.data_ptr() != self.memory
         return has_moved or (not self.live.is_inference() and self.live._version != self.version)
+
+    def has_other_values(self) -> bool:
+        return not torch.equal(self._sample(), self.sample)
 
     def is_lost(self) -> bool:
         """It has changed since the last ``take``, and what it was then is not kept."""
@@ -154,6 +157,11 @@ class Looks:
     @torch.no_grad()
     def changed(self) -> list[Tensor]:
         return [one.live for one in self._all if one.has_changed(compares=True)]
+
+    @torch.no_grad()
+    def differ(self) -> list[Tensor]:
+        """Those that have other values, wherever they are now."""
+        return [one.live for one in self._all if one.has_other_values()]
 
     @torch.no_grad()
     def again(self) -> None:

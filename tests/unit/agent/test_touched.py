@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from swift_agent.errors import UsageError
 from swift_agent.touched import TouchedParameters, told
+from swift_agent.tracking import Tracked
 
 
 def run(before: Callable[[nn.Module], object], after: Callable[[nn.Module], object]) -> tuple[nn.Module, set[int]]:
@@ -89,3 +93,65 @@ def test_shards_are_changed_by_their_optimizer_alone() -> None:
         assert not touched.found
     finally:
         dist.destroy_process_group()
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """SAM, as it is mostly used: the step is one of the optimizer inside."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+        self.old: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.old[id(p)] = p.data.clone()
+            p.add_(0.05 * p.grad)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = self.old[id(p)]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def tracked_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tracked:
+    # Under an agent: only there is it looked.
+    supervisor = cast(Any, SimpleNamespace(enter_step=lambda: None, leave=lambda: None))
+    return Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0, 1], 2, supervisor)
+
+
+@pytest.mark.parametrize("warm_up", [0, 2])
+def test_an_update_without_a_step_is_refused(warm_up: int) -> None:
+    """In the first iteration that changes something."""
+    model = nn.Linear(3, 2)
+    optimizer = TwoSteps(model.parameters(), lr=0.1)
+    tracked = tracked_with(optimizer, model)
+    for number in range(warm_up + 1):
+        optimizer.base_optimizer.param_groups[0]["lr"] = 0.1 if number == warm_up else 0.0
+        tracked.begin(number, ghost=True)  # of a newcomer
+        tracked.updates.cut()
+        tracked.begin(number)
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.first_step()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.second_step()
+        if number == warm_up:
+            with pytest.raises(UsageError, match=r"without a step\(\) of the tracked optimizer \(m.bias, m.weight\)"):
+                tracked.check_repeatable()
+        else:
+            tracked.check_repeatable()
+
+
+def test_an_iteration_may_change_nothing() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked = tracked_with(optimizer, model)
+    for number in range(6):
+        tracked.begin(number)
+        if number == 1:
+            model.weight.data = model.weight.data.clone()  # elsewhere
+        tracked.check_repeatable()
