@@ -43,6 +43,7 @@ _RETRY_S = 0.1
 @dataclass
 class _Task:
     number: int
+    first: int  # the parameter that the fingerprint begins with
     print: Fingerprint
     generation: int
     connect: Callable[[], StoreClient]
@@ -73,6 +74,7 @@ class Comparison:
         self._apart: frozenset[str] | None = None
         self._equal_after: int | None = None
         self._began_in = 0
+        self._ahead: tuple[int, Fingerprint] | None = None
         self.due = NEVER
 
     @property
@@ -85,7 +87,9 @@ class Comparison:
         self._base, self._undisturbed, self._tasks = iteration, undisturbed, []
         self._equal_after = None
         self._began_in = self._began_in or self._supervisor.generation
-        self._prints.restart()
+        if self._ahead is None or self._ahead[0] != self._supervisor.generation:
+            self._ahead = None
+            self._prints.restart()
         self._find_next(iteration)
 
     def _find_next(self, number: int) -> None:
@@ -93,12 +97,29 @@ class Comparison:
         due = deviation.next_due(self._base, number, undisturbed=self._undisturbed, every=self._every)
         self.due = NEVER if due is None or alone else due
 
+    def take_ahead(self) -> None:
+        """After an iteration that this rank makes in a recovery, before `begin`: the others make it as the first one
+        after that. What the script has done since then, to a learning rate for one, must not be in its fingerprint."""
+        self._prints.restart()
+        self._ahead = self._supervisor.generation, self._prints.take()
+
+    @property
+    def is_ahead(self) -> bool:
+        """In this generation the first `take` is due before another iteration."""
+        return self._ahead is not None
+
     def take(self, number: int) -> None:
         """After so many iterations: keep the fingerprint, and have it compared."""
         self._find_next(number)
         store = self._groups.store
-        taken = replace(self._prints.take(), began_in=self._began_in)
-        task = _Task(number, taken, self._supervisor.generation, lambda: store.clone(_CONNECT), self._undisturbed)
+        if self._ahead is not None:
+            first, taken, self._ahead = 0, self._ahead[1], None
+        else:
+            first, taken = self._prints.at, self._prints.take()
+        taken = replace(taken, began_in=self._began_in)
+        task = _Task(
+            number, first, taken, self._supervisor.generation, lambda: store.clone(_CONNECT), self._undisturbed
+        )  # fmt: skip
         self._tasks = [one for one in self._tasks if not one.settled.is_set() or one.number >= number - self._every]
         self._tasks.append(task)
         self._queue.put(task)
@@ -153,7 +174,8 @@ class Comparison:
         return supervisor.generation == task.generation and not supervisor.interrupted
 
     def _settle(self, task: _Task) -> None:
-        replicas, rank, name = self._tracked.replicas, self._place.rank, f"comparison/{task.number}"
+        replicas, rank = self._tracked.replicas, self._place.rank
+        name = f"comparison/{task.number}/{task.first}"  # other parts are no reason for an alarm
         if not self._is_current(task):
             return
         store = task.connect()

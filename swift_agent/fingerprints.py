@@ -30,6 +30,11 @@ class Fingerprints:
         self._state = state
         self._at = 0
 
+    @property
+    def at(self) -> int:
+        """The parameter that the next one begins with, counted on and on."""
+        return self._at
+
     def restart(self) -> None:
         """The next one begins with the first parameter."""
         self._at = 0

@@ -498,6 +498,8 @@ class Protected:
                     tracked.updates.settle()
             since.restore(buffers=False)
             raise
+        if self._comparison is not None:
+            self._comparison.take_ahead()
         since.restore(buffers=False)
         place.owed = None
 
@@ -611,6 +613,8 @@ class Protected:
             self._checkpointing.recovered(self._rejoin.iteration)
         self._has_recovered = True
         self._compare_from(self._rejoin.iteration, undisturbed=False)
+        if self._comparison is not None and self._comparison.is_ahead:
+            self._compare(self._place.here.iteration)
         self._phases_s |= self._rejoin.phases_s
         self._recovered_in = self.supervisor.generation
         self._recovered_s = self._told_s = time.monotonic()

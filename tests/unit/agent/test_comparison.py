@@ -228,3 +228,39 @@ def test_who_is_not_told_by_the_others_does_not_wait_for_ever(make: Make, monkey
     assert "could not be compared" in one.comparison.why_not_kept(21)
     settle([one])
     assert one.comparison.why_not_kept(21) == "the replicas could not be compared"
+
+
+def test_who_made_the_first_iteration_in_the_recovery_is_compared_after_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had owed the update. Its script had gone on with its own work after that iteration; and each fingerprint is of
+    other parameters."""
+    monkeypatch.setattr("swift_agent.fingerprints.MAX_BYTES", 1)
+    payer, other = ranks = make(2)
+    for rank in ranks:
+        rank.begin(1, 0, undisturbed=True)
+        rank.take(1)
+    settle(ranks)
+    payer.supervisor.generation = 2
+    payer.comparison.take_ahead()
+    payer.optimizer.param_groups[0]["lr"] = 0.05
+    for rank in ranks:
+        rank.begin(2, 20)
+    assert payer.comparison.is_ahead and not other.comparison.is_ahead
+    payer.take(21)
+    other.take(21)
+    other.optimizer.param_groups[0]["lr"] = 0.05
+    assert not payer.comparison.is_ahead
+    for rank in ranks:
+        rank.take(22)
+    settle(ranks)
+    for rank in ranks:
+        assert rank.told == [] and [list(task.print.parts["parameter"]) for task in rank.comparison._tasks] in (
+            [["model.weight"], ["model.bias"]], [["model.bias"]]
+        )  # fmt: skip
+        assert rank.comparison.why_not_kept(22) == "" and rank.comparison._equal_after == 22
+    # Another failure came before it was compared.
+    payer.supervisor.generation = 3
+    payer.comparison.take_ahead()
+    payer.begin(4, 20)
+    assert not payer.comparison.is_ahead

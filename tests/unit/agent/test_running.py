@@ -15,7 +15,9 @@ from torch import nn
 
 from swift_agent import running, session, startup
 from swift_agent.channel import Channel
+from swift_agent.comparison import Comparison
 from swift_agent.errors import CannotConnect, LostLog, PeerFailure, UsageError
+from swift_agent.fingerprints import Fingerprints
 from swift_agent.place import Place, Position, Seeds
 from swift_agent.process_group import ProcessGroups, RebuildFailed, WornOut
 from swift_agent.running import Protected, cause_of, is_communication_error, is_own
@@ -177,3 +179,46 @@ def test_who_cannot_be_connected_fails_by_itself(cause: Exception, by_itself: bo
     with pytest.raises(SystemExit):
         Protected._recover(protected)
     assert told == [(str(cause), by_itself)]
+
+
+def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the iteration, and not with the learning rate that its script has set since."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status, place.here = "holding", Position(7)
+    groups = ProcessGroups.__new__(ProcessGroups)
+    protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
+    protected._tracked = tracked
+    protected._comparison = Comparison(place, supervisor, groups, tracked, lambda why, hopeless: None)
+    place.keep_start()
+    optimizer.param_groups[0]["lr"] = 0.05  # by a scheduler, between iterations
+    before = model.weight.detach().clone()
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    def rejoin(*, staying: bool) -> bool:
+        protected._pay(train)
+        return True
+
+    compared: list[int] = []
+    monkeypatch.setattr(protected, "_wait_quiet", lambda: None)
+    monkeypatch.setattr(protected, "_rejoin", SimpleNamespace(run=rejoin, iteration=7, phases_s={}), raising=False)
+    monkeypatch.setattr(protected._comparison, "take", compared.append)
+    protected._recover()
+    assert compared == [8]  # the others: after iteration 7, when they have made it
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+    assert place.here.iteration == 8 and optimizer.param_groups[0]["lr"] == 0.05
+    assert protected._comparison.is_ahead and protected._comparison._ahead is not None
+    taken = protected._comparison._ahead[1]
+    now = Fingerprints(tracked.state).take()
+    assert taken.parts["hyper"]["lr of o"] == "0.1" and taken.parts["parameter"] == now.parts["parameter"]
+    supervisor.close()
+    theirs.close()
