@@ -452,6 +452,8 @@ class Agent:
         worker = self._state.workers.get(process.local_rank)
         if worker is None or worker.generation != process.generation or worker.killed:
             self._workers.signal_process(process, signal.SIGKILL)  # ordered, then not wanted any more
+        elif self._state.paused:
+            self._workers.signal_process(process, signal.SIGSTOP)
 
     # ---- what follows ----
 

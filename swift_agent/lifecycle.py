@@ -192,9 +192,9 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
             case "ask":
                 changed = (ReadPlace(),)
             case "resume":
-                state, changed = replace(state, paused=False), (ResumeWorkers(),)
+                state, changed = _resumed(state, now_s), (ResumeWorkers(),)
     elif isinstance(event, PlaceRead) and state.paused and _has_place(state, event.revision):
-        state, changed = replace(state, paused=False), (ResumeWorkers(),)
+        state, changed = _resumed(state, now_s), (ResumeWorkers(),)
     step = reconcile(state, now_s=now_s)
     step = Step(step.state, (*changed, *step.commands))
     generation, first = step.state.view.generation, step.state.workers.get(0)
@@ -204,6 +204,12 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     trains = first.alive and first.hello and first.current == generation.number and not step.state.paused
     meter, commands = rate.watch(step.state.rate, event, first.pid, generation.number, trains, now_s)
     return Step(replace(step.state, rate=meter), (*step.commands, *commands))
+
+
+def _resumed(state: AgentState, now_s: float) -> AgentState:
+    """Who was to stop had no time to do so while it stood still."""
+    stopping = [w.local_rank for w in state.workers.values() if w.alive and w.stop_sent and w.stopped != w.current]
+    return _mark(replace(state, paused=False), stopping, stop_sent_s=now_s)
 
 
 def _has_place(state: AgentState, revision: int) -> bool:
@@ -506,6 +512,7 @@ def _stop_and_go(
         for w in state.workers.values()
         if w.alive
         and not w.killed
+        and not state.paused
         and w.current
         and w.stop_sent == w.current
         and w.stopped != w.current
