@@ -226,7 +226,11 @@ def become_worker(assignment: dict[str, Any]) -> None:
     os.environ.update(assignment["env"])
     for fd, path in ((1, assignment["stdout"]), (2, assignment["stderr"])):
         if path:
-            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            except OSError as error:  # it went a moment ago; the agent's own output is no reason to end
+                os.write(2, f"no output is written to {path}: {error}\n".encode())
+                continue
             os.dup2(target, fd)
             os.close(target)
     os.chdir(assignment["cwd"])

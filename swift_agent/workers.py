@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
@@ -108,6 +108,8 @@ class Workers:
             if old is not None:
                 self.forget(old)
             self._standings.clear(local_rank)
+            if no_logs is None:
+                self._check_logs(local_rank, envs[local_rank])
             if no_logs is not None:
                 started.append(self._not_started(place, local_rank, no_logs, asked_warm))
             elif not (warm and self._order_warm(place, local_rank, envs[local_rank])):
@@ -408,7 +410,29 @@ class Workers:
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = "" if path == os.devnull else path
             process = self.processes.get(local_rank)
             if path != os.devnull and os.path.exists(path) and (process is None or process.exit_code is not None):
-                os.replace(path, path + ".previous")
+                try:
+                    os.replace(path, path + ".previous")
+                except OSError:
+                    envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = ""
+
+    def _check_logs(self, local_rank: int, env: dict[str, str]) -> None:
+        """The directory may have gone since the files of the others were made: a rank then goes on without."""
+        dest = self._logs()
+        try:
+            for path in (dest.stdouts.get(local_rank), dest.stderrs.get(local_rank)):
+                if path:
+                    open(path, "a").close()
+        except OSError as error:
+            log.warning(
+                "no logs of local rank %d can be written any more (%s): its output is that of this agent, and its "
+                "traceback is not kept if it fails", local_rank, error,
+            )  # fmt: skip
+            # reify's may be shared with the tails.
+            self._dest = replace(
+                dest, stdouts={**dest.stdouts, local_rank: ""}, stderrs={**dest.stderrs, local_rank: ""},
+                error_files={**dest.error_files, local_rank: os.devnull},
+            )  # fmt: skip
+            env["TORCHELASTIC_ERROR_FILE"] = ""
 
     def _start_tails(self, place: Placement) -> None:
         launch, dest = self._config.launch, self._logs()

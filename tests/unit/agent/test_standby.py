@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,40 @@ def test_a_standby_that_died_while_it_waited_is_not_used(bench: Bench) -> None:
     bench.start(1)
     assert bench.ends() == [(0, 7), (1, 7)]
     assert first.pid not in {process.pid for process in bench.started}
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3")], indirect=True)
+def test_a_replacement_starts_although_the_log_directory_has_gone(
+    bench: Bench, tmp_path: Path, warm: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.start(0, warm=False)
+    assert bench.ends() == [(0, 7)]
+    shutil.rmtree(tmp_path / "logs")
+    bench.started.clear()
+    if warm:
+        bench.workers.prepare(1, ())
+        bench.standbys(1)
+    bench.start(0, generation=3, warm=warm)
+    assert bench.ends() == [(0, 7)] and len(bench.lines()) == 2
+    assert "no logs of local rank 0 can be written any more" in caplog.text
+
+
+@pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3")], indirect=True)
+def test_a_standby_starts_although_its_log_went_after_the_order(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = bench.workers._order_warm
+
+    def order_late(*args: Any) -> bool:
+        shutil.rmtree(tmp_path / "logs")
+        return order(*args)
+
+    monkeypatch.setattr(bench.workers, "_order_warm", order_late)
+    bench.workers.prepare(1, ())
+    bench.standbys(1)
+    bench.start(0)
+    assert bench.ends() == [(0, 7)] and len(bench.lines()) == 1
 
 
 @pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3", "--tee", "1")], indirect=True)
