@@ -159,6 +159,15 @@ class Passes:
             lambda done, num: tell(f"has drawn {done} of {num} batches again, to get to the one that it needs")
         )
         self.num_open = 0
+        self._newest: dict[int, weakref.ref[Batches[Any]]] = {}
+
+    def begins(self, batches: Batches[Any], loader: Any) -> None:
+        """A pass over *loader*. One before it that nobody took the last batch of is over, whoever still holds it: after
+        a recovery the frames of what was cut do, for a while."""
+        before = self._newest.get(id(loader))
+        self._newest[id(loader)] = weakref.ref(batches)
+        if before is not None and (one := before()) is not None and one is not batches:
+            one.end_for_next(loader)
 
     def at_point(self) -> None:
         """User code is between two steps."""
@@ -182,7 +191,7 @@ class Batches(Iterator[T]):
         self._passes, self._loader, self._group = passes, loader, group
         self._batches: Iterator[Any] | None = None
         self._number = 0
-        self._is_over = self._is_used_up = False
+        self._is_over = self._is_used_up = self._is_followed = False
         self._run = passes.draws.run
 
     def __iter__(self) -> Batches[T]:
@@ -191,6 +200,11 @@ class Batches(Iterator[T]):
     def __next__(self) -> T:
         passes = self._passes
         if self._is_over:
+            if self._is_followed:
+                raise UsageError(
+                    "a batch is taken from a pass of job.batches() or job.loader() after the next pass over the same "
+                    "loader has begun. Take several batches for one update by group=k."
+                )
             raise StopIteration
         if passes.draws.is_inside:
             if self._batches is None and self._is_of_this_run:
@@ -217,6 +231,12 @@ class Batches(Iterator[T]):
             self._batches = None
             self._passes.num_open -= 1
 
+    def end_for_next(self, loader: Any) -> None:
+        """The next pass over *loader* begins."""
+        if self._loader is loader and self._batches is not None:
+            self.close()
+            self._is_followed = True
+
     def __del__(self) -> None:
         self.close()
 
@@ -228,6 +248,7 @@ class Batches(Iterator[T]):
         """False if the others have been through this pass."""
         passes, place = self._passes, self._passes.place
         passes.begin()
+        passes.begins(self, self._loader)
         here, seeds, target = place.here, place.seeds, place.target
         number = self._number = here.passes
         if target is not None and number < target.passes:

@@ -30,10 +30,14 @@ class Barriers(Protocol):
 
 class Outside:
     """One per process, from the first point of the loop on. *note* tells people, None: nothing is protected. *begin*:
-    what all workers would begin with."""
+    what all workers would begin with. *unfit*: of a replacement, has all workers start again."""
 
-    def __init__(self, place: Place, barriers: Barriers, note: Callable[[str], None] | None, begin: str) -> None:
+    def __init__(
+        self, place: Place, barriers: Barriers, note: Callable[[str], None] | None, begin: str,
+        unfit: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         self._place, self._barriers, self._note, self._begin = place, barriers, note, begin
+        self._unfit = unfit
         self._script = threading.get_ident()
         self._told: set[str] = set()
 
@@ -50,6 +54,14 @@ class Outside:
         if name == "barrier" and not is_async and group.size() == dist.get_world_size():
             self._barriers.barrier(lambda: _wait(call()))
             return torch_private.finished_work()
+        if self._unfit is not None and place.target is not None:
+            # Its groups are those of the others, which are behind this collective: it would meet another of theirs.
+            operation, where = in_script.operation_of(frame) or name, in_script.place_of(frame)
+            self._unfit(
+                f"{operation} ({where}) comes before the first batch of the loop in a replacement, which begins where "
+                "the others have made it already. Decorate the function that has it with @job.resilient, or leave it "
+                "out"
+            )
         if self._note is not None and len(self._told) < MAX_TOLD:
             operation = in_script.operation_of(sys._getframe()) or name
             self._tell(name, group, operation, in_script.place_of(sys._getframe()))

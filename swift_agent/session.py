@@ -255,7 +255,8 @@ class Job:
         self._running.begin(tracked)
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
         note = self._supervisor.note if self._supervisor is not None else None
-        Outside(self._place, self._running, note, begin).watch()
+        unfit = self._unfit if self.is_replacement else None
+        Outside(self._place, self._running, note, begin, unfit).watch()
         if self.is_replacement and self._place.carries:
             self._unfit(self._place.carries)
 
@@ -391,8 +392,9 @@ class Job:
                 self._begin()
             if self._loops == 0 and self._passes.num_open == 0:
                 raise UsageError(
-                    f"{function.__name__}() was called outside job.batches(), job.iterations() and job.run(): "
-                    "a replacement could not find its place in such a loop."
+                    f"{function.__name__}() was called outside job.batches(), job.loader(), job.iterations() and "
+                    "job.run(): a replacement could not find its place in such a loop. Where a library has the loop, "
+                    "have it iterate job.loader(loader) (see: Will my script be recovered?)."
                 )
             if self._place.inside:
                 raise UsageError(f"{function.__name__}() was called inside another iteration or section.")

@@ -28,6 +28,7 @@ from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFaile
 from swift_agent.root_cause import place_of
 from swift_agent.running import Protected, is_communication_error, is_own
 from swift_agent.session import Job
+from swift_agent.set_up import SetUp
 from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Supervisor
 from swift_agent.unprotected import Unprotected
@@ -115,6 +116,10 @@ def _with_agent(
     _create_groups(protected, place, supervisor, groups, backend, timeout)
     job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
     _install_hooks(job, supervisor)
+    SetUp(
+        rank=rank, is_replacement=job.is_replacement, is_over=lambda: job._begun, note=supervisor.note,
+        unfit=job._unfit,
+    ).watch()  # fmt: skip
     return job
 
 

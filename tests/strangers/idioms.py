@@ -69,6 +69,12 @@ IDIOMS: dict[str, Idiom] = {
     ),
     "accelerate's wrappers": Idiom("library_wrappers.py", args=("accelerate",), needs="accelerate"),
     "fabric's wrappers": Idiom("library_wrappers.py", args=("fabric",), needs="lightning"),
+    "lightning's trainer": Idiom("lightning_trainer.py", needs="lightning"),
+    "transformers' trainer": Idiom("transformers_trainer.py", needs="transformers"),
+    "transformers' trainer, in groups": Idiom(
+        "transformers_trainer.py", args=("grouped",), at=(1, 3, 5), needs="transformers"
+    ),
+    "a trainer whose step draws": Idiom("drawing_trainer.py", workers=2),
     "traced pipeline": Idiom("traced_pipeline.py"),
     "pipeline with static shapes": Idiom("traced_pipeline.py", args=("static",)),
     "micro-steps with a flag": Idiom("micro_steps.py"),

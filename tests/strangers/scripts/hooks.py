@@ -16,7 +16,7 @@ import torch
 
 from tests.support.fault_train import DIR, RANK, bytes_of, fault
 
-__all__ = ["begin", "finish", "moment"]
+__all__ = ["DIR", "begin", "finish", "moment"]
 
 
 def begin() -> None:

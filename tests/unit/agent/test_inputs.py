@@ -469,6 +469,27 @@ def test_a_loader_for_code_that_iterates_by_itself() -> None:
     assert script.place.here.passes == 2
 
 
+def test_the_next_pass_ends_one_that_nobody_took_to_its_end() -> None:
+    """Also where something still holds its iterator, as frames of a cut iteration do after a recovery: it would be the
+    same pass once more, with the same order."""
+    script = Script()
+    loader = torch.utils.data.DataLoader(range(10), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    looping: Looping[Any] = Looping(script.passes, loader, None)
+    held = [iter(looping) for _ in range(2)]
+    orders = [torch.cat([next(one) for _ in range(5)]).tolist() for one in held]
+    assert orders[0] != orders[1] and script.place.here.passes == 1
+    with pytest.raises(UsageError, match="after the next pass over the same loader has begun"):
+        next(held[0])
+    assert next(held[1], None) is None and script.place.here.passes == 2
+    assert script.passes.num_open == 0
+
+
+def test_passes_over_two_loaders_stay_open() -> None:
+    script = Script()
+    first, second = script.batches([1, 2]), script.batches([3, 4])
+    assert [next(first), next(second), next(first), next(second)] == [1, 3, 2, 4]
+
+
 def test_a_loader_that_looks_ahead_carries_nothing() -> None:
     """It has made the next batch when the point is kept."""
 

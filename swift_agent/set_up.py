@@ -1,0 +1,74 @@
+"""Objects that a script, or a library that it uses, takes from other ranks in its set-up.
+
+A replacement runs the set-up alone: collectives of tensors return at once there, with what it has itself, but of an
+object that another rank was to send there is nothing. That is said the first time, at the start of the run; in a
+replacement nothing but a restart of all workers helps. This module must never make up an object.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from swift_agent import in_script, second_init
+
+_NAMES = ("broadcast_object_list", "scatter_object_list", "all_gather_object")
+
+
+class SetUp:
+    """One per process, until the loop begins. *is_over*: whether it has. *note* tells people, *unfit* has all workers
+    start again, and does not return."""
+
+    def __init__(
+        self, *, rank: int, is_replacement: bool, is_over: Callable[[], bool], note: Callable[[str], None],
+        unfit: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._rank, self._is_replacement, self._is_over = rank, is_replacement, is_over
+        self._note, self._unfit = note, unfit
+        self._told: set[str] = set()
+
+    def watch(self) -> None:
+        for name in _NAMES:
+            self._watch(name, getattr(dist, name))
+
+    def _watch(self, name: str, original: Callable[..., Any]) -> None:
+        def stand_in(*args: Any, **named: Any) -> Any:
+            if not self._is_over():
+                self._check(name, args, named)
+            return original(*args, **named)
+
+        second_init.replace(name, stand_in)
+
+    def _check(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        position = 3 if name == "scatter_object_list" else 2
+        group = named.get("group", args[position] if len(args) > position else None) or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(group)
+        if self._rank not in ranks or len(ranks) == 1:
+            return
+        source = None if name == "all_gather_object" else _source(name, args, named, ranks)
+        if source == self._rank:
+            return
+        where = in_script.place_of(sys._getframe())
+        whose = "the others'" if source is None else f"rank {source}'s"
+        text = (
+            f"{name} ({where}) in the set-up: a replacement runs that alone, and would lack {whose} objects. Have each "
+            "rank work them out by itself (in a library's trainer: see Will my script be recovered?)"
+        )
+        if self._is_replacement:
+            self._unfit(text)
+        elif self._rank == min(rank for rank in ranks if rank != source) and where not in self._told:
+            self._told.add(where)
+            self._note(f"{text}. Until then a lost worker restarts all workers.")
+
+
+def _source(name: str, args: tuple[Any, ...], named: dict[str, Any], ranks: list[int]) -> int:
+    """The global rank that sends."""
+    if named.get("group_src") is not None:
+        return ranks[int(named["group_src"])]
+    position = 1 if name == "broadcast_object_list" else 2
+    given = named.get("src", args[position] if len(args) > position else None)
+    source: int = ranks[0] if given is None else given
+    return source

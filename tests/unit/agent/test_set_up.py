@@ -1,0 +1,80 @@
+"""Objects from other ranks in the set-up, in a process of its own: names of torch are replaced for its whole life."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import ROOT
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from torch.distributed import HashStore, broadcast_object_list  # imported before
+
+dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+dist.get_process_group_ranks = lambda group: [0, 1]
+
+import swift_agent
+from swift_agent.set_up import SetUp
+
+notes, unfit, is_over = [], [], []
+made = SetUp(rank=0, is_replacement="replacement" in sys.argv, is_over=lambda: bool(is_over), note=notes.append,
+             unfit=unfit.append)
+for name in ("broadcast_object_list", "scatter_object_list", "all_gather_object"):
+    setattr(dist, name, lambda *args, **named: None)
+broadcast_object_list = dist.broadcast_object_list
+made.watch()
+
+def prepare():
+    for _ in range(2):
+        broadcast_object_list([None], src=1)
+
+prepare()
+dist.broadcast_object_list([1], 0)
+dist.broadcast_object_list([1], group_src=0)
+dist.scatter_object_list([None], [1, 2], 0)
+assert len(notes + unfit) == (2 if unfit else 1), (notes, unfit)
+dist.scatter_object_list([None], None, 1)
+dist.all_gather_object([None, None], 1)
+is_over.append(True)
+dist.broadcast_object_list([None], 1)
+print(*notes, sep="\\n")
+print(*unfit, sep="\\n")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[str]]:
+    script = tmp_path / "prepare_train.py"
+    script.write_text(SCRIPT)
+    path = ":".join(str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store"))
+
+    def start(*args: str) -> list[str]:
+        run = subprocess.run(
+            [sys.executable, str(script), *args], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        return [line for line in run.stdout.splitlines() if line]
+
+    return start
+
+
+def test_what_a_replacement_would_lack_is_told_at_the_start(run: Callable[..., list[str]]) -> None:
+    lines = run()
+    assert len(lines) == 3, lines  # each line of the script once
+    assert lines[0].startswith("broadcast_object_list (prepare, prepare_train.py:")
+    assert "would lack rank 1's objects" in lines[0]
+    assert all(line.endswith("Until then a lost worker restarts all workers.") for line in lines)
+
+
+def test_a_replacement_that_lacks_it_has_all_workers_start_again(run: Callable[..., list[str]]) -> None:
+    lines = run("replacement")
+    assert len(lines) == 4, lines
+    assert "would lack rank 1's objects. Have each rank work them out by itself" in lines[0]
+    assert "would lack the others' objects" in lines[3]
