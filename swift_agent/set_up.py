@@ -1,17 +1,23 @@
-"""Objects that a script, or a library that it uses, takes from other ranks in its set-up.
+"""What a script, or a library that it uses, does before the job's loop begins and no replacement could make up for.
 
-A replacement runs the set-up alone: collectives of tensors return at once there, with what it has itself, but of an
-object that another rank was to send there is nothing. That is said the first time, at the start of the run; in a
-replacement nothing but a restart of all workers helps. This module must never make up an object.
+An optimizer makes a step: training has begun, in a loop that we do not know of. That is said at the first one.
+
+Objects are taken from other ranks: a replacement runs the set-up alone; collectives of tensors return at once there,
+with what it has itself, but of an object that another rank was to send there is nothing. That is said the first time,
+at the start of the run; in a replacement nothing but a restart of all workers helps.
+
+This module must never make up an object.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swift_agent import in_script, second_init
 
@@ -33,6 +39,23 @@ class SetUp:
     def watch(self) -> None:
         for name in _NAMES:
             self._watch(name, getattr(dist, name))
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, args: Any, named: Any) -> None:
+        """The first one of the process."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "_init_optim_state":
+                return  # torch makes one without effect, to load a snapshot
+            frame = frame.f_back
+        self._hook.remove()
+        if not self._is_over() and self._rank == 0 and not self._is_replacement:
+            self._note(
+                f"an optimizer makes a step, and the job's loop has not begun ({in_script.place_of(sys._getframe())}): "
+                "if a worker is lost, all start again, with what the script loads. For workers to be replaced in place "
+                "name the state by job.track(), the update by @job.iteration, and take batches by job.batches() (where "
+                "a library has the loop, have it iterate job.loader(loader): see Will my script be recovered?)"
+            )
 
     def _watch(self, name: str, original: Callable[..., Any]) -> None:
         def stand_in(*args: Any, **named: Any) -> Any:

@@ -74,6 +74,14 @@ IDIOMS: dict[str, Idiom] = {
     "transformers' trainer, in groups": Idiom(
         "transformers_trainer.py", args=("grouped",), at=(1, 3, 5), needs="transformers"
     ),
+    "lightning's trainer, nothing named": Idiom(
+        "unnamed_trainer.py", Told("makes a step, and the job's loop has not begun", "start", "restart"),
+        args=("lightning",), scopes=("worker",), needs="lightning"
+    ),
+    "transformers' trainer, nothing named": Idiom(
+        "unnamed_trainer.py", Told("makes a step, and the job's loop has not begun", "start", "restart"),
+        args=("transformers",), scopes=("worker",), needs="transformers"
+    ),
     "a trainer whose step draws": Idiom("drawing_trainer.py", workers=2),
     "traced pipeline": Idiom("traced_pipeline.py"),
     "pipeline with static shapes": Idiom("traced_pipeline.py", args=("static",)),

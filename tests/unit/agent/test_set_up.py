@@ -13,6 +13,7 @@ from tests.support.job import ROOT
 
 SCRIPT = """
 import sys
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, broadcast_object_list  # imported before
 
@@ -41,6 +42,16 @@ dist.scatter_object_list([None], [1, 2], 0)
 assert len(notes + unfit) == (2 if unfit else 1), (notes, unfit)
 dist.scatter_object_list([None], None, 1)
 dist.all_gather_object([None, None], 1)
+
+def _init_optim_state():  # as torch does to load a snapshot
+    made._before_step(None, (), {})
+
+def train():
+    for _ in range(2):
+        made._before_step(None, (), {})
+
+_init_optim_state()
+train()
 is_over.append(True)
 dist.broadcast_object_list([None], 1)
 print(*notes, sep="\\n")
@@ -67,7 +78,9 @@ def run(tmp_path: Path) -> Callable[..., list[str]]:
 
 def test_what_a_replacement_would_lack_is_told_at_the_start(run: Callable[..., list[str]]) -> None:
     lines = run()
-    assert len(lines) == 3, lines  # each line of the script once
+    assert len(lines) == 4, lines  # each line of the script once
+    steps = lines.pop()
+    assert steps.startswith("an optimizer makes a step, and the job's loop has not begun (train, prepare_train.py:")
     assert lines[0].startswith("broadcast_object_list (prepare, prepare_train.py:")
     assert "would lack rank 1's objects" in lines[0]
     assert all(line.endswith("Until then a lost worker restarts all workers.") for line in lines)
