@@ -56,7 +56,8 @@ class Outside:
             return torch_private.finished_work()
         if self._unfit is not None and place.target is not None:
             # Its groups are those of the others, which are behind this collective: it would meet another of theirs.
-            operation, where = in_script.operation_of(frame) or name, in_script.place_of(frame)
+            operation = in_script.operation_of(sys._getframe()) or name
+            where = in_script.place_of(sys._getframe())
             self._unfit(
                 f"{operation} ({where}) comes before the first batch of the loop in a replacement, which begins where "
                 "the others have made it already. Decorate the function that has it with @job.resilient, or leave it "

@@ -484,12 +484,6 @@ def test_the_next_pass_ends_one_that_nobody_took_to_its_end() -> None:
     assert script.passes.num_open == 0
 
 
-def test_passes_over_two_loaders_stay_open() -> None:
-    script = Script()
-    first, second = script.batches([1, 2]), script.batches([3, 4])
-    assert [next(first), next(second), next(first), next(second)] == [1, 3, 2, 4]
-
-
 def test_a_loader_that_looks_ahead_carries_nothing() -> None:
     """It has made the next batch when the point is kept."""
 
