@@ -114,6 +114,7 @@ def test_unreachable_etcd(
 def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.write_text("not-the-password")
+    secret.chmod(0o600)
     with EtcdCluster(tmp_path) as cluster:
         cluster.enable_login("trainer", "the-password", "/swift/")
         login = (
