@@ -62,10 +62,13 @@ def enter_job(
 
     Records of a job that nobody runs any more are removed first. *known_job*: `Entry.job` of a node that comes back: it
     enters that very job, raises `JobOver` if it has ended, and never creates one. Raises `JobConflict` if a running job
-    with this id was started with another command, or a living node has this name. When it raises, no lease is left.
+    with this id was started with another command or has no place for a node of this size, or a living node has this
+    name. When it raises, no lease is left.
     """
     # The wait for an ending job may be longer than a lease that nobody refreshes.
     found = _find(store, keys, known_job) if known_job is not None else _find_or_create(store, keys, job)
+    if known_job is None:
+        _check_fits(store, keys, job, me)
     lease = store.grant_lease(lease_ttl_s)
     mine = Put(keys.node(me.node_id), encode(me), lease_id=lease.id)
     deadline_s = time.monotonic() + lease_ttl_s + 1.0
@@ -194,6 +197,22 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
             if not _is_alike(found.value, job):
                 raise JobConflict(_describe_conflict(keys, other, job))
             return found
+
+
+def _check_fits(store: KeyValueStore, keys: Keys, job: JobRecord, me: NodeRecord) -> None:
+    """Raises `JobConflict` if the job has begun, and none of its places is one that *me* could ever take."""
+    generation = _readable(GenerationRecord, store.get(keys.generation))
+    if generation is None or job.max_nodes:  # a job of a range of sizes has new places, too
+        return
+    places = {(generation.workers_of(slot), owner.role) for slot, owner in enumerate(generation.slots)}
+    if (me.num_workers, me.role) not in places:
+        of_role = f" of role {me.role!r}" if me.role else ""
+        theirs = ", ".join(f"{num}{f' of role {role!r}' if role else ''}" for num, role in sorted(places))
+        raise JobConflict(
+            f"another job with the id {keys.job_id!r} is running, or this node's command is not that of the others: no "
+            f"place has {me.num_workers} workers{of_role} (theirs: {theirs}). Nothing was started; choose another "
+            "--rdzv-id, or start this node with the same --nproc-per-node and --role as the one that it shall replace"
+        )
 
 
 def _readable(kind: type[T], found: KeyValue | None) -> T | None:
