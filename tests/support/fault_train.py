@@ -60,6 +60,12 @@ def die(scope: str) -> None:
     """SIGKILL this process; with scope "node" also its agent and all that the agent has started."""
     if scope == "node":
         agent = os.getppid()
+        # Those of a loader would outlive this process, which dies with the agent. Torch must not raise for them.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for pid in children(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         others = children(agent) - {os.getpid()}
         # The agent first: it must not see its workers die.
         os.kill(agent, signal.SIGKILL)
