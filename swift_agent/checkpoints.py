@@ -241,8 +241,7 @@ class Checkpoints:
 
     def _claim(self, timeline: Timeline, iteration: int) -> None:
         """Raises OSError, `NotNow`, or `Superseded`."""
-        self._must_be_ours(timeline)
-        self.directory.claim(timeline, iteration)
+        self.directory.claim(timeline, iteration, lambda: self._must_be_ours(timeline))
         with self._changed:
             self._begins.pop(timeline, None)
 

@@ -3,6 +3,7 @@
     {directory}/iteration-000000000100.e17-2/rank-3.5f2e91ab.state   a part: the state of rank 3 and of its replicas
                                              committed.json          names the parts; written last
                 timeline-00000001.e17-2.000000000060.json            generation 2 of run e17 has begun before 60
+                timeline-low.e17-2.000000000040.json                 of earlier ones what is below 40 was removed
 
 A checkpoint counts from the moment on at which its `committed.json` has its name: then all its parts are on the disk.
 One is removed by taking its `committed.json` away first.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,10 +151,14 @@ class CheckpointDirectory:
 
     # ---- writing ----
 
-    def claim(self, timeline: Timeline, begins: int) -> None:
+    def claim(self, timeline: Timeline, begins: int, must_be_ours: Callable[[], None] = lambda: None) -> None:
         """The generation of *timeline* has begun before iteration *begins*: what earlier ones write from there on does
-        not count. May be repeated. Raises `Superseded`."""
+        not count. May be repeated. Raises `Superseded`, and what *must_be_ours* does.
+
+        That is asked after the claims were read, so that whoever takes over later reads this one, or claims a term
+        that is no smaller: a process that is stopped anywhere here cannot come after its successor."""
         history = self._history()
+        must_be_ours()
         if history.has(timeline):
             history.check(timeline)
             return
@@ -202,8 +207,12 @@ class CheckpointDirectory:
         for entry in removed:
             self.store.remove(f"{entry.name}/{_MARK}")
             self.store.remove_directory(entry.name)
-        for claim in history.without(removed).needless(timeline):
-            self.store.remove(claim.name)
+        # What goes now has what stands in for it there since before: who lists the names meanwhile sees one of the two.
+        kept = [entry for entry in counting if entry not in removed and entry.iteration <= newest]
+        if (mark := history.low_water(timeline, kept)) is not None:
+            self.store.put(mark.name, json.dumps(mark.to_json()).encode())
+        for file in history.needless():
+            self.store.remove(file.name)
         return sorted({entry.iteration for entry in removed} & gone)
 
     def _history(self) -> History:

@@ -11,8 +11,13 @@ a run has one more than all that it finds, so the order needs no clock, and no e
 What a timeline has written counts, but for what comes after the beginning of a later one: that is another history. So
 the one who was cut off may write what it likes: nobody will read it, and it takes nothing away.
 
-Where two runs claim the same term at once the order is that of their names. Must never remove the claim of the latest
-timeline, without which an earlier one would count again.
+It may do so at any time. So a claim goes only when others that are there make dead all that it could make dead, also of
+what is yet to come: one of a later timeline that began no later, or a low-water mark. And the last claim of each run
+stays, or the run would be taken for a new one if it came back.
+
+    timeline-low.e5-1.000000000060.json          what timelines before that one have written before 60 is removed
+
+Where two runs claim the same term at once the later one is that of the larger number: the later one of an etcd.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ import re
 import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from swift_recovery.errors import StateError
 
 _ENTRY = re.compile(r"iteration-(\d{12})(?:\.([a-z]\d+)-(\d+))?")
 _CLAIM = re.compile(r"timeline-(\d{8,})\.([a-z]\d+)-(\d+)\.(\d{12})\.json")
+_LOW_WATER = re.compile(r"timeline-low\.([a-z]\d+)-(\d+)\.(\d{12})\.json")
 
 
 class Superseded(StateError):
@@ -85,22 +92,47 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class LowWater:
+    """What timelines before *timeline* had written before *iteration* was removed: if more of it comes it is dead."""
+
+    timeline: Timeline
+    iteration: int
+
+    @property
+    def name(self) -> str:
+        return f"timeline-low.{self.timeline.run}-{self.timeline.generation}.{self.iteration:012d}.json"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"run": self.timeline.run, "generation": self.timeline.generation, "iteration": self.iteration}
+
+
+@dataclass(frozen=True)
 class History:
     entries: tuple[Entry, ...] = ()
     claims: tuple[Claim, ...] = ()
+    marks: tuple[LowWater, ...] = ()
 
-    def order(self, timeline: Timeline) -> tuple[int, str, int]:
+    @cached_property
+    def _terms(self) -> dict[str, int]:
+        terms: dict[str, int] = {}
+        for claim in self.claims:
+            terms[claim.timeline.run] = max(claim.term, terms.get(claim.timeline.run, 0))
+        return terms
+
+    def order(self, timeline: Timeline) -> tuple[int, int, str, int]:
         """Larger for a later one. A run that has not claimed comes before all that have."""
-        terms = [claim.term for claim in self.claims if claim.timeline.run == timeline.run]
-        return max(terms, default=0), timeline.run, timeline.generation
+        run = timeline.run
+        return self._terms.get(run, 0), int(run[1:] or 0), run[:1], timeline.generation
 
     def is_later(self, entry: Entry, timeline: Timeline) -> bool:
         return self.order(entry.timeline) > self.order(timeline)
 
     def is_dead(self, entry: Entry) -> bool:
-        """It comes after the beginning of a later timeline."""
+        """It comes after the beginning of a later timeline, or below the low-water mark of one."""
         mine = self.order(entry.timeline)
-        return any(claim.begins < entry.iteration and self.order(claim.timeline) > mine for claim in self.claims)
+        after = (claim.timeline for claim in self.claims if claim.begins < entry.iteration)
+        below = (mark.timeline for mark in self.marks if entry.iteration < mark.iteration)
+        return any(self.order(timeline) > mine for timeline in (*after, *below))
 
     def newest_first(self) -> list[Entry]:
         """Without those that are dead. Of one iteration the later timeline comes first."""
@@ -130,30 +162,48 @@ class History:
         term = self.order(timeline)[0] or 1 + max((claim.term for claim in self.claims), default=0)
         return Claim(term, timeline, begins)
 
-    def without(self, entries: Collection[Entry]) -> History:
-        return replace(self, entries=tuple(entry for entry in self.entries if entry not in entries))
+    def low_water(self, timeline: Timeline, kept: Collection[Entry]) -> LowWater | None:
+        """The mark that *timeline* leaves where *kept* is all that it has left, if a claim can go for it."""
+        if not timeline.run or not kept:
+            return None
+        mark = LowWater(timeline, min(entry.iteration for entry in kept))
+        before, after = self.needless(), replace(self, marks=(*self.marks, mark)).needless()
+        return mark if any(isinstance(file, Claim) and file not in before for file in after) else None
 
-    def needless(self, timeline: Timeline) -> list[Claim]:
-        """Earlier ones than that of *timeline*, which make nothing dead that this one does not, and give no run its
-        place that has written anything."""
-        runs = {entry.timeline.run for entry in self.entries} | {timeline.run}
-        mine = self.order(timeline)
-        found = []
-        for claim in self.claims:
-            order = self.order(claim.timeline)
-            kills = any(e.iteration > claim.begins and self.order(e.timeline) < order for e in self.entries)
-            if order < mine and not kills and (claim.timeline.run not in runs or claim.timeline.run == timeline.run):
+    def needless(self) -> list[Claim | LowWater]:
+        """Without them the same is dead, whatever is yet written by whomever, and each run keeps its place. What stands
+        in for one is of a later timeline, so of any number that goes at once, by several processes, the last stays."""
+        claims = sorted(self.claims, key=lambda claim: self.order(claim.timeline))
+        found: list[Claim | LowWater] = []
+        for number, claim in enumerate(claims):
+            later = [other for other in claims[number + 1 :] if self.order(other.timeline) > self.order(claim.timeline)]
+            is_last = not any(it.timeline.run == claim.timeline.run and it.term >= claim.term for it in later)
+            if not is_last and any(it.begins <= claim.begins or self._is_below_water(it) for it in later):
                 found.append(claim)
+        for mark in self.marks:
+            place = self.order(mark.timeline)
+            above = (it for it in self.marks if self.order(it.timeline) >= place and it.iteration >= mark.iteration)
+            if any(it != mark for it in above):
+                found.append(mark)
         return found
+
+    def _is_below_water(self, claim: Claim) -> bool:
+        """Of what timelines before it write nothing counts: it is dead by the claim, or by a mark."""
+        place = self.order(claim.timeline)
+        return any(claim.begins < mark.iteration and place <= self.order(mark.timeline) for mark in self.marks)
 
 
 def read(names: Iterable[str]) -> History:
     """Of the files and directories of those names; others mean nothing."""
-    entries, claims = [], []
+    entries, claims, marks = [], [], []
     for name in names:
         if (found := _ENTRY.fullmatch(name)) is not None:
             entries.append(Entry(int(found[1]), Timeline(found[2] or "", int(found[3] or 0))))
         elif (found := _CLAIM.fullmatch(name)) is not None:
             claims.append(Claim(int(found[1]), Timeline(found[2], int(found[3])), int(found[4])))
+        elif (found := _LOW_WATER.fullmatch(name)) is not None:
+            marks.append(LowWater(Timeline(found[1], int(found[2])), int(found[3])))
     order = lambda entry: (entry.iteration, entry.timeline.run, entry.timeline.generation)  # noqa: E731
-    return History(tuple(sorted(entries, key=order)), tuple(sorted(claims, key=lambda claim: claim.name)))
+    by_name = lambda file: file.name  # noqa: E731
+    return History(
+        tuple(sorted(entries, key=order)), tuple(sorted(claims, key=by_name)), tuple(sorted(marks, key=by_name)))

@@ -89,6 +89,10 @@ def check_generations_are_kept_apart(store: Store) -> None:
         directory.check_parts(made)
         return made
 
+    def commit_unseen(iteration: int, by: Timeline) -> None:
+        """It was stopped between the look and the commit."""
+        store.put(f"{Entry(iteration, by).name}/committed.json", json.dumps(take(iteration, by).to_json()).encode())
+
     directory.claim(first, 0)
     directory.commit(take(10, first))
     late = take(20, first)
@@ -98,7 +102,7 @@ def check_generations_are_kept_apart(store: Store) -> None:
     directory.commit(take(20, second))
     directory.commit(take(30, second))
     # What it does without looking first is of no use, and does no harm.
-    store.put(f"{Entry(40, first).name}/committed.json", json.dumps(take(40, first).to_json()).encode())
+    commit_unseen(40, first)
     assert directory.committed() == [10, 20, 30] and directory.load(20).timeline == second
     with pytest.raises(Superseded):
         directory.remove(1, 40, first)
@@ -109,4 +113,18 @@ def check_generations_are_kept_apart(store: Store) -> None:
     assert directory.committed() == [10, 20, 30, 50]
     assert directory.remove(1, 50, other) == [10, 20, 30, 40]
     assert directory.committed() == [50] and directory.newest() == 50
-    assert sorted(store.names()) == ["iteration-000000000050.e3-1", "timeline-00000002.e3-1.000000000030.json"]
+    # What comes late is as dead as ever, and a run that was given up stays so, also where nothing of it is left.
+    for iteration in (5, 11, 15, 45):
+        commit_unseen(iteration, first)
+        assert directory.committed() == [50] and directory.newest(50) == 0
+    with pytest.raises(Superseded):
+        directory.claim(Timeline("e7", 3), 45)
+    directory.commit(take(60, other))
+    assert directory.remove(1, 60, other) == [5, 11, 15, 45, 50]
+    assert sorted(store.names()) == [
+        "iteration-000000000060.e3-1", "timeline-00000001.e7-2.000000000010.json",
+        "timeline-00000002.e3-1.000000000030.json", "timeline-low.e3-1.000000000050.json",
+    ]  # fmt: skip
+    for iteration in (15, 45):
+        commit_unseen(iteration, first)
+        assert directory.committed() == [60]

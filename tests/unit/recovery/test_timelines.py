@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from swift_logging_store.store import LocalStore
 from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.state_file import Written
-from swift_recovery.timelines import NOBODY, Claim, Entry, Superseded, Timeline, read
+from swift_recovery.timelines import NOBODY, Claim, Entry, History, LowWater, Superseded, Timeline, read
 from tests.support.stores import check_generations_are_kept_apart
 
 
@@ -46,10 +47,11 @@ def test_in_a_directory(tmp_path: Path) -> None:
 def test_names_are_read_as_they_are_written() -> None:
     entries = [Entry(7), Entry(7, timeline(3)), Entry(8, timeline(1, "t173"))]
     claims = [Claim(1, timeline(3), 0), Claim(22, timeline(1, "t173"), 7)]
-    names = [*(entry.name for entry in entries), *(claim.name for claim in claims), "iteration-7", "timeline-1", "x"]
+    marks = [LowWater(timeline(2), 60)]
+    names = [*(file.name for file in (*entries, *claims, *marks)), "iteration-7", "timeline-1", "timeline-low", "x"]
     found = read(names)
     assert sorted(found.entries, key=lambda e: e.name) == sorted(entries, key=lambda e: e.name)
-    assert list(found.claims) == claims
+    assert list(found.claims) == claims and list(found.marks) == marks
 
 
 def test_what_an_earlier_generation_goes_on_to_write_does_not_count(directory: CheckpointDirectory) -> None:
@@ -121,7 +123,89 @@ def test_a_claim_that_is_still_needed_stays(directory: CheckpointDirectory) -> N
     made(directory, 70, timeline(3))
     directory.remove(1, 70, timeline(3))
     assert directory.committed() == [70]
+    for iteration in (40, 60, 80):
+        made(directory, iteration, timeline(1), fenced=False)
+        assert directory.committed() == [70] and directory.newest(70) == 0
+    made(directory, 80, timeline(3))
+    directory.remove(1, 80, timeline(3))
     assert [claim.timeline.generation for claim in read(directory.store.names()).claims] == [3]
+    made(directory, 60, timeline(1), fenced=False)
+    assert directory.committed() == [80]
+
+
+def test_one_that_comes_late_is_of_no_history_that_counts(directory: CheckpointDirectory) -> None:
+    """Nothing was there that the second one made dead when the third removed what it did not need."""
+    directory.claim(timeline(1), 0)
+    made(directory, 20, timeline(1))
+    directory.claim(timeline(2), 20)
+    made(directory, 40, timeline(2))
+    directory.claim(timeline(3), 70)
+    for iteration in (80, 90):
+        made(directory, iteration, timeline(3))
+        directory.remove(9, iteration, timeline(3))
+    made(directory, 60, timeline(1), fenced=False)
+    assert directory.committed() == [20, 40, 80, 90] and directory.newest(80) == 40
+
+
+def test_few_claims_stay_however_many_there_were(directory: CheckpointDirectory) -> None:
+    """Those that begin within what is kept, one before, and the last of each run."""
+    for number in range(1, 40):
+        directory.claim(timeline(number), 10 * (number - 1))
+        made(directory, 10 * number, timeline(number))
+        directory.remove(2, 10 * number, timeline(number))
+        assert len(directory.store.names()) <= 2 + 5 + 1
+    for number in range(1, 40):
+        if number < 39:
+            made(directory, 10 * number + 1, timeline(number), fenced=False)
+        assert directory.committed() == [380, 390]
+
+
+def test_a_run_that_was_given_up_does_not_come_back_as_the_latest(directory: CheckpointDirectory) -> None:
+    """Nothing that it has written is left."""
+    old, new = timeline(1, "e4"), timeline(1, "e9")
+    directory.claim(old, 0)
+    made(directory, 10, old)
+    directory.claim(new, 10)
+    for iteration in (20, 30, 40):
+        made(directory, iteration, new)
+        directory.remove(1, iteration, new)
+    assert directory.store.names().count(Entry(10, old).name) == 0
+    with pytest.raises(Superseded):
+        directory.claim(timeline(2, "e4"), 20)
+    made(directory, 50, new)
+    assert directory.newest() == 50
+
+
+@pytest.mark.parametrize("when", ["before it reads the claims", "before it writes its own"])
+def test_a_process_that_was_stopped_in_its_first_claim_does_not_come_after_its_successor(
+    when: str, directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent had said yes, or says no. The names of the runs are of one etcd: e10 is later than e9."""
+    old, new, is_ours = timeline(1, "e9"), timeline(1, "e10"), [True]
+
+    def takes_over() -> None:
+        is_ours[0] = False
+        directory.claim(new, 0)
+
+    def must_be_ours() -> None:
+        if not is_ours[0]:
+            raise Superseded("not ours")
+        if when == "before it writes its own":
+            takes_over()
+
+    history = directory._history
+
+    def reading() -> History:
+        if when == "before it reads the claims":
+            monkeypatch.setattr(directory, "_history", history)
+            takes_over()
+        return history()
+
+    monkeypatch.setattr(directory, "_history", reading)
+    with pytest.raises(Superseded):
+        directory.claim(old, 0, must_be_ours)
+    made(directory, 10, new)
+    assert directory.newest() == 10
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -131,7 +215,7 @@ def test_the_latest_keeps_what_it_has_committed(seed: int, tmp_path: Path) -> No
     directory, keep = CheckpointDirectory(LocalStore(tmp_path)), 2
     at: dict[Timeline, int] = {}
     committed: dict[Timeline, list[int]] = {}
-    latest = timeline(1)
+    latest, ever = timeline(1), set[str]()
     directory.claim(latest, 0)
     at[latest], committed[latest] = 0, []
     for _ in range(60):
@@ -154,6 +238,11 @@ def test_the_latest_keeps_what_it_has_committed(seed: int, tmp_path: Path) -> No
                 directory.remove(keep, at[who], who)
             except Superseded:
                 assert who != latest
+        ever |= {name for name in directory.store.names() if name.startswith("timeline-")}
+        now = read(directory.store.names())
+        late = (*now.entries, *(Entry(at[who], who) for who in at))
+        of_all = replace(read(ever), entries=late).newest_first()
+        assert replace(now, entries=late).newest_first() == of_all
         mine = committed[latest]
         if mine:
             assert directory.newest() == mine[-1]
