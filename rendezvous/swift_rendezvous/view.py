@@ -254,6 +254,8 @@ def _read(view: View, key: str, change: Change) -> View:
     slot = _number(parts[2]) if name in _PER_SLOT and len(parts) == 3 else None
     if slot is None:
         return view
+    if value is not None and (view.generation is None or slot >= len(view.generation.slots)):
+        raise RecordError(f"generation {view.number} has no slot {slot}")  # who decides looks its owner up
     attribute, cls = _PER_SLOT[name]
     records = dict(getattr(view, attribute))
     if value is None:
@@ -323,7 +325,8 @@ def _put_node(nodes: dict[str, NodeRecord], joined: dict[str, int], node_id: str
 
 def _enter(view: View, generation: GenerationRecord | None, revision: int) -> View:
     if generation is not None and generation.number == view.number:
-        return replace(view, generation=generation, generation_revision=revision)
+        view = replace(view, generation=generation, generation_revision=revision)
+        return _without_slots_from(view, len(generation.slots))
     return replace(
         view,
         generation=generation,
@@ -344,3 +347,13 @@ def _enter(view: View, generation: GenerationRecord | None, revision: int) -> Vi
         handovers={},
         taken={},
     )
+
+
+def _without_slots_from(view: View, num_slots: int) -> View:
+    """Somebody has written the generation again, maybe with fewer slots."""
+    changes: dict[str, Any] = {}
+    for attribute in ("told", *(attribute for attribute, _ in _PER_SLOT.values())):
+        records = getattr(view, attribute)
+        if any(slot >= num_slots for slot in records):
+            changes[attribute] = {slot: record for slot, record in records.items() if slot < num_slots}
+    return replace(view, **changes) if changes else view

@@ -374,6 +374,30 @@ def test_the_plan_of_a_generation_comes_from_its_records() -> None:
     assert lost.restart and lost.why
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": "gone"}, {"replicas": "0-30000000"}, {"replicas": "0-9"}, {"rank": 9}, {"rank": -1},
+        {"iteration": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_report_that_cannot_be_read_restarts_all_and_says_so(changes: dict[str, Any]) -> None:
+    """Its author would not write it again, and a coordinator that tried for ever would hold up the job for ever."""
+    whole = [holding(rank, 5, ALL).to_json() for rank in range(3)]
+    records = {slot: ProgressRecord(slot, f"n{slot}.1", (report,)) for slot, report in enumerate(whole)}
+    decided = generation(2, "replace", ("n0", "n1", "n2"), workers=1)
+    assert not plan_generation(decided, records).restart
+    damaged = ProgressRecord(1, "n1.1", ({**whole[1], **changes},))
+    for plan in (
+        plan_generation(decided, {**records, 1: damaged}),
+        plan_generation(decided, {0: records[0], 2: records[2]}, {1: damaged}),
+    ):
+        assert plan.restart and "the report of slot 1 cannot be read (" in plan.why
+    resized = plan_generation(generation(2, "resize", workers=1), {1: ProgressRecord(1, "n1.1", ({"local_rank": 0},))})
+    assert resized.restart and "the report of slot 1 cannot be read (KeyError" in resized.why
+
+
 # ---- survivors cut in the middle of an update ----
 
 SUBSETS = [frozenset(c) for n in range(4) for c in itertools.combinations(range(3), n)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from swift_agent import lifecycle
 from swift_rendezvous.keys import (
     CoordinatorRecord,
     ExitedRecord,
@@ -15,12 +16,16 @@ from swift_rendezvous.keys import (
     PlanRecord,
     ProgressRecord,
     ResultRecord,
+    ResumedRecord,
+    TakenRecord,
     encode,
 )
 from swift_rendezvous.kv import Delete, DeletePrefix, Op, Put
+from swift_rendezvous.membership import Rules, decide, losses
 from swift_rendezvous.memory import MemoryStore
 from swift_rendezvous.view import Change, View, apply, apply_all, view_of_entries
 from tests.support.records import failure, generation, node
+from tests.support.records import view as view_of_two
 
 KEYS = Keys("job")
 
@@ -205,6 +210,26 @@ def test_what_cannot_be_read_is_noted_and_hides_nothing_else(name: str, value: b
 def test_keys_with_strange_numbers_change_nothing(key: str) -> None:
     view = apply(View(), KEYS, Change(KEYS.generation, encode(generation(1)), 5, 5))
     assert apply(view, KEYS, Change(KEYS.prefix + key, b"{}", 5, 5)) == view
+
+
+@pytest.mark.parametrize("name", ["failure", "~progress", "~resumed", "exited", "taken"])
+def test_a_record_of_a_slot_that_there_is_not_ends_nobody(name: str) -> None:
+    """It can be read; who decides, and each agent, looks up whose slot that is."""
+    records = {
+        "failure": failure("node", 7, name="n1"), "~progress": ProgressRecord(7, "n1.1", ()),
+        "~resumed": ResumedRecord(7, 5, {}), "exited": ExitedRecord(7, "n1.1"), "taken": TakenRecord(7, "n1.1"),
+    }  # fmt: skip
+    before = view_of_two(names=("n0", "n1", "n2"))
+    view = apply(before, KEYS, Change(f"{KEYS.prefix}{name}/1/7", encode(records[name]), 50, 50))
+    assert view.damaged[f"{name}/1/7"].why == "cannot be read (generation 1 has no slot 7)"
+    assert replace(view, damaged={}, revision=0) == replace(before, revision=0)
+    # Nor where the generation is written again with fewer slots.
+    last = apply(before, KEYS, Change(KEYS.failure(1, 1), encode(failure("node", 1)), 50, 50))
+    fewer = apply(last, KEYS, Change(KEYS.generation, encode(generation(1, slots=("n0",))), 51, 51))
+    for seen in (view, fewer):
+        assert not losses(seen).nodes
+        decide(seen, Rules(), now_s=9.0, waiting_since_s=None)
+        lifecycle.on_event(lifecycle.AgentState("n0", "n0.1", 3, 5.0), lifecycle.ViewChanged(seen), now_s=9.0)
 
 
 def test_a_generation_that_somebody_removed_is_remembered_until_the_job_goes() -> None:
