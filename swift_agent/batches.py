@@ -11,12 +11,13 @@ This module must never decide which batches a loader gives; that is `data`'s.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from swift_agent import data
+from swift_agent import data, in_script, own_epochs
 from swift_agent.errors import UsageError
 from swift_agent.inputs import Inputs
 from swift_agent.loader_order import Pass, number_of
@@ -147,11 +148,13 @@ class Draws:
 
 class Passes:
     """Of one job, over all its loaders. *begin*: the training loop begins, if it has not yet. *has_state*: whether a
-    loader is where it has to be by a state of its own. *num_open*: passes that the script is in."""
+    loader is where it has to be by a state of its own. *elsewhere* is told why the loop cannot get to where it has to
+    be. *num_open*: passes that the script is in. *has_epochs*: the job says which epoch it is, not the samplers."""
 
     def __init__(
         self, place: Place, running: Running, draws: Draws, inputs: Inputs, begin: Callable[[], None], world_size: int,
         tell: Callable[[str], None], has_state: Callable[[Any], bool] = lambda loader: False,
+        elsewhere: Callable[[str], None] = lambda why: None,
     ) -> None:  # fmt: skip
         self.place, self.draws, self.begin, self.world_size = place, draws, begin, world_size
         self._running, self._inputs, self.has_state = running, inputs, has_state
@@ -159,6 +162,8 @@ class Passes:
             lambda done, num: tell(f"has drawn {done} of {num} batches again, to get to the one that it needs")
         )
         self.num_open = 0
+        self.has_epochs = self._is_out_of_order = False
+        self._elsewhere = elsewhere
         self._newest: dict[int, weakref.ref[Batches[Any]]] = {}
 
     def begins(self, batches: Batches[Any], loader: Any) -> None:
@@ -168,6 +173,31 @@ class Passes:
         self._newest[id(loader)] = weakref.ref(batches)
         if before is not None and (one := before()) is not None and one is not batches:
             one.end_for_next(loader)
+
+    def is_before_epoch(self, loader: Any) -> bool:
+        """Whether a replacement's pass is one of an epoch before that in which it has to begin."""
+        place, target = self.place, self.place.target
+        if target is None or not place.is_before_epoch:
+            return False
+        own = own_epochs.of_loader(loader)
+        if own is not None and own > target.epoch:
+            self._elsewhere(
+                f"the loop begins with epoch {own}, and has to go on in epoch {target.epoch}: a snapshot that is newer "
+                "than that, for one. Have job.epochs(n, start=...) give the epochs, in the place of range(start, n)"
+            )
+        place.is_before_epoch = own is None or own < target.epoch
+        return place.is_before_epoch
+
+    def note_epoch(self, loader: Any) -> None:
+        """A pass begins in the loop: without `job.epochs` it is in the epoch that the script has told its sampler."""
+        here, own = self.place.here, own_epochs.of_loader(loader)
+        if self.has_epochs or self._is_out_of_order or own is None or self.draws.is_inside:
+            return
+        if not here.is_told or own > here.epoch:
+            here.begin_epoch(own, is_told=True)
+        elif own < here.epoch:  # no numbers that say how far the loop is
+            self._is_out_of_order = True
+            here.epoch, here.is_told, here.epoch_passes, here.epoch_sections, here.peeks = 0, False, 0, 0, ()
 
     def at_point(self) -> None:
         """User code is between two steps."""
@@ -185,13 +215,19 @@ class Passes:
 
 
 class Batches(Iterator[T]):
-    """One pass over *loader*, see `Job.batches`. With *group*, lists of so many batches."""
+    """One pass over *loader*, see `Job.batches`. With *group*, lists of so many batches.
+
+    A *peek* is one of which the script takes a batch that no iteration uses (`next(iter(loader))`, for its shape): in a
+    replacement it gives that batch, also where the others have been through it.
+    """
 
     def __init__(self, passes: Passes, loader: Iterable[Any], group: int | None) -> None:
         self._passes, self._loader, self._group = passes, loader, group
         self._batches: Iterator[Any] | None = None
         self._number = 0
         self._is_over = self._is_used_up = self._is_followed = False
+        self._num_handed = self._began = 0
+        self._counts, self._is_peek = True, False
         self._run = passes.draws.run
 
     def __iter__(self) -> Batches[T]:
@@ -210,10 +246,16 @@ class Batches(Iterator[T]):
             if self._batches is None and self._is_of_this_run:
                 passes.draws.make_room()
             return passes.draws.take(self._draw)
-        if self._batches is None and not self._start():
+        if self._batches is None and not self._start(is_next=not in_script.is_for(sys._getframe(1))):
             raise StopIteration
-        passes.at_point()
-        return passes.hand_out(self._draw())
+        if not self._is_peek:
+            passes.at_point()
+        elif self._num_handed:
+            self.close()
+            raise StopIteration
+        batch = self._draw()
+        self._num_handed += 1
+        return batch if self._is_peek else passes.hand_out(batch)
 
     def close(self) -> None:
         """The script leaves the loop, early or not."""
@@ -222,7 +264,9 @@ class Batches(Iterator[T]):
             self._batches = None
             self._passes.num_open -= 1
             here = self._passes.place.here
-            here.passes, here.batch = self._number + 1, 0
+            here.passes, here.batch = self._number + self._counts, 0
+            if self._num_handed == 1 and self._counts and not self._is_used_up and here.iteration == self._began:
+                here.peeks = (*here.peeks, self._number)
 
     def forget(self) -> None:
         """The iteration that has begun this pass begins it anew: it has never been."""
@@ -244,17 +288,22 @@ class Batches(Iterator[T]):
     def _is_of_this_run(self) -> bool:
         return self._run == self._passes.draws.run
 
-    def _start(self) -> bool:
-        """False if the others have been through this pass."""
+    def _start(self, *, is_next: bool = False) -> bool:
+        """False if the others have been through this pass. *is_next*: the script asks by `next()`."""
         passes, place = self._passes, self._passes.place
         passes.begin()
         passes.begins(self, self._loader)
         here, seeds, target = place.here, place.seeds, place.target
         number = self._number = here.passes
-        if target is not None and number < target.passes:
-            here.passes += 1
-            self._is_over = True
-            return False
+        if target is not None:
+            counts = not passes.is_before_epoch(self._loader)
+            if not counts or number < target.passes:
+                self._is_peek = number in target.peeks if counts else bool(target.peeks) and is_next
+                self._counts = counts
+                if not self._is_peek:
+                    here.passes += counts
+                    self._is_over = True
+                    return False
         if passes.num_open:
             raise UsageError(
                 "job.batches(): a pass begins while another one is not over, and a replacement could not find its "
@@ -266,8 +315,8 @@ class Batches(Iterator[T]):
             passes.draws.begins(self)
         skip = 0
         place.units = Units(passes.world_size, data.samples_of(self._loader))
-        arrives = target is not None
-        if target is not None:
+        arrives = target is not None and not self._is_peek
+        if target is not None and arrives:
             skip = place.units.batches_of(place.target_units, target.batch)
             place.arrive()
         elif place.passed is not None:
@@ -275,7 +324,10 @@ class Batches(Iterator[T]):
             if place.passed.passes == number:
                 skip = place.units.batches_of(place.target_units, place.passed.batch)
             place.passed = None
+        if not self._is_peek:
+            passes.note_epoch(self._loader)
         here.batch = skip
+        self._num_handed, self._began = 0, here.iteration
         data.set_epoch(self._loader, here.epoch if here.epoch or here.epoch_passes else number)
         seeds.for_pass(number)
         coming = _pass_of(passes, number, 0 if passes.has_state(self._loader) else skip)
@@ -289,6 +341,7 @@ class Batches(Iterator[T]):
         try:
             return self._draw_next()
         except StopIteration:
+            self._is_used_up = True
             self.close()
             self._passes.place.drawn = 0
             raise
@@ -345,7 +398,7 @@ class SectionBatches(Batches[T]):
     def close(self) -> None:
         self._is_over, self._batches = True, None
 
-    def _start(self) -> bool:
+    def _start(self, *, is_next: bool = False) -> bool:
         if data.iter_is_itself(self._loader):
             raise UsageError(
                 "job.batches() was given an iterator inside a function decorated with @job.resilient, which has to "

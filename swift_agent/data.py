@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from swift_agent import loaders
+from swift_agent import loaders, own_epochs
 from swift_agent.errors import UsageError
 from swift_agent.loader_generators import OwnGenerators
 from swift_agent.loader_order import Order, Pass
@@ -175,13 +175,17 @@ def _exchanged(swaps: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell whatever has `set_epoch` (a `DistributedSampler`, Accelerate's loaders) which epoch begins, so that it
-    shuffles anew."""
-    for part in loaders.parts(loader):
-        if type(part).__name__ == "_FabricDataLoader":
-            part._num_iter_calls = epoch  # what it tells its sampler
-        method = getattr(part, "set_epoch", None)
-        if callable(method):
-            method(epoch)
+    shuffles anew. One that the script tells by itself keeps what it was told, and so do all others of this loader."""
+    own = own_epochs.of_loader(loader)
+    epoch = epoch if own is None else own
+    with own_epochs.not_the_script():
+        for part in loaders.parts(loader):
+            if type(part).__name__ == "_FabricDataLoader":
+                part._num_iter_calls = epoch  # what it tells its sampler
+            method = getattr(part, "set_epoch", None)
+            if callable(method):
+                told = own_epochs.of_sampler(part)
+                method(epoch if told is None else told)
 
 
 def samples_of(loader: Any) -> int:

@@ -130,8 +130,9 @@ class Ghosts:
         local = contextlib.nullcontext() if self._groups.aborted is not None else self._groups.local()
         with self._place.without_points(), local:
             result = call()
-        with self._place.lock:
-            self._place.here.sections += 1
+        if not self._place.is_before_epoch:
+            with self._place.lock:
+                self._place.here.sections += 1
         return result
 
     def _require_tracked(self) -> Tracked:

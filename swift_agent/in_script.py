@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import sysconfig
@@ -28,6 +29,9 @@ def place_of(frame: FrameType | None) -> str:
     return in_library or "?"
 
 
+_FOR = dis.opmap["FOR_ITER"]
+
+
 def called_by_us(frame: FrameType | None) -> bool:
     """Whether the innermost call of torch in *frame* comes from this package."""
     seen_torch = False
@@ -50,6 +54,11 @@ def operation_of(frame: FrameType | None) -> str:
         elif name and not path.startswith((TORCH, "<")):
             break
     return name
+
+
+def is_for(frame: FrameType) -> bool:
+    """Whether *frame* is at a `for`, which asks an iterator for what is next, not at a call of `next()`."""
+    return frame.f_code.co_code[frame.f_lasti] == _FOR
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -82,7 +82,9 @@ class Position:
     """Where the loop stands: all that a replacement needs to start its script at the same point.
 
     *passes* counts finished passes over a loader, *batch* the batches taken in the current one, *sections* the finished
-    `@job.resilient` calls. The `epoch_*` fields are the counts at the begin of the current epoch of `job.epochs`.
+    `@job.resilient` calls. The `epoch_*` fields are the counts at the begin of the current epoch, that of `job.epochs`,
+    or (*is_told*) the one that the script has told its sampler. *peeks*: the passes of this epoch that the script has
+    left after one batch, which no iteration has used, and the last one before.
     """
 
     iteration: int = 0
@@ -92,6 +94,13 @@ class Position:
     sections: int = 0
     epoch_passes: int = 0
     epoch_sections: int = 0
+    is_told: bool = False
+    peeks: tuple[int, ...] = ()
+
+    def begin_epoch(self, epoch: int, *, is_told: bool) -> None:
+        self.epoch, self.is_told = epoch, is_told
+        self.epoch_passes, self.epoch_sections = self.passes, self.sections
+        self.peeks = self.peeks[-1:]  # that there are some
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,9 @@ class Place:
     nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
     *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
     have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
-    *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *carries*: why this
-    script's replacements cannot go on as their predecessors would have, empty if that is not known. *began*: the
+    *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
+    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's
+    replacements cannot go on as their predecessors would have, empty if that is not known. *began*: the
     generation in which all began, rank 0's, the same on all ranks.
     """
 
@@ -154,6 +164,7 @@ class Place:
         self.target_units = Units()
         self.drawn = 0
         self.passed: Position | None = None
+        self.is_before_epoch = False
         self.carries = ""
         self.began = 0
         self._point_at = astuple(Position())
@@ -183,7 +194,8 @@ class Place:
         here = self.here
         # Not a `Position`: to make one takes longer, and this is done in every iteration.
         self._point_at = (
-            here.iteration, here.epoch, here.passes, here.batch, here.sections, here.epoch_passes, here.epoch_sections
+            here.iteration, here.epoch, here.passes, here.batch, here.sections, here.epoch_passes, here.epoch_sections,
+            here.is_told, here.peeks,
         )  # fmt: skip
         self._point_units = self.units
         self._moved = False
@@ -226,6 +238,8 @@ class Place:
         self.here.iteration = self.target.iteration
         self.here.passes = self.target.passes
         self.here.sections = self.target.sections  # those among the batches that are skipped are not called again
+        self.here.peeks = self.target.peeks
+        self.is_before_epoch = False
         self.passed = self.target if in_no_loader and self.target.batch else None
         self.target = None
 
@@ -273,6 +287,7 @@ class Place:
         if self.tracked.messages is not None and not from_checkpoint:
             self.tracked.messages.take_over(offer.get("messages"))
         target, start = Position(**offer["position"]), offer["start"]
+        target.peeks = tuple(target.peeks)
         self.seeds.common = offer.get("common_seed", self.seeds.common)
         if not from_checkpoint:
             self.carries, self.began = offer.get("carries", ""), offer.get("began", 0)
@@ -282,7 +297,10 @@ class Place:
             self.tracked.updates.mixed = False
             self.tracked.updates.settle()
             if self.status == "empty":
-                self.here = replace(target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0)
+                self.here = replace(
+                    target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0, peeks=()
+                )
+                self.is_before_epoch = target.is_told
                 self.target, self.target_units = target, Units(**offer["units"])
                 if self.tracked.pipelines is not None:
                     self.tracked.pipelines.give(offer.get("pipelines", {}))

@@ -508,6 +508,8 @@ class Protected:
     def barrier(self, call: Callable[[], None]) -> None:
         """A section that draws nothing, and has no result."""
         place = self._place
+        if place.is_before_epoch:
+            return
         if place.here.sections < place.ghost_sections:  # the others have passed it
             with place.lock:
                 place.here.sections += 1
@@ -520,10 +522,12 @@ class Protected:
             if seeded:
                 place.seeds.for_section(place.here.sections)
             try:
-                if place.here.sections >= place.ghost_sections:
+                if place.here.sections >= place.ghost_sections and not place.is_before_epoch:
                     place.keep_start()
                 if supervisor.interrupted and not place.replays:
                     self._recover()
+                if place.is_before_epoch:
+                    return self.ghosts.section(call)
                 if place.here.sections < place.ghost_sections:
                     between = place.repeats and place.here.sections >= place.restored_sections
                     return self._section_between_logs(call) if between else self.ghosts.section(call)

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch.utils.data import DataLoader
 
-from swift_agent import torch_pipelining, tracking, unsupported
+from swift_agent import own_epochs, torch_pipelining, tracking, unsupported
 from swift_agent.batches import Draws, Looping, Passes
 from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
@@ -102,8 +102,10 @@ class Job:
         self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
         self._draws = Draws(place, self._inputs.drawn)
         self._passes = Passes(
-            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note, self._is_state
+            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note, self._is_state,
+            self._is_elsewhere,
         )  # fmt: skip
+        own_epochs.watch()
 
     # ---- set-up ----
 
@@ -280,6 +282,12 @@ class Job:
         if self._supervisor is not None:
             self._supervisor.note(text)
 
+    def _is_elsewhere(self, why: str) -> None:
+        """The loop cannot get to where it has to be."""
+        if not self.is_replacement:
+            raise UsageError(why)
+        self._unfit(why)
+
     def _unfit(self, why: str) -> None:
         """This replacement cannot go on as its predecessor would have: nothing but a restart of all workers helps."""
         assert self._supervisor is not None
@@ -295,12 +303,13 @@ class Job:
         `job.checkpoint` has found a checkpoint. Given, also as 0, it says that there are such snapshots."""
         self._has_snapshots |= start is not None
         self._begin()
+        self._passes.has_epochs = True
         place = self._place
         here = place.here
         first = True
         for epoch in range(here.epoch if place.target else start or 0, num_epochs):
             if not (first and place.target):
-                here.epoch, here.epoch_passes, here.epoch_sections = epoch, here.passes, here.sections
+                here.begin_epoch(epoch, is_told=False)
             first = False
             yield epoch
         place.target = None
@@ -319,7 +328,8 @@ class Job:
         Inside a function decorated with `@job.resilient` (a validation) it is a pass that begins anew whenever that is
         run. Anywhere else one pass has to be over before the next one begins.
         What tells its epoch by `set_epoch` (a `DistributedSampler`, Accelerate's loaders) is given the number of the
-        epoch (of `job.epochs`, else of the pass).
+        epoch (of `job.epochs`, else of the pass). A `DistributedSampler` that the script tells by itself keeps its own;
+        without `job.epochs` the loop is in that epoch then.
         """
         return self._passes.over(loader, _checked(group))
 
@@ -398,6 +408,11 @@ class Job:
                 )
             if self._place.inside:
                 raise UsageError(f"{function.__name__}() was called inside another iteration or section.")
+            if self._place.target is not None:
+                self._is_elsewhere(
+                    f"{function.__name__}() is called before the loop is where it has to go on: with a batch that was "
+                    "not meant for an iteration before. Have a `for` loop take the batches of job.batches()"
+                )
             self._inputs.begin(function.__name__, args, kwargs)
             result = self._running.iterate(self._draws.remembered(lambda: function(*args, **kwargs)))
             self._place.drawn = 0
