@@ -162,8 +162,8 @@ class Passes:
             lambda done, num: tell(f"has drawn {done} of {num} batches again, to get to the one that it needs")
         )
         self.num_open = 0
-        self.has_epochs = self._is_out_of_order = False
-        self._elsewhere = elsewhere
+        self.has_epochs = self._is_out_of_order = self._has_told = False
+        self._elsewhere, self._tell = elsewhere, tell
         self._newest: dict[int, weakref.ref[Batches[Any]]] = {}
 
     def begins(self, batches: Batches[Any], loader: Any) -> None:
@@ -186,6 +186,13 @@ class Passes:
                 "than that, for one. Have job.epochs(n, start=...) give the epochs, in the place of range(start, n)"
             )
         place.is_before_epoch = own is None or own < target.epoch
+        if own is not None and own < target.epoch and not self._has_told:
+            self._has_told = True
+            self._tell(
+                f"this replacement passes by the epochs before {target.epoch}, and does again what the script does "
+                "between them (it validates, and writes snapshots, which have the newest weights): with "
+                "job.epochs(n, start=...) in the place of range(start, n) it begins with the right one"
+            )
         return place.is_before_epoch
 
     def note_epoch(self, loader: Any) -> None:

@@ -668,7 +668,8 @@ class Protected:
         """In a thread: ranks wait for each other for ever."""
         why = (
             f"{why}. All ranks must come to the same iterations and sections, and to as many of them: take all batches "
-            "of an update in its iteration, and let no condition that differs from rank to rank decide"
+            "of an update in its iteration, let no condition that differs from rank to rank decide, and where a script "
+            "begins with a snapshot of its own have job.epochs() or job.iterations() give the numbers of the loop"
         )
         if self._has_recovered:
             why = f"{why}. All workers have to start again, with {self._begin_with}"

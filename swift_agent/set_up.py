@@ -6,22 +6,38 @@ Objects are taken from other ranks: a replacement runs the set-up alone; collect
 with what it has itself, but of an object that another rank was to send there is nothing. That is said the first time,
 at the start of the run; in a replacement nothing but a restart of all workers helps.
 
+Numbers are drawn from generators that the script has not seeded: torch's is seeded for it, so that a replacement draws
+those of its predecessor.
+
 This module must never make up an object.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swift_agent import in_script, second_init
 
 _NAMES = ("broadcast_object_list", "scatter_object_list", "all_gather_object")
+
+# torch seeds itself with 64 random bits; what a script gives it, or a library draws for it, has fewer.
+_OF_A_SCRIPT = 1 << 53
+
+
+def seed(run: str, rank: int) -> None:
+    """*run*: names this run of the job, the same in all its processes. Nothing is done if the script has seeded torch
+    before."""
+    if torch.initial_seed() % (1 << 64) >= _OF_A_SCRIPT:
+        digest = hashlib.sha256(f"{run} {rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1 | _OF_A_SCRIPT)
 
 
 class SetUp:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from swift_agent import process_group, second_init
+from swift_agent import process_group, second_init, set_up
 from swift_agent.channel import ENV_SOCKET, connect
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, RngMode, Seeds
@@ -32,7 +32,7 @@ from swift_agent.set_up import SetUp
 from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Supervisor
 from swift_agent.unprotected import Unprotected
-from swift_agent.worker_env import ENV_GENERATION, ENV_LOCAL_RANK, ENV_STARTED
+from swift_agent.worker_env import ENV_GENERATION, ENV_LOCAL_RANK, ENV_RUN, ENV_STARTED
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 
@@ -53,7 +53,8 @@ def init(
     CUDA) are seeded at each iteration from (*seed*, rank, iteration), so that a replacement draws what its
     predecessor would have drawn; with "user" they are left alone, and a replacement takes over the state of the rank
     it copies. *seed* defaults to `torch.initial_seed()` when training begins, that is to the script's
-    `torch.manual_seed`.
+    `torch.manual_seed`. If the script has not called that before, torch is seeded here, from the run and the rank: a
+    replacement then draws in its set-up what its predecessor has drawn.
 
     Afterwards the default process group exists; a later `init_process_group`, of a library for one, has nothing to do,
     and raises `UsageError` if it asks for another one. So does this if called twice or after `init_process_group`.
@@ -103,6 +104,7 @@ def _with_agent(
     rng: RngMode, seed: int | None,
 ) -> Job:  # fmt: skip
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    set_up.seed(f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.environ.get(ENV_RUN)}", rank)
     # Not LOCAL_RANK: with --virtual-local-rank that is 0 for all.
     local_rank = int(os.environ[ENV_LOCAL_RANK])
     standing = MyStanding(os.path.dirname(socket_path), local_rank)

@@ -67,7 +67,7 @@ def _seed_like_a_new_process() -> None:
 
     random.seed()
     numpy.random.seed()
-    # A new process starts from torch's fixed default seed; the fork inherits exactly that state.
+    # That of the standby server, which torch has drawn when it was imported.
     torch.default_generator.manual_seed(torch.default_generator.initial_seed())
 
 

@@ -46,6 +46,7 @@ class Idiom:
 
 IDIOMS: dict[str, Idiom] = {
     "ddp tutorial": Idiom("ddp_tutorial.py"),
+    "ddp tutorial with snapshots": Idiom("ddp_tutorial.py", args=("snapshots",), at=(3, 6, 10)),
     "image classifier": Idiom("image_classifier.py"),
     "endless iterator": Idiom("endless_iterator.py"),
     "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),

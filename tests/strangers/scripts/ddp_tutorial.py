@@ -1,6 +1,13 @@
-"""A trainer class around DDP, with a sampler and epochs, as introductions to DDP have it."""
+"""A trainer class around DDP, with a sampler and epochs, as introductions to DDP have it.
+
+"snapshots": with a snapshot that one rank writes and all load, epochs by `range` from there on, and a look at the first
+batch of each epoch.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import hooks
 import torch
@@ -12,10 +19,17 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import swift_agent as swift
 
+SNAPSHOT = hooks.DIR / "snapshot.pt"
+
 
 class Trainer:
     def __init__(self, job: swift.Job, model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> None:
-        self.job, self.model, self.loader, self.optimizer = job, DDP(model), loader, optimizer
+        self.job, self.loader, self.optimizer, self.epochs_run = job, loader, optimizer, 0
+        if SNAPSHOT.exists() and "snapshots" in sys.argv:
+            snapshot = torch.load(SNAPSHOT)
+            model.load_state_dict(snapshot["model"])
+            self.epochs_run = snapshot["epochs_run"]
+        self.model = DDP(model)
         job.track(model=self.model, optimizer=optimizer, loader=loader)
         self.run_batch = job.iteration(self._run_batch)
 
@@ -36,6 +50,19 @@ class Trainer:
                 hooks.moment("before", self.job.iteration_number)
                 self.run_batch(source, targets)
 
+    def train_with_snapshots(self, max_epochs: int) -> None:
+        batches = self.job.loader(self.loader)
+        for epoch in range(self.epochs_run, max_epochs):
+            print(f"epoch {epoch}: {len(batches)} batches of {len(next(iter(batches))[0])}")
+            batches.sampler.set_epoch(epoch)
+            for source, targets in batches:
+                hooks.moment("before", self.job.iteration_number)
+                self.run_batch(source, targets)
+            if self.job.rank == 0:
+                new = SNAPSHOT.with_suffix(".new")
+                torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch + 1}, new)
+                os.replace(new, SNAPSHOT)
+
 
 def main() -> None:
     hooks.begin()
@@ -46,7 +73,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     loader = DataLoader(data, batch_size=12, shuffle=False, sampler=DistributedSampler(data))
     trainer = Trainer(job, model, loader, optimizer)
-    trainer.train(4)
+    trainer.train_with_snapshots(4) if "snapshots" in sys.argv else trainer.train(4)
     hooks.finish(job, trainer.model, optimizer)
     dist.destroy_process_group()
 

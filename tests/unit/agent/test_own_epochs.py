@@ -91,6 +91,8 @@ def test_a_loop_that_begins_with_a_snapshot_of_its_own_finds_its_place(peeks: bo
             continue
         newcomer = Loop(place, peeks=peeks).run(range(snapshot, 4))
         assert newcomer.given == whole.given[iteration:] and not newcomer.elsewhere
+        told = [note for note in newcomer.script.notes if f"passes by the epochs before {epoch}" in note]
+        assert len(told) == (epoch > snapshot)
         assert newcomer.peeked == [2] * (4 - snapshot) * peeks
         assert replace(newcomer.at[-1], peeks=()) == replace(whole.at[-1], peeks=())
 

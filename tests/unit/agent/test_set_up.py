@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from swift_agent import set_up
 from tests.support.job import ROOT
 
 SCRIPT = """
@@ -90,3 +92,18 @@ def test_a_replacement_that_lacks_it_has_all_workers_start_again(run: Callable[.
     assert len(lines) == 4, lines
     assert "would lack rank 1's objects. Have each rank work them out by itself" in lines[0]
     assert "would lack the others' objects" in lines[3]
+
+
+@pytest.mark.parametrize("of_torch", [(1 << 63) + 12345, (1 << 53) + 1])
+def test_what_the_script_has_not_seeded_draws_the_same_in_a_replacement(of_torch: int) -> None:
+    with torch.random.fork_rng():
+        drawn = []
+        for run, rank in (("job e7", 1), ("job e7", 1), ("job e7", 0), ("job e8", 1)):
+            torch.manual_seed(of_torch + len(drawn))
+            set_up.seed(run, rank)
+            drawn.append(torch.rand(1).item())
+        assert drawn[0] == drawn[1] and len(set(drawn)) == 3
+        for of_script in (0, 42, (1 << 32) - 1):
+            torch.manual_seed(of_script)
+            set_up.seed("job e7", 1)
+            assert torch.initial_seed() == of_script
