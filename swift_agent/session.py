@@ -55,6 +55,19 @@ _BEGINS_ANEW = (
     "iterations(n, start=...) says that the script has snapshots of its own"
 )
 
+_BEGINS_WITH_A_SNAPSHOT = (
+    "no job.checkpoint: should all workers have to start again, training begins with the snapshot that the script "
+    "loads then, or at iteration 0 if it loads none (a script that does so only when it is told to resume). With "
+    "job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint"
+)
+
+
+def what_a_restart_begins_with(tracked: Tracked, start: int | None) -> str:
+    """To be said at the begin, if it may be the begin. *start*: that of the loop, None if the script gives none."""
+    if start or not begins_anew(tracked):
+        return ""
+    return _BEGINS_ANEW if start is None else _BEGINS_WITH_A_SNAPSHOT
+
 
 def begins_anew(tracked: Tracked) -> bool:
     """Whether nothing says that the script would go on from somewhere if all workers started again."""
@@ -96,7 +109,7 @@ class Job:
         self._loops = 0
         self._closed = False
         self._failed = False
-        self._has_snapshots = False  # of the script's own
+        self._start: int | None = None  # where the loop begins with a snapshot of the script's own
         self.is_replacement = place.status == "empty"
         watches = supervisor is not None
         self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
@@ -250,9 +263,9 @@ class Job:
                 "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
             )
         self._place.hold(tracked)
-        is_new = self._place.status != "empty" and not self._has_snapshots
-        if self.rank == 0 and is_new and begins_anew(tracked):
-            self._note(_BEGINS_ANEW)
+        is_first = self.rank == 0 and self._place.status != "empty"
+        if is_first and (text := what_a_restart_begins_with(tracked, self._start)):
+            self._note(text)
         self._watch_inputs(tracked)
         self._running.begin(tracked)
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
@@ -300,8 +313,8 @@ class Job:
         """`range(start, num_epochs)`; a replacement begins with the epoch in which its predecessor was lost.
 
         *start*: where the script has loaded a snapshot of its own. It is not heeded by a replacement, nor where
-        `job.checkpoint` has found a checkpoint. Given, also as 0, it says that there are such snapshots."""
-        self._has_snapshots |= start is not None
+        `job.checkpoint` has found a checkpoint. Given, also as 0, it says that there may be such snapshots."""
+        self._start = self._start if start is None else start
         self._begin()
         self._passes.has_epochs = True
         place = self._place
@@ -349,9 +362,9 @@ class Job:
 
         *start*: the first one, where the script has loaded a snapshot of its own; this must be the first loop then. It
         is not heeded by a replacement, nor where `job.checkpoint` has found a checkpoint. Given, also as 0, it says
-        that there are such snapshots.
+        that there may be such snapshots.
         """
-        self._has_snapshots |= start is not None
+        self._start = self._start if start is None else start
         place = self._place
         if start and not self._begun:
             place.here.iteration = start

@@ -14,6 +14,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from swift_agent import session
 from swift_agent.errors import UsageError
 from swift_agent.place import Place, Position, Seeds, Units
 from swift_agent.session import Job, JobPosition
@@ -99,13 +100,17 @@ def looping(*, target: Position | None = None) -> Job:
     return made
 
 
-def test_a_start_says_that_the_script_has_snapshots() -> None:
-    """Also the first, before there is one: then a restart of all does not begin anew, and nothing is said of that."""
+def test_a_start_says_that_the_script_may_have_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 0 that is all that is known: it may load one after a restart, or begin anew."""
+    monkeypatch.setattr(session, "begins_anew", lambda tracked: True)
     for name in ("epochs", "iterations"):
-        for given, found in (({}, False), ({"start": 0}, True), ({"start": 1}, True)):
+        for start, found in ((None, "at iteration 0, or with what"), (0, "the snapshot that the script loads then")):
             made = looping()
-            next(getattr(made, name)(3, **given))
-            assert made._has_snapshots is found
+            next(getattr(made, name)(3, start=start))
+            assert found in session.what_a_restart_begins_with(None, made._start)  # type: ignore[arg-type]
+        made = looping()
+        next(getattr(made, name)(3, start=1))
+        assert not session.what_a_restart_begins_with(None, made._start)  # type: ignore[arg-type]
 
 
 def taken(job: Job, numbers: Iterator[int]) -> list[int]:
