@@ -35,7 +35,7 @@ from swift_agent.config import AgentConfig
 from swift_agent.directories import Directories
 from swift_agent.errors import JobStopped
 from swift_agent.hosting import GenerationStores, PortTaken
-from swift_agent.isolation import rejoin_delay_s
+from swift_agent.isolation import ending_grace_s, rejoin_delay_s
 from swift_agent.late_starts import LateStarts, NotStarted
 from swift_agent.outcome import limit_of, raise_outcome
 from swift_agent.patience import Patience, probe
@@ -209,12 +209,19 @@ class Agent:
     def _leave(self) -> None:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         assert self._end is not None
-        # They have their time to end, in which nobody looks at the clock here.
-        self._workers.vouch(time.monotonic() + ENDING_S)
-        self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         grace_s = float(SUCCESS_GRACE_S if self._end.state == "succeeded" else self._grace_s())
+        is_told = self._state.view.result is not None
         if self._signals.first is not None:
-            self._publish_stop(self._end)
+            is_told = self._publish_stop(self._end) or is_told
+        if self._config.on_etcd_loss == "pause":
+            left_s = self._presence.acts_until_s() - time.monotonic()
+            grace_s = ending_grace_s(grace_s, paused=self._state.paused, is_told=is_told, left_s=left_s)
+        if grace_s > 0:
+            # They have their time to end, in which nobody looks at the clock here.
+            self._workers.vouch(time.monotonic() + ENDING_S)
+            self._signal_workers(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
+        elif self._state.paused:
+            log.warning("the paused workers of this node are killed: another node may have their places by now")
         processes = list(self._workers.processes.values())
         failed = {(exit_.host, exit_.pid) for exit_ in self._end.exits}
         self._workers.end_all(grace_s, in_hurry=lambda: self._signals.count > 1)
@@ -507,7 +514,8 @@ class Agent:
                 lost = "" if failure.kind == "again" else f"lost {failure.kind}: "
                 log.info("generation %d: %s%s", generation, lost, failure.evidence)
             case msg.ForgetSpare(node_id, incarnation):
-                log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation].evidence)
+                if incarnation in self._state.lost_peers:
+                    log.info("spare node %s is lost: %s", node_id, self._state.lost_peers[incarnation].evidence)
             case msg.LookAgain(incarnation):
                 self._presence.liveness.reconsider(incarnation)
             case msg.Reclaim():
@@ -543,6 +551,8 @@ class Agent:
         number, incarnation = self._state.view.number, self._state.incarnation
         what, guards, ops, peer = transaction.what, transaction.guards, transaction.ops, transaction.lost_peer
         seen = None if peer is None else self._state.lost_peers.get(peer)
+        if peer is not None and seen is None:
+            return  # a command before this one took so long that it has aged, and is looked at again
         # On the clock of the writer's thread.
         seen_s = time.monotonic() - (0.0 if seen is None else self._event_s - seen.seen_s)
 
@@ -769,11 +779,19 @@ class Agent:
             log.info("%s: the job ends here", why)
             self._end = ResultRecord("stopped", why)
 
-    def _publish_stop(self, result: ResultRecord) -> None:
-        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs, or was given up."""
+    def _publish_stop(self, result: ResultRecord) -> bool:
+        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs, or was given up.
+        Returns whether etcd has that."""
         generation = self._state.view.generation
         if generation is not None and generation.slot_of(self._state.incarnation) is None:
-            return
+            return False
         last = records.stop(self._keys, self._presence.me, result)
-        self._writer.submit(Write(last.what, last.guards, last.ops, wanted=lambda: True))
+        held: list[bool] = []
+        self._writer.submit(Write(last.what, last.guards, last.ops, wanted=lambda: True, answered=held.append))
         self._writer.flush(LEAVE_TIMEOUT_S)
+        if held != [False]:
+            return held == [True]
+        try:
+            return self._store.get(self._keys.result) is not None  # another node was first, or this one was given up
+        except RendezvousError:
+            return False

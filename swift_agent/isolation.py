@@ -32,6 +32,17 @@ def pausing(paused: bool, holds: bool, is_away: bool) -> Pausing:
     return "resume" if is_away else "ask"
 
 
+def ending_grace_s(grace_s: float, *, paused: bool, is_told: bool, left_s: float) -> float:
+    """How long the workers of a node that ends may take over it, of *grace_s*.
+
+    *is_told*: etcd has that the job ends, so nobody gets their places any more. Else they have until somebody may, in
+    *left_s*; and who is *paused* is not woken: a handler of SIGTERM would write over what its successors have.
+    """
+    if is_told:
+        return grace_s
+    return 0.0 if paused else min(grace_s, max(0.0, left_s))
+
+
 def rejoin_delay_s(previous_s: float, stayed_s: float) -> float:
     """How long to stay away after having been in the job for *stayed_s*; *previous_s*: how long it was last time."""
     if stayed_s >= BRIEF_S:
