@@ -56,8 +56,8 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     return found
 
 
-def run(ns: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:
-    """Run the job that *ns* (of `parse_args`, or of torch's function of that name) describes, and return when it has
+def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:
+    """Run the job that *args* (of `parse_args`, or of torch's function of that name) describes, and return when it has
     succeeded.
 
     Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
@@ -66,11 +66,11 @@ def run(ns: argparse.Namespace, *, all_children_are_ours: bool = False) -> None:
     signal handlers and its being a subreaper or not are left as they are. *all_children_are_ours*: the caller has
     none, so that every orphan of a worker can be waited for.
     """
-    if ns.rdzv_backend != SWIFT_BACKEND:
+    if args.rdzv_backend != SWIFT_BACKEND:
         with job_secret.hidden():
-            _torchrun(ns)
+            _torchrun(args)
         return
-    ns = with_our_options(ns)
+    ns = with_our_options(args)
     with CaughtSignals(ns.signals_to_handle) as signals:
         config = AgentConfig.from_args(ns)
         from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded

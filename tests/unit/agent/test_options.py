@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import os
 import sys
@@ -225,6 +226,19 @@ def test_completion_offers_both_groups() -> None:
     offered = {line.rpartition(",")[2] for line in result.output.splitlines()}
     assert {"--standalone", "--start-method", "--spares", "--stop-deadline"} <= offered
     assert "--nnodes" not in offered
+
+
+def test_public_names_are_called_as_torchs() -> None:
+    """Also by the names of their arguments."""
+    names = [name for name, found in vars(torchs_run).items()
+             if inspect.isfunction(found) and found.__module__ == torchs_run.__name__ and not name.startswith("_")]
+    assert {"main", "run", "parse_args", "get_args_parser", "config_from_args", "parse_min_max_nnodes"} <= set(names)
+    for name in names:
+        theirs = inspect.signature(getattr(torchs_run, name)).parameters
+        ours = inspect.signature(getattr(run_module, name)).parameters
+        assert list(ours)[: len(theirs)] == list(theirs), name
+        more = list(ours.values())[len(theirs) :]
+        assert all(one.default is not inspect.Parameter.empty for one in more), name
 
 
 def test_an_option_of_a_newer_torch_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
