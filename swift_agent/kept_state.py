@@ -6,6 +6,7 @@ Must never decide who keeps, and never leave half a file under that name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ def remove(directory: str, but: int | None = None) -> None:
     for name in os.listdir(directory):
         spared = but is not None and (name == f"{_NAME}.{but}" or name.endswith(".part"))
         if name.startswith(f"{_NAME}.") and not spared:
-            os.remove(os.path.join(directory, name))
+            with contextlib.suppress(FileNotFoundError):  # a worker has just given it its name, or given it up
+                os.remove(os.path.join(directory, name))
 
 
 def path_of(directory: str, iteration: int) -> str:

@@ -47,6 +47,16 @@ def test_what_is_loaded_is_what_was_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_gets_its_name_while_all_are_removed_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_state.keep(str(tmp_path), 3, tracked(1, 3), offer())
+    seen = ["kept-state.4.5f2e91ab.part", "kept-state.3"]
+    monkeypatch.setattr(kept_state.os, "listdir", lambda directory: seen)
+    kept_state.remove(str(tmp_path))
+    assert not (tmp_path / "kept-state.3").exists()
+
+
 def test_a_damaged_or_cut_file_is_refused_and_none_is_left_when_the_disk_is_full(tmp_path: Path) -> None:
     kept_state.keep(str(tmp_path), 3, tracked(1, 3), offer())
     path = tmp_path / "kept-state.3"
