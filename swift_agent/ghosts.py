@@ -19,6 +19,7 @@ from swift_agent.process_group import ProcessGroups
 from swift_agent.tracking import Tracked
 from swift_recovery.by_hand import copies_of, put_back
 from swift_recovery.randomness import capture_generators, restore_generators
+from swift_recovery.sharded import local_of
 from swift_recovery.snapshot import Changed
 
 R = TypeVar("R")
@@ -110,6 +111,29 @@ class Ghosts:
         with place.lock:
             place.here.iteration += 1
         return result
+
+    def remake(self, call: Callable[[], object], numbers: range, *, has_to_fit: bool) -> None:
+        """Iterations *numbers*, which are over, are run once more for what they leave in variables of the script; with
+        *has_to_fit* the last one has to be given what it was given at first. The start has been kept, and is in force
+        again after it."""
+        place, tracked = self._place, self._require_tracked()
+        before = copies_of([local_of(parameter) for parameter in tracked.state.parameters()])
+        for number in numbers:
+            tracked.begin(number, ghost=True)
+            place.seeds.for_iteration(number)
+            if self._groups.aborted is not None:
+                self.enter()
+            local = contextlib.nullcontext() if self._is_entered else self._groups.local()
+            place.remaking, place.has_to_fit = number, has_to_fit and number == numbers[-1]
+            with place.without_points(), local, tracked.without_reduction(finite=False):
+                try:
+                    call()
+                finally:
+                    place.remaking = None
+                    tracked.updates.cut()
+                    put_back(before)
+            tracked.end()
+        place.start.restore()
 
     @contextlib.contextmanager
     def without_effect(self) -> Iterator[None]:

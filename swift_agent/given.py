@@ -153,6 +153,11 @@ class Given:
             self._put(self._page, before)
         return True
 
+    @property
+    def digest(self) -> int:
+        """Of what it has got so far; 0 where nobody could read it."""
+        return self._digest
+
     def add(self, value: Any) -> bool:
         """The iteration has got *value*. False: its predecessor had got something else."""
         if self._page is None:

@@ -3,6 +3,8 @@
 - A batch that was handed out before the point at which a replacement would begin: an error at once.
 - Something else that was made between two iterations, and is not known to the job (`made_before`): told at the start.
 - Other data than the predecessor was given (`given`): told by the replacement, which is of no use then.
+- Other data than the same iteration was given in its first run, or in the one that is made once more for what it leaves
+  behind (`remade`): told by whoever notices.
 
 This module must never change what an iteration is given, nor take part in it.
 """
@@ -19,10 +21,16 @@ import torch
 from torch import nn
 
 from swift_agent.errors import UsageError
-from swift_agent.given import Given, leaves
+from swift_agent.given import Given, fingerprint, leaves
 from swift_agent.made_before import Alive, MadeBefore
 from swift_agent.place import Place
+from swift_agent.remade import FirstRuns, can_be_compared
 
+_RESTARTS = "a lost worker restarts all workers"
+_REMAKES = (
+    "after a failure the iteration before is run once more, without effect, for what it leaves; if on a rank that was "
+    "there it does not leave the same, all workers restart"
+)
 _PLAIN = (bool, int, float, str, bytes, numpy.ndarray, type(None))
 
 
@@ -42,6 +50,10 @@ class Inputs:
         self._awaits_forward = self._is_opaque = False
         self._models: list[nn.Module] = []
         self._name = ""
+        self._is_given_nothing = False
+        self._is_replacement = place.status == "empty"
+        self._num_runs = self._called = 0  # runs of that iteration
+        self._first_runs = FirstRuns()
 
     def watch(self, models: Iterable[nn.Module], given: Given) -> None:
         """*models*: those tracked; an iteration that was given no batch calls one of them."""
@@ -87,15 +99,22 @@ class Inputs:
         if self._given.iteration != self._number:
             self._begin_given(self._given)  # another one with the same batch
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]
-        self._awaits_forward = False
+        self._awaits_forward, self._num_runs, self._called = False, 0, self._number
+        self._is_given_nothing = not tensors and not self._given.count
         if others:
             self._find_carried(others)
         if others or (tensors and not self._given.count):
             self._compare(others or tensors)
-        elif not self._given.count:
+        elif self._is_given_nothing:
             self._await_forward()
         if not self._given.call():
             self._has_other_data()
+
+    def run(self) -> None:
+        """What the script has called begins to run, for the first time or once more."""
+        if self._place.remaking is None:
+            self._num_runs += 1
+        self._awaits_forward = self._is_given_nothing
 
     def _begin_given(self, given: Given) -> None:
         given.begin(self._number, run=self._place.began, passes=self._place.here.passes)
@@ -116,18 +135,37 @@ class Inputs:
         self._awaits_forward = True
         models, self._models = self._models, []
         for model in models:
-            if not hasattr(model, "_orig_mod"):  # a hook would be compiled into it
-                model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
+            # What `torch.compile` has made of one is called like any module: the hook comes before what is compiled.
+            model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model that `watch` has named is called."""
         if torch.compiler.is_compiling():
             return  # whoever compiles what is around the model compiles this, too
-        if self._awaits_forward:
-            self._awaits_forward = False
+        if not self._awaits_forward:
+            return
+        self._awaits_forward = False
+        inputs, place = [*args, kwargs], self._place
+        if place.remaking is not None:
+            if place.has_to_fit and not self._first_runs.is_same(place.remaking, inputs):
+                self._unfit(
+                    f"iteration {place.remaking} was run once more, for what it leaves to the next one, and "
+                    f"the run before it had not left it the same. {place.carries}"
+                )
+            return
+        assert self._given is not None
+        if self._num_runs == 1:
             if not self._is_opaque:
-                self._find_carried([*args, kwargs])
-            self._compare([*args, kwargs])
+                self._find_carried(inputs, in_forward=True)
+            self._compare(inputs)
+            self._first_runs.keep(self._called, self._given.digest or fingerprint(inputs))
+        elif self._first_runs.differs(self._called, inputs, has_effect=place.inside == "iteration"):
+            self._unfit(
+                f"iteration {self._called} was given other data when it was run again than in its first run, and "
+                "training would go on with it: the script keeps to itself where its data is (a position, a batch that "
+                "it has made ahead). Take it from job.batches, next() inside the iteration, or from the number of the "
+                "iteration (see: Will my script be recovered?)"
+            )
 
     def _compare(self, inputs: Any) -> None:
         assert self._given is not None
@@ -141,20 +179,25 @@ class Inputs:
             "drawn before the iteration (see: Will my script be recovered?)"
         )
 
-    def _find_carried(self, inputs: Any) -> None:
+    def _find_carried(self, inputs: Any, *, in_forward: bool = False) -> None:
+        """*in_forward*: the iteration was given nothing, so it may be the one before that has left it."""
         carried = self._carried
         if carried is None or not carried.is_on or self._place.carries:
             return
         tensor = carried.find(inputs, self._handed)
         if tensor is None:
             return
+        place = self._place
+        place.remakes = in_forward and can_be_compared(inputs) and place.can_remake()
         self._place.carries = (
             f"{self._name}() uses a tensor of shape {list(tensor.shape)} that was made before the point at which a "
             "replacement would begin, and after the iteration before: a replacement would not have it. Make it inside "
             "the iteration, or right before (a batch: by job.batches)"
         )
-        if self._place.rank == 0:
-            self._note(f"{self._place.carries}. Until then a lost worker restarts all workers.")
+        if place.has_recovered and not self._is_replacement:
+            self._unfit(f"{place.carries}. Workers have been lost before this was known")
+        elif place.rank == 0:
+            self._note(f"{place.carries}. Until then {_REMAKES if place.remakes else _RESTARTS}.")
 
 
 class _ForwardHook:

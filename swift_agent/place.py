@@ -138,9 +138,10 @@ class Place:
     *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
     have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
     *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
-    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's
-    replacements cannot go on as their predecessors would have, empty if that is not known. *began*: the
-    generation in which all began, rank 0's, the same on all ranks.
+    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can
+    once the iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
+    *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first. *began*:
+    the generation in which all began, rank 0's, the same on all ranks. *has_recovered*: this process, once.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -166,12 +167,23 @@ class Place:
         self.passed: Position | None = None
         self.is_before_epoch = False
         self.carries = ""
+        self.remakes = self.has_to_remake = self.has_to_fit = self.has_recovered = False
+        self.remaking: int | None = None
         self.began = 0
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
         self._arrived: list[tuple[Tensor, Tensor]] = []
         self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
+
+    def can_remake(self) -> bool:
+        """Whether an iteration can be run once more for what it leaves in the script's variables: it is all that the
+        loop's body needs, and draws no batch of a loader that is positioned."""
+        tracked = self.tracked
+        if tracked is None:
+            return False
+        is_plain = tracked.messages is None and tracked.pipelines is None and not tracked.has_shards_alone
+        return is_plain and not (self.here.passes or self.here.batch or self.drawn)
 
     def hold(self, tracked: Tracked) -> None:
         """The loop begins: from here on there is state to keep."""
@@ -271,7 +283,8 @@ class Place:
             start = self.start.tree()
         position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
         offered: dict[str, Any] = {"position": position, "units": units, "point": self.point.tree(), "start": start}
-        offered |= {"common_seed": self.seeds.common, "carries": self.carries, "began": self.began}
+        offered |= {"common_seed": self.seeds.common, "began": self.began}
+        offered |= {"carries": self.carries, "remakes": self.remakes}
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
             offered["pipelines"] = self.tracked.pipelines.offer()
@@ -291,6 +304,9 @@ class Place:
         self.seeds.common = offer.get("common_seed", self.seeds.common)
         if not from_checkpoint:
             self.carries, self.began = offer.get("carries", ""), offer.get("began", 0)
+            self.remakes = offer.get("remakes", False)
+        else:
+            self.has_to_remake = bool(offer.get("remakes")) and iteration > 0
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)
         with self.lock:

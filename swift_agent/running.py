@@ -101,6 +101,7 @@ class Protected:
         self._compare_at = NEVER  # so many finished iterations
         self._lookout: Lookout | None = None
         self._has_recovered = False
+        self._is_new = True  # it has run no iteration yet
 
     def begin(self, tracked: Tracked) -> None:
         """See `unprotected.Running`."""
@@ -149,12 +150,13 @@ class Protected:
             overlaps = isinstance(tracked.updates, OverlappedUpdates)
             generation = self.supervisor.generation
             everyone = self._groups.all_gather_ints(
-                [*self._origin(), newest, every, overlaps, place.seeds.number, generation]
+                [*self._origin(), newest, every, overlaps, place.seeds.number, generation, *tracked.digests_of_others()]
             )
             place.seeds.common, place.began = everyone[0][5:7]
             if len({told[4] for told in everyone}) > 1:
                 # They agree on an update before it, or after it.
                 raise UsageError("job.track(): overlap_update=True on some ranks only; say the same on all.")
+            self._check_others([everyone[rank][7:] for rank in tracked.replicas])
             if tracked.messages is not None:
                 tracked.messages.origins = [told[:2] for told in everyone]
             if self._checkpointing is not None:
@@ -167,6 +169,20 @@ class Protected:
                 raise
             if place.status == "empty":
                 self._recover()  # before the script is in a loop
+
+    def _check_others(self, of_replicas: list[list[int]]) -> None:
+        """A replacement gets the state of another rank, of a loader of the script's own too: its place in the data."""
+        loaders, others = (set(digests) for digests in zip(*of_replicas, strict=True))
+        if len(loaders) > 1:
+            raise UsageError(
+                "job.track(loader=...): its state_dict() differs from rank to rank, and a replacement gets that of "
+                "another rank: leave out of it what is the rank's own, or do not track it and give it to job.batches()."
+            )
+        if len(others) > 1 and self._place.rank == 0:
+            self.supervisor.note(
+                "objects given to job.track() have another state on other ranks, and a replacement gets that of a "
+                f"replica: {', '.join(self._require_tracked().plain_others())}"
+            )
 
     def _origin(self) -> list[int]:
         """What repeated iterations have to begin with: a checksum of the state, and the seed."""
@@ -257,6 +273,8 @@ class Protected:
                 place.repeats = False
             try:
                 place.keep_start()
+                if place.has_to_remake:
+                    self._remake(call, number)
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
                 self.standing.begins(number)
@@ -268,6 +286,7 @@ class Protected:
                 result = call()
                 tracked.updates.join_agreement()
                 self._complete_iteration()
+                self._is_new = False
                 self.standing.finishes()
             except CannotReplay as error:
                 # The rest of the iteration that its predecessor was in.
@@ -381,6 +400,17 @@ class Protected:
         go = self.supervisor.peek_go()
         return go if go.plan.kind == "copy" and go.plan.iteration > self._place.here.iteration else None
 
+    def _remake(self, call: Callable[[], object], number: int) -> None:
+        """Iteration *number* is to be run, and needs what the one before has left."""
+        place, was_there = self._place, not self._is_new
+        place.has_to_remake = False
+        if not place.has_recovered and place.rank == 0:
+            self.supervisor.note(
+                f"iteration {number - 1} is run once more, without effect, for the tensors that it leaves to the next "
+                "one; no rank is left that could say whether they are the same"
+            )
+        self.ghosts.remake(call, range(number - 1 - was_there, number), has_to_fit=was_there)
+
     def _pass_over(self, call: Callable[[], R]) -> R:
         """Give the script the result of an iteration that it need not run: without communication, without effect.
 
@@ -399,6 +429,8 @@ class Protected:
                 place.here.iteration += 1
                 tracked.updates.settle()
         self.ghosts.enter()
+        if place.remakes:
+            self.ghosts.remake(call, range(number - 1, number), has_to_fit=False)
         result = self.ghosts.iteration(call, number, made)
         if buffers is not None:
             tracked.put_buffers(buffers)
@@ -480,6 +512,8 @@ class Protected:
         since = tracked.script_side()
         since.take(rng=place.seeds.keeps_generators)
         self._restore_start()
+        if place.remakes:
+            self._remake(call, place.here.iteration)
         place.seeds.for_iteration(place.here.iteration)
         tracked.begin(place.here.iteration)
         place.enter("iteration")
@@ -615,7 +649,9 @@ class Protected:
             self._give_up(f"{error}. All workers have to start again, with {self._begin_with}")
         if self._checkpointing is not None:
             self._checkpointing.recovered(self._rejoin.iteration)
-        self._has_recovered = True
+        place = self._place
+        self._has_recovered = place.has_recovered = True
+        place.has_to_remake = place.remakes
         self._compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:
             self._compare(self._place.here.iteration)

@@ -272,7 +272,7 @@ class Job:
         note = self._supervisor.note if self._supervisor is not None else None
         unfit = self._unfit if self.is_replacement else None
         Outside(self._place, self._running, note, begin, unfit).watch()
-        if self.is_replacement and self._place.carries:
+        if self.is_replacement and self._place.carries and not self._place.remakes:
             self._unfit(self._place.carries)
 
     def _watch_inputs(self, tracked: Tracked) -> None:
@@ -427,7 +427,12 @@ class Job:
                     "not meant for an iteration before. Have a `for` loop take the batches of job.batches()"
                 )
             self._inputs.begin(function.__name__, args, kwargs)
-            result = self._running.iterate(self._draws.remembered(lambda: function(*args, **kwargs)))
+
+            def call() -> R:
+                self._inputs.run()
+                return function(*args, **kwargs)
+
+            result = self._running.iterate(self._draws.remembered(call))
             self._place.drawn = 0
             return result
 

@@ -22,12 +22,14 @@ from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_pr
 from swift_agent.carried import CarriedGradients
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
+from swift_agent.given import fingerprint
 from swift_agent.messages import Messages
 from swift_agent.pipelines import Pipelines
 from swift_agent.supervisor import Supervisor
 from swift_agent.touched import ChangedWithoutStep, TouchedParameters
 from swift_agent.updates import UpdateTracker
 from swift_agent.worker_env import ENV_RUN
+from swift_recovery import stateful
 from swift_recovery.checksum import checksum
 from swift_recovery.errors import StateError
 from swift_recovery.sharded import is_sharded, local_of, replicas_of
@@ -191,6 +193,17 @@ class Tracked:
         if self.messages is not None and not ghost:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
+
+    def plain_others(self) -> dict[str, Any]:
+        """Objects that the script has tracked, of classes that are not torch's."""
+        known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+        return {name: one for name, one in self.state.others.items() if not isinstance(one, known)}
+
+    def digests_of_others(self) -> list[int]:
+        """Of the state of a loader that is tracked, and of `plain_others` besides; 63 bits each."""
+        others = {name: stateful.capture(one) for name, one in sorted(self.plain_others().items())}
+        loader = others.pop("loader", None)
+        return [fingerprint(loader) >> 1, fingerprint(others) >> 1]
 
     def check_repeatable(self) -> None:
         """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one

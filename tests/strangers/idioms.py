@@ -108,7 +108,17 @@ IDIOMS: dict[str, Idiom] = {
         "loaders.py", Told("job.batches() had handed out before the last one", "start", "refused"),
         args=("ahead of the update",), scopes=("worker",)
     ),
-    "the next batch made in the iteration": Idiom(
-        "prefetched_batch.py", Told("a replacement would not have it. Make it inside", "start", "restart"), at=(5, 6, 9)
+    "the next batch made in the iteration": Idiom("prefetched_batch.py", at=(5, 7, 9)),
+    "the next batch made in the iteration, before that is known": Idiom(
+        "prefetched_batch.py", Told("was given other data when it was run again", "failure", "restart"),
+        at=(1, 2, 3), scopes=("node",)
+    ),
+    "the next batch read in the iteration": Idiom(
+        "prefetched_batch.py", Told("had not left it the same", "failure", "restart"), args=("read",), at=(5, 6, 9),
+        scopes=("node",)
+    ),
+    "a batch read in the iteration": Idiom(
+        "prefetched_batch.py", Told("was given other data when it was run again", "failure", "restart"),
+        args=("read", "now"), at=(5, 6, 9), scopes=("node",)
     ),
 }

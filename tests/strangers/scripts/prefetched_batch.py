@@ -1,6 +1,11 @@
-"""Batches cut out of one long text at random; the next one is made while the update is still under way."""
+"""Batches cut out of one long text at random; the next one is made while the update is still under way.
+
+prefetched_batch.py [read] [now]: one after the other, from where the script has come to; made where it is needed.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import hooks
 import torch
@@ -17,8 +22,14 @@ def main() -> None:
     torch.manual_seed(1337 + job.rank)
     text = torch.randint(0, 11, (400,), generator=torch.Generator().manual_seed(1))
 
+    position = job.rank * 4
+
     def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal position
         starts = torch.randint(len(text) - 9, (4,))
+        if "read" in sys.argv:
+            starts = torch.arange(position, position + 4)
+            position += 8
         return torch.stack([text[i : i + 8] for i in starts]), torch.stack([text[i + 1 : i + 9] for i in starts])
 
     model = DDP(nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)))
@@ -30,8 +41,11 @@ def main() -> None:
     def train() -> float:
         nonlocal x, y
         number = job.iteration_number
+        if "now" in sys.argv:
+            x, y = get_batch()
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        x, y = get_batch()
+        if "now" not in sys.argv:
+            x, y = get_batch()
         hooks.moment("inside", number)
         optimizer.zero_grad()
         loss.backward()

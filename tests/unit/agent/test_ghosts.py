@@ -138,6 +138,28 @@ def test_what_a_survivor_runs_once_more_averages_once(
     assert not survivor.place.start.by_hand.is_spoilt()
 
 
+def test_what_an_iteration_leaves_is_made_once_more_without_effect() -> None:
+    worker, held = worker_that_has_done_one(), torch.zeros(0)
+
+    def iteration() -> None:
+        nonlocal held
+        held = torch.rand(3)
+        worker.optimizer.param_groups[0]["lr"] *= 0.5
+        with torch.no_grad():
+            worker.model.bias.mul_(2.0)  # clamping, say
+        worker.iteration()
+
+    worker.place.seeds.settle()
+    worker.place.keep_start()
+    before = worker.values()
+    worker.ghosts.remake(iteration, range(3, 5), has_to_fit=True)
+    made = held
+    worker.place.seeds.for_iteration(4)
+    assert torch.equal(made, torch.rand(3))
+    assert worker.values() == before and worker.optimizer.param_groups[0]["lr"] == 0.1
+    assert worker.place.remaking is None
+
+
 class Cut(Exception):
     pass
 

@@ -146,9 +146,12 @@ class Script:
     def iterate(self, function: Any, *args: Any, times: int = 1) -> Any:
         """As `Job.iteration` does; cut *times* - 1 times."""
         self.inputs.begin("train", args, {})
-        run = self.draws.remembered(lambda: function(*args))
+        run = self.draws.remembered(lambda: (self.inputs.run(), function(*args))[1])
         for _ in range(times):
+            self.place.seeds.for_iteration(self.place.here.iteration)
+            self.place.inside = "iteration"
             result = run()
+            self.place.inside = ""
         self.place.here.iteration += 1
         self.place.drawn = 0
         return result
@@ -398,6 +401,87 @@ def test_what_is_carried_from_iteration_to_iteration_is_told_once() -> None:
     assert not other.place.carries
 
 
+def test_what_is_carried_is_of_no_use_where_workers_were_lost_before_it_was_known() -> None:
+    script = Script()
+    script.place.has_recovered = True
+    held = torch.randn(3, 2)
+
+    def train() -> None:
+        nonlocal held
+        script.model(held)
+        held = torch.randn(3, 2)
+
+    for _ in range(4):
+        script.passes.at_point()
+        script.iterate(train)
+    assert "Workers have been lost before this was known" in script.unfit[0]
+
+
+def test_an_iteration_that_is_run_again_is_given_the_same_or_told() -> None:
+    """Its data lies in a file, say, and the script counts how far it has read."""
+    reader, drawing = Script(), Script()
+    position = 0
+
+    def read() -> None:
+        nonlocal position
+        reader.model(torch.full((1, 2), float(position)))
+        position += 1
+
+    def draw() -> None:
+        drawing.model(torch.randn(1, 2))
+        drawing.model(drawing.model(torch.randn(4, 2)).repeat(1, 2))
+
+    for times in (1, 3, 1, 2):
+        drawing.iterate(draw, times=times)
+    reader.iterate(read)
+    assert not drawing.unfit and not reader.unfit
+    reader.iterate(read, times=2)
+    assert "iteration 1 was given other data when it was run again than in its first run" in reader.unfit[0]
+
+
+def test_what_depends_on_parameters_says_nothing_after_the_update() -> None:
+    script = Script()
+    script.inputs.begin("train", (), {})
+    script.place.inside = "iteration"
+    for factor in (1.0, 2.0):  # the second: a run without effect, after the update
+        script.inputs.run()
+        script.model(torch.ones(1, 2, requires_grad=True) * factor)
+        script.place.inside = ""
+    assert not script.unfit
+
+
+@pytest.mark.parametrize("kind", ["drawn", "counted", "hidden state"])
+def test_what_an_iteration_leaves_to_the_next_is_made_once_more_or_told(kind: str) -> None:
+    """As `Ghosts.remake` does, on a rank that was there: what it makes is what was there, or it is told."""
+    script = Script()
+    script.place.can_remake = lambda: True  # type: ignore[method-assign]
+    held, count = torch.randn(3, 2), 0
+
+    def train() -> None:
+        nonlocal held, count
+        script.model(held)
+        count += 1
+        if kind == "hidden state":
+            held = held * 0.5 + torch.randn(3, 2)
+        else:
+            held = torch.randn(3, 2) + (count if kind == "counted" else 0)
+
+    for _ in range(6):
+        script.passes.at_point()
+        script.iterate(train)
+    assert "is run once more" in script.notes[0] and script.place.remakes
+    before = held
+    script.inputs.begin("train", (), {})
+    for number in (4, 5):
+        script.place.seeds.for_iteration(number)
+        script.place.remaking, script.place.has_to_fit = number, number == 5
+        script.inputs.run()
+        train()
+    script.place.remaking = None
+    assert torch.equal(held, before) is (kind == "drawn")
+    assert ("was run once more" in "".join(script.unfit)) is (kind != "drawn")
+
+
 def test_batches_of_a_loader_are_not_carried() -> None:
     script = Script()
     for batch in script.batches(numbers()):
@@ -436,11 +520,18 @@ def test_a_replacement_with_other_data_is_of_no_use(tmp_path: Path) -> None:
     assert "iteration 4 was given other data than in the process that this one replaces" in wrong.unfit[0]
 
 
-def test_an_iteration_without_arguments_is_known_by_what_its_model_gets(tmp_path: Path) -> None:
-    first = Script(page(tmp_path))
-    first.iterate(lambda: first.model(torch.ones(1, 2)))
-    second = Script(page(tmp_path, is_replacement=True))
-    second.iterate(lambda: second.model(torch.zeros(1, 2)))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_iteration_without_arguments_is_known_by_what_its_model_gets(tmp_path: Path, compiled: bool) -> None:
+    def script(*, is_replacement: bool) -> tuple[Script, Any]:
+        one = Script()
+        model = torch.compile(one.model, backend="eager", fullgraph=True) if compiled else one.model
+        one.inputs.watch([model], page(tmp_path, is_replacement=is_replacement))
+        return one, model
+
+    first, model = script(is_replacement=False)
+    first.iterate(lambda: model(torch.ones(1, 2)))
+    second, other = script(is_replacement=True)
+    second.iterate(lambda: other(torch.zeros(1, 2)))
     assert len(second.unfit) == 1
 
 

@@ -222,3 +222,35 @@ def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytes
     assert taken.parts["hyper"]["lr of o"] == "0.1" and taken.parts["parameter"] == now.parts["parameter"]
     supervisor.close()
     theirs.close()
+
+
+class Reader:
+    """A loader of a script's own. *own*: of the rank."""
+
+    def __init__(self, position: int, own: int) -> None:
+        self.position, self.own = position, own
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position + self.own}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("name", ["loader", "reader"])
+def test_state_that_differs_from_rank_to_rank_is_no_good_to_a_replacement(name: str) -> None:
+    def digests(own: int) -> list[int]:
+        model = nn.Linear(2, 1)
+        pending = {"models": {"m": model}, "optimizers": {}, "others": {name: Reader(3, own)}}
+        protected._tracked = Tracked(pending, [0, 1], 2, None)
+        return protected._tracked.digests_of_others()
+
+    notes: list[str] = []
+    protected: Any = object.__new__(Protected)
+    protected._place, protected.supervisor = SimpleNamespace(rank=0), SimpleNamespace(note=notes.append)
+    protected._check_others([digests(0), digests(0)])
+    assert not notes
+    refused = pytest.raises(UsageError, match="differs from rank to rank")
+    with refused if name == "loader" else contextlib.nullcontext():
+        protected._check_others([digests(0), digests(4)])
+    assert len(notes) == (name != "loader") and all("another state on other ranks" in note for note in notes)
