@@ -140,8 +140,9 @@ class Place:
     *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
     is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can
     once the iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
-    *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first. *began*:
-    the generation in which all began, rank 0's, the same on all ranks. *has_recovered*: this process, once.
+    *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
+    the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
+    rank 0's, the same on all ranks. *has_recovered*: this process, once.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -167,7 +168,7 @@ class Place:
         self.passed: Position | None = None
         self.is_before_epoch = False
         self.carries = ""
-        self.remakes = self.has_to_remake = self.has_to_fit = self.has_recovered = False
+        self.remakes = self.has_to_remake = self.has_to_fit = self.lacks = self.has_recovered = False
         self.remaking: int | None = None
         self.began = 0
         self._point_at = astuple(Position())
@@ -306,7 +307,8 @@ class Place:
             self.carries, self.began = offer.get("carries", ""), offer.get("began", 0)
             self.remakes = offer.get("remakes", False)
         else:
-            self.has_to_remake = bool(offer.get("remakes")) and iteration > 0
+            self.has_to_remake = self.lacks = bool(offer.get("carries")) and iteration > 0
+            self.remakes = self.lacks and bool(offer.get("remakes"))
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)
         with self.lock:

@@ -404,12 +404,23 @@ class Protected:
         """Iteration *number* is to be run, and needs what the one before has left."""
         place, was_there = self._place, not self._is_new
         place.has_to_remake = False
-        if not place.has_recovered and place.rank == 0:
-            self.supervisor.note(
-                f"iteration {number - 1} is run once more, without effect, for the tensors that it leaves to the next "
-                "one; no rank is left that could say whether they are the same"
-            )
+        if place.lacks:
+            self._tell_lacking(number)
+            if not place.remakes:
+                return
         self.ghosts.remake(call, range(number - 1 - was_there, number), has_to_fit=was_there)
+
+    def _tell_lacking(self, number: int) -> None:
+        place = self._place
+        place.lacks = False
+        if place.rank == 0:
+            but = (
+                f"iteration {number - 1} is run once more for it, without effect, and no rank is left that could say "
+                "whether it is the same" if place.remakes else "training goes on with another one than before"
+            )  # fmt: skip
+            self.supervisor.note(
+                f"the checkpoint of iteration {number} does not have a tensor that the iteration before had left: {but}"
+            )
 
     def _pass_over(self, call: Callable[[], R]) -> R:
         """Give the script the result of an iteration that it need not run: without communication, without effect.
@@ -651,7 +662,7 @@ class Protected:
             self._checkpointing.recovered(self._rejoin.iteration)
         place = self._place
         self._has_recovered = place.has_recovered = True
-        place.has_to_remake = place.remakes
+        place.has_to_remake = place.remakes or place.lacks
         self._compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:
             self._compare(self._place.here.iteration)

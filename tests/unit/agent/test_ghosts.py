@@ -160,6 +160,24 @@ def test_what_an_iteration_leaves_is_made_once_more_without_effect() -> None:
     assert worker.place.remaking is None
 
 
+@pytest.mark.parametrize("remakes", [True, False])
+def test_a_checkpoint_does_not_have_what_an_iteration_had_left(remakes: bool) -> None:
+    source, successor = worker_that_has_done_one(), Worker()
+    source.place.carries, source.place.remakes = "a tensor", remakes
+    successor.place.status = "empty"
+    successor.place.take_over(copy.deepcopy(source.place.offer()), 1, from_checkpoint=True)
+    assert successor.place.has_to_remake and not successor.place.carries
+    notes: list[str] = []
+    calls: list[int | None] = []
+    protected: Any = object.__new__(Protected)
+    protected._place, protected.ghosts, protected._is_new = successor.place, successor.ghosts, True
+    protected.supervisor = SimpleNamespace(note=notes.append)
+    successor.place.keep_start()
+    protected._remake(lambda: calls.append(successor.place.remaking), 1)
+    assert calls == ([0] if remakes else []) and not successor.place.has_to_remake
+    assert "the checkpoint of iteration 1 does not have a tensor" in notes[0]
+
+
 class Cut(Exception):
     pass
 
