@@ -111,7 +111,7 @@ IDIOMS: dict[str, Idiom] = {
     "the next batch made in the iteration": Idiom("prefetched_batch.py", at=(5, 7, 9)),
     "the next batch made in the iteration, before that is known": Idiom(
         "prefetched_batch.py", Told("was given other data when it was run again", "failure", "restart"),
-        at=(1, 2, 3), scopes=("node",)
+        at=(2, 3, 4), scopes=("node",)
     ),
     "the next batch read in the iteration": Idiom(
         "prefetched_batch.py", Told("had not left it the same", "failure", "restart"), args=("read",), at=(5, 6, 9),
