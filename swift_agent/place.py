@@ -138,8 +138,9 @@ class Place:
     *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
     have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
     *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
-    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can
-    once the iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
+    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's
+    replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can once the
+    iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
     *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
     the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
     rank 0's, the same on all ranks. *has_recovered*: this process, once.
