@@ -807,5 +807,5 @@ def is_communication_error(error: BaseException) -> bool:
     if error.__cause__ not in (None, error) and is_communication_error(error.__cause__):
         return True
     text = str(error).lower()
-    marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out")
+    marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out", "pair closure")
     return isinstance(error, RuntimeError) and any(mark in text for mark in marks)

@@ -19,6 +19,7 @@ This module must never touch training state.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -50,6 +51,10 @@ AGAIN_WITHIN_S = 600.0
 ASK_PLACE_S = 5.0
 # So often is looked whether this process may still go on.
 LOOK_S = 1.0
+# Not looked for so long: this process stood still meanwhile.
+STOOD_S = 2.0
+# An error so soon after that may come from it: a collective has run over its timeout, of which the pause was a part.
+STOOD_COUNTS_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class Supervisor:
         self._released = False
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
+        self._looked_s = math.inf
+        self._stood_in, self._stood_until_s = 0, -math.inf
         self._place_asked, self._place_told = 0, dict[int, str]()
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
@@ -200,9 +207,13 @@ class Supervisor:
     def confirm(self, error: BaseException) -> bool:
         """A collective failed: ask whether a peer did. True once the stop has come, False if it does not come.
 
-        As long as the agent says that it cannot know (see `patience`) the time does not run.
+        As long as the agent says that it cannot know (see `patience`) the time does not run. Where this process was
+        paused a moment ago its collective, or that of a peer, may have run over the timeout of its group without any
+        failure: another generation is asked for, as in `reconnect`.
         """
-        return self._hear_of(error, CONFIRM_TIMEOUT_S)
+        if not self._stood_still() or not self._may_ask_again():
+            return self._hear_of(error, CONFIRM_TIMEOUT_S)
+        return self._hear_of(error, AGAIN_AFTER_S) or self._ask_again(f"{_text(error)} (it had been paused)")
 
     def reconnect(self, error: BaseException) -> bool:
         """The groups could not be connected, or a state has not come as it was sent. As `confirm`; but if no peer
@@ -210,13 +221,25 @@ class Supervisor:
         this process that has to be replaced."""
         if self._hear_of(error, AGAIN_AFTER_S):
             return True
+        return self._may_ask_again() and self._ask_again(_text(error))
+
+    def _may_ask_again(self) -> bool:
         now_s = time.monotonic()
         self._asked_again_s = [at_s for at_s in self._asked_again_s if now_s - at_s < AGAIN_WITHIN_S]
-        if len(self._asked_again_s) == MOST_AGAIN:
-            return False
-        self._asked_again_s.append(now_s)
-        self.send({"op": "again", "generation": self._entered, "why": _text(error)})
+        return len(self._asked_again_s) < MOST_AGAIN
+
+    def _ask_again(self, why: str) -> bool:
+        self._asked_again_s.append(time.monotonic())
+        self.send({"op": "again", "generation": self._entered, "why": why})
         return self._wait_interrupted(CONFIRM_TIMEOUT_S)
+
+    def _stood_still(self) -> bool:
+        """Whether this process was paused a moment ago, in the generation that it is in: what was cut by that is not
+        cut any more in the next. From any thread."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STOOD_S:
+            self._stood_in, self._stood_until_s = self._entered, now_s
+        return self._stood_in == self._entered and now_s - self._stood_until_s < STOOD_COUNTS_S
 
     def _hear_of(self, error: BaseException, patience_s: float) -> bool:
         if not self.interrupted:
@@ -322,8 +345,10 @@ class Supervisor:
         """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands
         still itself. When it goes on it continues its workers, pauses or ends them."""
         while not self._released:
+            self._stood_still()
             left_s = self._standing.left_s()
             if left_s > 0:
+                self._looked_s = time.monotonic()
                 time.sleep(min(left_s, LOOK_S))
                 continue
             # The agent wakes this process again and again until that is taken back.

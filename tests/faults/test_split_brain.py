@@ -17,6 +17,7 @@ import pytest
 
 from swift_logging_store.store import LocalStore
 from swift_recovery.checkpoint import CheckpointDirectory
+from tests.faults.conftest import assert_recovered
 from tests.support.etcd_cluster import wait_for
 from tests.support.job import Agents
 from tests.support.relay import Relay
@@ -198,3 +199,31 @@ def test_a_single_node_whose_agent_is_frozen(make_agents: Callable[..., Agents],
         os.kill(agent, signal.SIGCONT)
     wait_for(lambda: not psutil.pid_exists(old[0]), 10.0, "the old worker to be gone")
     job.nobody_trains_beside(old)
+
+
+def test_a_pause_that_is_longer_than_the_timeout_of_the_groups_is_no_failure(
+    make_agents: Callable[..., Agents], relay: Relay, undisturbed: Callable[..., str]
+) -> None:
+    """When they go on, collectives have run over it: nobody has failed, and all try once more."""
+    timeout_s = 8.0
+    waits = {"at": "backward", "iteration": 6, "rank": 0, "scope": "wait"}
+    options = ("--lease-ttl", str(TTL_S))
+    agents = make_agents(orders={"faults": [waits], "timeout_s": timeout_s}, endpoint=relay.address, options=options)
+    log = lambda node: (agents.directory / f"agent.{node}.log").read_text(errors="replace")  # noqa: E731
+    for node in "ab":
+        agents.start(node)
+    wait_for((agents.directory / "fired.0").exists, 60.0, "three ranks to wait for the first")
+    relay.cut()
+    began_s = time.monotonic()
+    pids = [int((agents.directory / f"pids.{rank}").read_text()) for rank in range(4)]
+    wait_for(lambda: all(map(is_stopped, pids)), timeout_s - 1.0, "all to be paused, before the timeout")
+    wait_for(lambda: time.monotonic() > began_s + timeout_s + 1.0, 20.0, "the timeout to be over")
+    relay.heal()
+    wait_for(lambda: not any(map(is_stopped, pids)), 20.0, "all to go on")
+    (agents.directory / "go.0").touch()
+    outcome = agents.wait()
+    assert_recovered(outcome, undisturbed(), set())
+    assert set(outcome.exit_codes.values()) == {0}
+    assert "Timed out waiting 8000ms" in outcome.text() and "(it had been paused); all others go on" in outcome.text()
+    for node in "ab":
+        assert "paused before another node can get their places" in log(node)

@@ -5,9 +5,9 @@ Reads its orders from the JSON in $FAULT_ORDERS: {"dir", "model", "iterations", 
 dies after that, or (scope "wait") waits for the file `go.{index}`. After each iteration it pauses, until a file `hurry`
 is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints` or in "store"; if
 "patient" the iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file
-`free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`. The
-file `last` may hold the number of iterations after which the job ends, if that is sooner: a whole number of epochs, far
-ahead when the file is made.
+`free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`.
+"timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends, if that
+is sooner: a whole number of epochs, far ahead when the file is made.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.
@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -408,5 +409,5 @@ if __name__ == "__main__":
         print(os.getpid(), file=stream)
     torch.set_num_threads(1)
     arm_private_places()
-    build(swift.init())
+    build(swift.init(timeout=timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None))
     sys.exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +118,34 @@ def test_who_cannot_be_connected_asks_for_another_try_but_not_for_ever(
         assert answers == [True]
     worker._entered, worker.interrupted = generation + 1, False
     assert not worker.reconnect(OSError("reset"))  # it is this process
+
+
+def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "CONFIRM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(supervisor, "CONFIRM_SLICE_S", 0.1)
+    monkeypatch.setattr(supervisor, "AGAIN_AFTER_S", 0.1)
+    ours, theirs = socket.socketpair()
+    worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)  # its threads are not started
+    try:
+        worker._entered = 1
+        worker._looked_s = time.monotonic() - 10.0
+        assert worker._stood_still()
+        worker._looked_s = time.monotonic()
+        assert worker._stood_still()
+        worker._entered = 2
+        assert not worker._stood_still()  # its groups are others
+        for number in range(supervisor.MOST_AGAIN + 1):
+            worker._looked_s = time.monotonic() - 10.0
+            assert not worker.confirm(RuntimeError("timed out"))
+            assert agent.receive()["op"] == "suspect"
+            worker.send({"op": "next"})
+            told = [agent.receive()["op"]]
+            if told != ["next"]:
+                told.append(agent.receive()["op"])
+            assert told == (["again", "next"] if number < supervisor.MOST_AGAIN else ["next"])
+    finally:
+        ours.close()
+        theirs.close()
 
 
 def test_the_time_of_a_worker_begins_anew_as_long_as_its_agent_cannot_know(line: tuple[Supervisor, Channel]) -> None:

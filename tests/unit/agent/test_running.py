@@ -51,6 +51,8 @@ def test_why_a_stage_failed() -> None:
         (dist.DistStoreError("store at a:1 cannot be reached"), True),
         (PeerFailure("generation 3 was stopped"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42197"), True),
+        # An operation whose group was ended by one that had run over its timeout.
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection"), False),
         (caused("Failed to run stage backward", by=RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")), True),

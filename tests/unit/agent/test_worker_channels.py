@@ -301,3 +301,45 @@ def test_what_is_said_twice_a_second_leaves_nothing_for_a_worker_that_does_not_r
     line.channels.tick(time.monotonic() + 1000, 10.0, paused=False)
     assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
     worker.close()
+
+
+PAUSED = """
+import sys, time
+from swift_agent.channel import connect
+from swift_agent.supervisor import Supervisor
+worker = Supervisor(connect(sys.argv[1]), 0)
+worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+worker._entered = 1
+looked_s = time.monotonic()
+worker.send({"op": "holds"})
+while time.monotonic() - looked_s < 3:
+    looked_s = time.monotonic()
+    time.sleep(0.05)
+sys.exit(0 if worker.confirm(RuntimeError("Timed out waiting 3000ms")) else 1)
+"""
+
+
+def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(line: Line) -> None:
+    """No peer has failed, so no stop would come; all were paused, and none of them is at fault."""
+    path = os.pathsep.join([str(ROOT), *(str(ROOT / part) for part in ("rendezvous", "recovery", "logging_store"))])
+    command = [sys.executable, "-c", PAUSED, line.channels.path]
+    process = psutil.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    try:
+        line.processes[0].pid = process.pid
+        line.until(lambda: len(line.events) == 2)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(supervisor.STOOD_S + 1.0)
+        process.send_signal(signal.SIGCONT)
+        deadline_s = time.monotonic() + 30
+        while not any(isinstance(event, msg.WorkerApart) for event in line.events):
+            assert time.monotonic() < deadline_s, (line.events, process.poll())
+            line.turn()
+        why = "Timed out waiting 3000ms (it had been paused)"
+        assert line.events[2:] == [msg.WorkerApart(0, process.pid, 1, why)]
+        line.channels.send((0,), {"op": "stop", "generation": 1, "why": "rank 0 asks for another try"})
+        line.until(lambda: process.poll() is not None)
+        assert process.returncode == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
