@@ -45,10 +45,17 @@ class _Begun:
     of: weakref.ref[Batches[Any]]
 
 
+@dataclass(frozen=True)
+class _End:
+    """In place of a batch: that pass had none any more."""
+
+    of: weakref.ref[Batches[Any]]
+
+
 @dataclass
 class _Inside:
-    """One iteration or section, in whichever run. *taken*: batches, and generators after them. *num_section_passes*:
-    of the run now."""
+    """One iteration or section, in whichever run. *taken*: batches or ends, and generators after them.
+    *num_section_passes*: of the run now."""
 
     number: int
     is_section: bool
@@ -87,19 +94,28 @@ class Draws:
             self._inside, self._next, self.run = inside, 0, self._num_runs
             inside.num_section_passes = 0
             try:
-                return function()
+                result = function()
+                self._check_all_taken()
+                return result
             finally:
                 self._inside, self._next, self.run = outer
 
         return call
 
-    def take(self, draw: Callable[[], T]) -> T:
+    def take(self, draw: Callable[[], T], of: Batches[Any]) -> T:
+        """*of*: which pass."""
         assert self._inside is not None
         seeds, taken = self._place.seeds, self._inside.taken
+        while self._next < len(taken) and isinstance(end := taken[self._next][0], _End) and end.of() is not of:
+            self._next += 1  # the script has gone on with another pass before it was cut
         if self._next == len(taken):
-            batch = draw()
+            try:
+                batch: Any = draw()
+            except StopIteration:
+                batch = _End(weakref.ref(of))
             taken.append((batch, capture_generators() if seeds.keeps_generators else None))
-            self._given(batch)
+            if not isinstance(batch, _End):
+                self._given(batch)
         batch, generators = taken[self._next]
         self._next += 1
         # What comes after it draws the same, whether the batch was loaded now or before.
@@ -107,8 +123,20 @@ class Draws:
             seeds.for_inside(number_of(self._inside.number, self._next))
         else:
             restore_generators(generators)
+        if isinstance(batch, _End):
+            raise StopIteration
         result: T = batch
         return result
+
+    def _check_all_taken(self) -> None:
+        """A run that has come to its end has taken all that one which was cut had."""
+        assert self._inside is not None
+        left = [batch for batch, _ in self._inside.taken[self._next :] if not isinstance(batch, _End)]
+        if left:
+            raise UsageError(
+                "an iteration that is run again takes fewer batches than before it was cut: the others "
+                "come from a generator that has ended since. Take them by next() on the result of job.batches() itself."
+            )
 
     def make_room(self) -> None:
         """A pass that this run has made is about to begin. If a run that was cut has begun it, too, that one has
@@ -242,17 +270,12 @@ class Batches(Iterator[T]):
 
     def __next__(self) -> T:
         passes = self._passes
-        if self._is_over:
-            if self._is_followed:
-                raise UsageError(
-                    "a batch is taken from a pass of job.batches() or job.loader() after the next pass over the same "
-                    "loader has begun. Take several batches for one update by group=k."
-                )
-            raise StopIteration
         if passes.draws.is_inside:
-            if self._batches is None and self._is_of_this_run:
+            # Also where it is over: a run that was cut may have come to its end, after batches that come again.
+            if self._batches is None and self._is_of_this_run and not self._is_over:
                 passes.draws.make_room()
-            return passes.draws.take(self._draw)
+            return passes.draws.take(self._draw, self)
+        self._check_goes_on()
         if self._batches is None and not self._start(is_next=not in_script.is_for(sys._getframe(1))):
             raise StopIteration
         if not self._is_peek:
@@ -344,7 +367,18 @@ class Batches(Iterator[T]):
         passes.num_open += 1
         return True
 
+    def _check_goes_on(self) -> None:
+        """Raises StopIteration if it is over."""
+        if self._is_over and self._is_followed:
+            raise UsageError(
+                "a batch is taken from a pass of job.batches() or job.loader() after the next pass over the same "
+                "loader has begun. Take several batches for one update by group=k."
+            )
+        if self._is_over:
+            raise StopIteration
+
     def _draw(self) -> T:
+        self._check_goes_on()
         try:
             return self._draw_next()
         except StopIteration:

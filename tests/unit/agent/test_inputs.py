@@ -289,6 +289,40 @@ def test_an_end_inside_an_iteration_goes_on_with_the_next_pass() -> None:
     assert (script.place.here.passes, script.place.here.batch) == (1, 3)
 
 
+def test_an_iteration_in_which_the_pass_ends_gets_its_last_batches_again() -> None:
+    """It asks `next(source, None)` for as many as there are."""
+    script = Script()
+    source = script.batches(numbers(5))
+    runs: list[list[Any]] = []
+
+    def train() -> Any:
+        drawn: list[Any] = []
+        while len(drawn) < 2 and (batch := next(source, None)) is not None:
+            drawn.append((int(batch[0]), torch.rand(1).item()))
+        drawn.append(torch.rand(1).item())
+        runs.append(drawn)
+        return drawn
+
+    for _ in range(4):
+        script.iterate(train, times=3)
+    for same in zip(*[iter(runs)] * 3, strict=True):
+        assert same[0] == same[1] == same[2]
+    assert [[one[0] for one in run[:-1]] for run in runs[::3]] == [[0, 1], [2, 3], [4], []]
+    assert (script.place.here.passes, script.place.here.batch) == (1, 0)
+
+
+def test_batches_that_a_generator_of_the_script_cannot_give_again_are_told() -> None:
+    script = Script()
+    source = (batch for batch in script.batches(numbers(3)))
+
+    def train() -> int:
+        return len([batch for _ in range(2) if (batch := next(source, None)) is not None])
+
+    assert script.iterate(train, times=2) == 2
+    with pytest.raises(UsageError, match="come from a generator that has ended"):
+        script.iterate(train, times=2)
+
+
 class Cut(Exception):
     pass
 
