@@ -17,23 +17,26 @@ from swift_agent.errors import UsageError
 from swift_recovery.sharded import is_sharded, local_of
 
 
-class CarriedGradients:
-    """`begin` before each iteration and `end` after each that is complete, until that says that it has seen enough."""
+class GradientWatch:
+    """Whether an iteration adds to gradients that are there when it begins: from `start` to `stop`."""
 
     def __init__(self, optimizers: Iterable[Optimizer], sharded: Iterable[Any] = ()) -> None:
         """*sharded*: modules whose backward adds to gradients without the hooks of their parameters (FSDP2)."""
         self._optimizers, self._sharded = list(optimizers), list(sharded)
         self._found: dict[int, tuple[Tensor, Tensor]] = {}
         self._undo: list[Callable[[], object]] = []
-        self._follows_update = False
 
-    def begin(self, *, ghost: bool) -> None:
-        follows, self._follows_update = self._follows_update, False
+    @property
+    def is_on(self) -> bool:
+        return bool(self._undo)
+
+    @property
+    def has_seen(self) -> bool:
+        """It has added to one, and not cleared it since: an auxiliary backward may come before they are."""
+        return any(parameter.grad is grad for parameter, grad in self._found.values())
+
+    def start(self) -> None:
         self.stop()
-        if follows and not ghost:
-            self._watch()
-
-    def _watch(self) -> None:
         in_shards: list[Callable[[Tensor], None]] = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -79,25 +82,38 @@ class CarriedGradients:
             (lambda: delattr(optimizer, "zero_grad")) if own is None else lambda: setattr(optimizer, "zero_grad", own)
         )
 
+    def stop(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._found.clear()
+
+
+class CarriedGradients:
+    """`begin` before each iteration and `end` after each that is complete, until that says that it has seen enough."""
+
+    def __init__(self, optimizers: Iterable[Optimizer], sharded: Iterable[Any] = ()) -> None:
+        self._watch = GradientWatch(optimizers, sharded)
+        self._follows_update = False
+
+    def begin(self, *, ghost: bool) -> None:
+        follows, self._follows_update = self._follows_update, False
+        self._watch.stop()
+        if follows and not ghost:
+            self._watch.start()
+
     def end(self, *, updated: bool) -> bool:
         """Whether this was all; *updated*: the iteration has made an update. Raises `UsageError`."""
-        if not self._undo:
+        if not self._watch.is_on:
             self._follows_update = updated
             return False
-        # An auxiliary backward may come before they are cleared by hand.
-        carried = any(parameter.grad is grad for parameter, grad in self._found.values())
-        self.stop()
+        carried = self._watch.has_seen
+        self._watch.stop()
         if carried:
             raise UsageError(
                 "an iteration has added to gradients of the one before, whose update was made: what they were could "
                 "not be recovered. Call optimizer.zero_grad() in each iteration."
             )
         return True
-
-    def stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self._found.clear()
 
 
 def _watch(parameter: Tensor, found: dict[int, tuple[Tensor, Tensor]]) -> Callable[[Tensor], None]:

@@ -4,8 +4,8 @@
                                                                              '-- not: fingerprints --> what differs
 
 What ranks tell each other goes through the store of their generation, which is fenced; a failure ends the comparison,
-and the next generation begins its own. The first rank of a replica set judges. In the first iterations of an
-undisturbed run the same shows what is alike by nature, and whether these are replicas at all.
+and the next generation begins its own. The first rank of a replica set judges. In an undisturbed run the same shows
+what is alike by nature; in its first iterations whether these are replicas at all, later whether they still are.
 
 This module must never communicate in a process group, nor decide what is wrong: `deviation` does.
 """
@@ -37,6 +37,10 @@ _CONNECT = timedelta(seconds=10)
 _SLICE = timedelta(seconds=2)
 # The others have made the same iteration, so they come soon. Who does not is no business of this module.
 PATIENCE_S = 600.0
+# Of parameters and their state, in an undisturbed run: next to no time. What is more comes in the next ones.
+LATE_BYTES = 32 << 20
+# Who has left a step out that others have made is alone with its gradients. The next comparison tells that.
+GRADIENTS_PATIENCE_S = 60.0
 _RETRY_S = 0.1
 
 
@@ -48,6 +52,8 @@ class _Task:
     generation: int
     connect: Callable[[], StoreClient]
     undisturbed: bool
+    patience_s: float
+    is_late: bool
     settled: threading.Event = field(default_factory=threading.Event)
     is_known: bool = False
     """All replicas have told what they hold; set before *settled*."""
@@ -75,6 +81,11 @@ class Comparison:
         self._equal_after: int | None = None
         self._began_in = 0
         self._ahead: tuple[int, Fingerprint] | None = None
+        self._gradients_after = 0  # so many iterations in this generation they were compared last
+        self._gradients = threading.Lock()
+        self._used_after: set[int] = set()
+        self._unlike_after: dict[int, str] = {}
+        self._has_given_up = False
         self.due = NEVER
 
     @property
@@ -85,7 +96,7 @@ class Comparison:
     def begin(self, iteration: int, *, undisturbed: bool) -> None:
         """All ranks begin a generation with that iteration. *undisturbed*: all have just begun."""
         self._base, self._undisturbed, self._tasks = iteration, undisturbed, []
-        self._equal_after = None
+        self._equal_after, self._gradients_after = None, 0
         self._began_in = self._began_in or self._supervisor.generation
         if self._ahead is None or self._ahead[0] != self._supervisor.generation:
             self._ahead = None
@@ -95,7 +106,7 @@ class Comparison:
     def _find_next(self, number: int) -> None:
         alone = len(self._tracked.replicas) == 1
         due = deviation.next_due(self._base, number, undisturbed=self._undisturbed, every=self._every)
-        self.due = NEVER if due is None or alone else due
+        self.due = NEVER if alone else due
 
     def take_ahead(self) -> None:
         """After an iteration that this rank makes in a recovery, before `begin`: the others make it as the first one
@@ -108,17 +119,44 @@ class Comparison:
         """In this generation the first `take` is due before another iteration."""
         return self._ahead is not None
 
+    def is_due_for_gradients(self, number: int) -> bool:
+        """Whether to `take` after so many iterations, which all ranks have ended with gradients but without an update:
+        the first time, and seldom then."""
+        return number - self._base >= 2 * self._gradients_after
+
+    def gradients_are_used(self, number: int) -> None:
+        """Those that were left after so many iterations: if each rank has its own, nobody can go on like this."""
+        with self._gradients:
+            self._used_after.add(number)
+            said = self._unlike_after.pop(number, "")
+            self._has_given_up = self._has_given_up or bool(said)
+        if said:
+            self._give_up(said, True)
+
+    def _are_unlike(self, number: int, said: str) -> None:
+        with self._gradients:
+            is_used = number in self._used_after
+            self._unlike_after[number] = said
+            self._has_given_up = self._has_given_up or is_used
+        if is_used:
+            self._give_up(said, True)
+
     def take(self, number: int) -> None:
         """After so many iterations: keep the fingerprint, and have it compared."""
+        patience_s = PATIENCE_S if number >= self.due or self._ahead is not None else GRADIENTS_PATIENCE_S
+        is_late = self._undisturbed and number - self._base > deviation.NUM_FIRST
         self._find_next(number)
         store = self._groups.store
         if self._ahead is not None:
             first, taken, self._ahead = 0, self._ahead[1], None
         else:
-            first, taken = self._prints.at, self._prints.take()
+            first, taken = self._prints.at, self._prints.take(max_bytes=LATE_BYTES if is_late else None)
+        if taken.parts.get("gradient"):
+            self._gradients_after = number - self._base
         taken = replace(taken, began_in=self._began_in)
         task = _Task(
-            number, first, taken, self._supervisor.generation, lambda: store.clone(_CONNECT), self._undisturbed
+            number, first, taken, self._supervisor.generation, lambda: store.clone(_CONNECT), self._undisturbed,
+            patience_s, is_late,
         )  # fmt: skip
         self._tasks = [one for one in self._tasks if not one.settled.is_set() or one.number >= number - self._every]
         self._tasks.append(task)
@@ -151,7 +189,7 @@ class Comparison:
     @property
     def has_failed(self) -> bool:
         """In this generation replicas differ; one of them has said so."""
-        return any(task.differs for task in self._tasks)
+        return self._has_given_up or any(task.differs for task in self._tasks)
 
     # ---- the thread ----
 
@@ -217,22 +255,30 @@ class Comparison:
         wrong, by_design = deviation.compare(prints, undisturbed=task.undisturbed)
         if task.undisturbed or self._apart is not None:
             self._apart = by_design
-        task.differs, task.is_known = deviation.forbids_going_on(wrong), True
+        of_each_rank = deviation.are_of_each_rank(wrong)
+        # Nothing has failed, and for long they have been alike: as it would without us, training goes on.
+        goes_on = of_each_rank or task.is_late or not deviation.forbids_going_on(wrong)
+        is_told = task.is_late and bool(self._tracked.differed_after)
+        if task.is_late and deviation.forbids_going_on(wrong) and not of_each_rank:
+            self._tracked.differed_after = self._tracked.differed_after or task.number
+        task.differs, task.is_known = not goes_on, True
         if self._apart is not None and not task.differs:
-            self._apart |= {one.name for one in wrong}  # told once
-        if wrong and rank == replicas[0] and self._is_current(task):
+            self._apart |= {one.name for one in wrong if one.kind != "gradient"}  # told once
+        if wrong and not is_told and self._is_current(task) and rank == replicas[0]:
             said = deviation.sentence(
                 prints, wrong, iteration=task.number, equal_after=self._equal_after, undisturbed=task.undisturbed,
-                generation=task.generation,
+                generation=task.generation, late=task.is_late,
             )  # fmt: skip
-            if task.differs:
+            if of_each_rank:
+                self._are_unlike(task.number, said)
+            elif task.differs:
                 self._give_up(said, task.undisturbed)
             else:
                 self._supervisor.note(said)
 
     def _wait(self, store: StoreClient, task: _Task, keys: list[str]) -> bool:
         """For all of *keys*; False if they do not come in this generation."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + task.patience_s
         while self._is_current(task) and time.monotonic() < deadline_s:
             try:
                 store.wait(keys, _SLICE)

@@ -17,23 +17,30 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["hyper", "buffer", "parameter", "state"]
-KINDS: tuple[Kind, ...] = ("hyper", "parameter", "state", "buffer")
-# Undisturbed, to learn what is alike; later a difference is the script's own.
+Kind = Literal["hyper", "buffer", "parameter", "state", "gradient"]
+KINDS: tuple[Kind, ...] = ("hyper", "parameter", "state", "buffer", "gradient")
+# Undisturbed: who differs until then never was a replica.
 NUM_FIRST = 8
+ENDED = "An iteration ended with gradients, but without a step of a tracked optimizer"
+REMEDY = (
+    "a replacement would not have them. Take the micro-batches of an update with job.batches(loader, group=4), and put "
+    "the whole accumulation, with the step, into one call of the @job.iteration function. If the step is left out on "
+    "purpose (a gradient that is not finite), call optimizer.zero_grad() before it returns"
+)
+OF_EACH_RANK = f"{ENDED}, and the next one adds to them, but each rank has its own: {REMEDY}"
 # Named of each kind; the others are counted.
 MAX_NAMED = 3
 
 
-def next_due(base: int, number: int, *, undisturbed: bool, every: int = 0) -> int | None:
+def next_due(base: int, number: int, *, undisturbed: bool, every: int = 0) -> int:
     """After which iteration, counted from *base* where this generation began, the next comparison comes: the first,
-    second, fourth ..., past *number*. *every*: one before each checkpoint, too. None: there is no more to come."""
+    second, fourth ..., past *number*. *every*: one before each checkpoint, too, if the run is not *undisturbed*."""
     step = 1
     while base + step <= number:
         step *= 2
-    if undisturbed:
-        return base + step if step <= NUM_FIRST else None
-    return min(base + step, (number // every + 1) * every) if every else base + step
+    if undisturbed or not every:
+        return base + step
+    return min(base + step, (number // every + 1) * every)
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,15 @@ class Fingerprint:
     """What one rank holds. *parts*: by kind, for each name a checksum or a value, and what to show of it.
 
     *apart*: names that differed before anything had failed, None: this process did not see that time. *began_in*: the
-    generation in which this process began.
+    generation in which this process began. *differed*: after so many iterations replicas were seen to differ, before
+    anything had failed; 0: they were not.
     """
 
     parts: Mapping[Kind, Mapping[str, str]]
     shown: Mapping[str, str] = field(default_factory=dict)
     apart: frozenset[str] | None = None
     began_in: int = 0
+    differed: int = 0
 
     def digest(self) -> str:
         """Of all that is compared."""
@@ -56,7 +65,8 @@ class Fingerprint:
 
     def to_json(self) -> dict[str, Any]:
         apart = None if self.apart is None else sorted(self.apart)
-        return {"parts": self.parts, "shown": self.shown, "apart": apart, "began_in": self.began_in}
+        told = {"parts": self.parts, "shown": self.shown, "apart": apart, "began_in": self.began_in}
+        return told | {"differed": self.differed}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Fingerprint:
@@ -66,6 +76,7 @@ class Fingerprint:
             dict(data["shown"]),
             None if apart is None else frozenset(apart),
             int(data["began_in"]),
+            int(data.get("differed", 0)),
         )
 
 
@@ -100,12 +111,18 @@ def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[li
     told = [one.apart for one in prints.values() if one.apart is not None]
     by_design = frozenset[str]().union(*told)
     loose = [one for one in differences if one.kind in ("hyper", "buffer") and one.name not in by_design]
-    strict = [one for one in differences if one.kind in ("parameter", "state")]
+    strict = [one for one in differences if one.kind in ("parameter", "state", "gradient")]
     if undisturbed or not told:
         by_design |= {one.name for one in loose}
-        if not strict:
-            return [], by_design
+        if all(one.kind == "gradient" for one in strict):
+            return strict, by_design
     return [one for one in differences if one in strict or one in loose], by_design
+
+
+def are_of_each_rank(wrong: Collection[Difference]) -> bool:
+    """Nothing but gradients differ that no step has used yet: the script accumulates them over several iterations,
+    before they are reduced."""
+    return {one.kind for one in wrong if one.kind != "buffer"} == {"gradient"}
 
 
 def forbids_going_on(wrong: Collection[Difference]) -> bool:
@@ -125,10 +142,12 @@ def describe(differences: Sequence[Difference]) -> str:
     return "; ".join(clauses)
 
 
-_NOUNS: dict[Kind, str] = {"hyper": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer "}
+_NOUNS: dict[Kind, str] = {
+    "hyper": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer ", "gradient": "gradients ",
+}  # fmt: skip
 _PLURALS: dict[Kind, str] = {
     "hyper": "the hyper-parameters", "parameter": "the parameters", "state": "the optimizer state",
-    "buffer": "the buffers",
+    "buffer": "the buffers", "gradient": "the gradients",
 }  # fmt: skip
 
 
@@ -142,18 +161,26 @@ def _describe_one(one: Difference) -> str:
 
 def sentence(
     prints: Mapping[int, Fingerprint], differences: Sequence[Difference], *, iteration: int, equal_after: int | None,
-    undisturbed: bool, generation: int,
+    undisturbed: bool, generation: int, late: bool = False,
 ) -> str:  # fmt: skip
     """Why training must not go on like this, and the remedy. *equal_after*: the last iteration after which all was
-    equal."""
+    equal. *late*: they were replicas in the first iterations of an undisturbed run."""
     what = f"replicas differ after iteration {iteration}: {describe(differences)}"
+    if are_of_each_rank(differences):
+        return f"{what}. {OF_EACH_RANK}"
+    since = f" (after iteration {equal_after} they were equal)" if equal_after is not None else ""
+    if late:
+        return (
+            f"{what}{since}. Nothing has failed, so this is the script's own: a value of each rank that reaches the "
+            "update, or an operation whose results are not always the same. Training goes on, but none of these ranks "
+            "can replace another any more: should a worker be lost, all start again"
+        )
     if undisturbed:
         return (
             f"{what}. Nothing has failed: these ranks do not train the same model, so none can replace another. Wrap "
             "it in DistributedDataParallel, give all ranks the same start, or say who holds the same: "
             "job.track(replicas=[job.rank]) if nobody does"
         )
-    since = f" (after iteration {equal_after} they were equal)" if equal_after is not None else ""
     if not forbids_going_on(differences):
         return (
             f"{what}{since}. They were alike in the first iterations; buffers may become each rank's own later, so "

@@ -39,12 +39,15 @@ class Fingerprints:
         """The next one begins with the first parameter."""
         self._at = 0
 
-    def take(self, *, whole: bool = False) -> Fingerprint:
-        """*whole*: of all parameters, however large."""
-        parts: dict[Kind, dict[str, str]] = {"hyper": {}, "parameter": {}, "state": {}, "buffer": {}}
+    def take(self, *, whole: bool = False, max_bytes: int | None = None) -> Fingerprint:
+        """*whole*: of all parameters, however large. *max_bytes*: of fewer than usual."""
+        parts: dict[Kind, dict[str, str]] = {"hyper": {}, "parameter": {}, "state": {}, "buffer": {}, "gradient": {}}
         shown: dict[str, str] = {}
         for name, value in self._hyper_parameters():
             parts["hyper"][name] = shown[f"hyper {name}"] = value
+
+        if self._state.carried:
+            parts["gradient"]["left without a step"] = f"{self._state.carried & ((1 << 64) - 1):016x}"
 
         def add(kind: Kind, name: str, tensor: Tensor) -> None:
             try:
@@ -77,7 +80,7 @@ class Fingerprints:
                         parts["state"][what] = shown[f"state {what}"] = _text(value)
             if not whole:
                 self._at += 1
-                if num_bytes >= MAX_BYTES:
+                if num_bytes >= (MAX_BYTES if max_bytes is None else max_bytes):
                     break
         return Fingerprint(parts, shown)
 

@@ -55,7 +55,8 @@ class Ghosts:
         """Of a survivor, number *number*, inside `enter`. *made*: what it had changed when it was cut after its update.
 
         That it has again after its step, so that what is worked out from it then (an average of buffers) is right; and
-        at the end, whatever has changed it once more. What was still to be changed when it was cut is changed here.
+        at the end, whatever has changed it once more. What was still to be changed when it was cut is changed here,
+        also what the iteration had changed before its update, if that comes out as it had (see `Changed`).
         """
         place, tracked = self._place, self._require_tracked()
         # Owed: its layouts are those before the update.
@@ -69,12 +70,14 @@ class Ghosts:
             tracked.without_reduction(finite=place.here.iteration > number),
             self._after_steps(made),
         ):
+            place.ghost = number
             try:
                 result = call()
             finally:
+                place.ghost = None
                 tracked.updates.cut()
                 if made is not None:
-                    made.put(counted=True)
+                    made.at_end()
                 if before:
                     put_back(before)
                     place.start.by_hand.settle()
@@ -86,7 +89,7 @@ class Ghosts:
         hooks = []
         if made is not None:
             optimizers = self._require_tracked().state.optimizers.values()
-            hooks = [each.register_step_post_hook(lambda *_: made.put(counted=False)) for each in optimizers]
+            hooks = [each.register_step_post_hook(lambda *_: made.at_step()) for each in optimizers]
         try:
             yield
         finally:
@@ -125,11 +128,12 @@ class Ghosts:
                 self.enter()
             local = contextlib.nullcontext() if self._is_entered else self._groups.local()
             place.remaking, place.has_to_fit = number, has_to_fit and number == numbers[-1]
+            place.ghost = number
             with place.without_points(), local, tracked.without_reduction(finite=False):
                 try:
                     call()
                 finally:
-                    place.remaking = None
+                    place.remaking = place.ghost = None
                     tracked.updates.cut()
                     put_back(before)
             tracked.end()

@@ -23,7 +23,7 @@ from swift_recovery.by_hand import copies_of, put_back
 from swift_recovery.progress import RankReport, Status
 from swift_recovery.randomness import SeedSeries, compiled_seeder, seed_series
 from swift_recovery.sharded import local_of
-from swift_recovery.snapshot import Snapshot
+from swift_recovery.snapshot import Snapshot, put_gradients
 
 RngMode = Literal["iteration", "user"]
 
@@ -144,6 +144,8 @@ class Place:
     *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
     the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
     rank 0's, the same on all ranks. *has_recovered*: this process, once.
+    *gradients_differ*: replicas begin the next iteration with gradients that are not the same, which do no harm if it
+    clears them first.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -172,6 +174,9 @@ class Place:
         self.remakes = self.has_to_remake = self.has_to_fit = self.lacks = self.has_recovered = False
         self.remaking: int | None = None
         self.began = 0
+        self.gradients_differ = False
+        self.ghost: int | None = None
+        """The number of an iteration that is run for its result only, and is counted already."""
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
@@ -195,6 +200,8 @@ class Place:
         self.point = Snapshot(tracked.state, watch)
         self.start = Snapshot(tracked.state, watch, by_hand=True)
         self._keeps_generators = self.seeds.keeps_generators
+        for optimizer in tracked.state.optimizers.values() if self.start.by_hand else ():
+            optimizer.register_step_post_hook(self.start.by_hand.note_step)
 
     # ---- snapshots ----
 
@@ -230,6 +237,18 @@ class Place:
             all_of_them = all_of_them or len(self._arrived) == len(state.parameters())
             kept = map(local_of, state.parameters()) if all_of_them else state.loose_parameters()
             self._arrived = copies_of(list(kept))
+
+    def carry_gradients(self) -> None:
+        """An iteration has left gradients without an update: what is kept does not have them."""
+        self.point.forget()
+        self.start.forget()
+
+    @property
+    def carried(self) -> int:
+        """See `TrainingState`; of where the others are, also if this newcomer's script has not come there."""
+        assert self.tracked is not None
+        carried: int = self.tracked.state.carried if self._catch_up is None else self._catch_up.get("carried", 0)
+        return carried
 
     def keep_start(self) -> None:
         """An iteration or section begins. A newcomer has caught up here."""
@@ -364,8 +383,9 @@ class Place:
         mine = self.tracked.script_side()
         mine.take()
         with self.lock:
-            install()
+            offer = install()
             mine.restore(buffers=False)
+            self._carry(offer)
             self.here.iteration = iteration
             self.owed = None
             self.tracked.updates.mixed = False
@@ -373,6 +393,15 @@ class Place:
         self._have_arrived()
         # The point is before the update: a newcomer that gets it runs the iteration as a ghost, and catches up here.
         self.keep_start()
+
+    def _carry(self, offer: Mapping[str, Any] | None) -> None:
+        """The gradients with which another rank goes on that has been through the iteration which is owed here."""
+        assert self.tracked is not None
+        tree = (offer["start"] or offer["point"]) if offer else {}
+        self.tracked.state.carried = tree.get("carried", 0)
+        if self.tracked.state.carried:
+            put_gradients(self.tracked.state.parameters(), tree["gradients"])
+            self.carry_gradients()
 
     def adopt(self, install: Callable[[], Any]) -> None:
         """A survivor gets the state of another one before the same iteration, by *install*, in the place of its own;

@@ -19,6 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -382,20 +383,27 @@ class Rejoin:
 
     def _compare(self) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""
-        mine = self._tracked.checksum()
-        everyone = self._groups.all_gather_ints([mine])
+        mine, carried = self._tracked.checksum(), self._place.carried
+        everyone = self._groups.all_gather_ints([mine, carried])
         differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
         if differing:
-            raise ReplicaMismatch(f"replicas differ after the recovery: {self._name_differences()}")
+            raise ReplicaMismatch(self._name_differences())
+        others = [rank for rank in self._tracked.replicas if everyone[rank][1] != carried]
+        self._place.gradients_differ = bool(others)
+        if others:
+            self._tracked.watch_gradients()
 
     def _name_differences(self) -> str:
         """All replicas tell each other what they hold."""
         store = PrefixStore("prints", self._groups.store)
-        store.set(str(self._place.rank), json.dumps(Fingerprints(self._tracked.state).take(whole=True).to_json()))
+        mine = replace(Fingerprints(self._tracked.state).take(whole=True), differed=self._tracked.differed_after)
+        store.set(str(self._place.rank), json.dumps(mine.to_json()))
         told = {rank: json.loads(store.get(str(rank))) for rank in self._tracked.replicas}
         prints = {rank: Fingerprint.from_json(data) for rank, data in told.items()}
         strict = [one for one in all_differences(prints) if one.kind != "buffer"]
-        return describe(strict) or "their checksums"
+        since = max(one.differed for one in prints.values())
+        when = f", as they did after iteration {since}, before anything had failed" if since else " after the recovery"
+        return f"replicas differ{when}: {describe(strict) or 'their checksums'}"
 
     def _pay_debt(self, iteration: int) -> None:
         """An update that was promised by a replica which is lost as well is made after all."""

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from swift_agent import tracking
+from swift_agent import deviation, touched, tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.collectives import REFUSED
@@ -44,6 +44,7 @@ from swift_agent.errors import (
 )
 from swift_agent.fingerprints import Fingerprints
 from swift_agent.ghosts import Ghosts
+from swift_agent.left_behind import Touched
 from swift_agent.lookout import Lookout
 from swift_agent.overlap import OverlappedUpdates
 from swift_agent.place import Owed, Place
@@ -55,6 +56,7 @@ from swift_agent.tracking import Tracked
 from swift_agent.updates import Way
 from swift_agent.worker_env import ENV_LOCAL_RANK
 from swift_recovery.progress import ranges_of
+from swift_recovery.snapshot import gradients_of, put_gradients
 
 R = TypeVar("R")
 
@@ -316,13 +318,17 @@ class Protected:
         """
         place, supervisor, tracked = self._place, self.supervisor, self._tracked
         assert tracked is not None
-        updates = tracked.updates
+        updates, unfit = tracked.updates, ""
         supervisor.enter()
         try:
             if not updates.updated and supervisor.interrupted:
                 raise PeerFailure("stopped before the update")
-            if not updates.num_steps and updates.has_changed_nothing:
-                tracked.check_gradients_used()
+            if tracked.state.carried:
+                unfit = self._note_use_of_gradients()
+            if updates.num_steps or not updates.has_changed_nothing:
+                tracked.state.carried = 0
+            elif tracked.carry_gradients():
+                self._carry_gradients(place.here.iteration + 1)
             tracked.check_repeatable()
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
@@ -333,6 +339,8 @@ class Protected:
                 place.inside = ""
         finally:
             supervisor.leave()
+        if unfit:
+            self._give_up(unfit)
 
     def _cut_iteration(self) -> bool:
         """The iteration was interrupted. False: it has to be run again, on recovered groups. True: its update exists
@@ -428,11 +436,20 @@ class Protected:
         The state after the iteration is here already, or comes when the others are joined at the next point.
         """
         place, tracked = self._place, self._require_tracked()
-        number, owes = place.here.iteration, not tracked.updates.updated
+        updates = tracked.updates
+        number, owes = place.here.iteration, not updates.updated
         tracked.pass_over()
         # Where an update has begun, the forward was complete; it may be here that the rest of it is brought to.
         buffers = tracked.copy_buffers() if owes and tracked.updates.done else None
         made = None if owes else place.start.changed()
+        if not owes and (unfit := self._note_use_of_gradients()):
+            self._give_up(unfit)
+        # It had come to its end without a step, and the others agreed to that.
+        left = None
+        if not owes and not updates.num_steps and updates.has_changed_nothing and tracked.carry_gradients():
+            left = gradients_of(tracked.state.parameters())
+        elif not owes:
+            tracked.state.carried = 0
         self._restore_start()
         with place.lock:
             place.inside = ""
@@ -443,11 +460,36 @@ class Protected:
         if place.remakes:
             self.ghosts.remake(call, range(number - 1, number), has_to_fit=False)
         result = self.ghosts.iteration(call, number, made)
+        if made is not None and made.unknown:
+            self.supervisor.note(touched.told_twice(number, made.unknown))
         if buffers is not None:
             tracked.put_buffers(buffers)
+        if left is not None:
+            put_gradients(tracked.state.parameters(), left)
+            self._carry_gradients(number + 1)
         if owes:
-            place.owed = Owed(number, lambda: self._pay(call))
+            since = Touched(tracked.state.parameters())
+            place.owed = Owed(number, lambda: self._pay(call, since))
         return result
+
+    def _carry_gradients(self, number: int) -> None:
+        """After so many iterations, on all ranks alike: replicas must have the same ones, if the next iteration uses
+        them."""
+        self._place.carry_gradients()
+        if self._comparison is not None and self._comparison.is_due_for_gradients(number):
+            self._compare_at = number
+            self._require_tracked().watch_gradients()
+
+    def _note_use_of_gradients(self) -> str:
+        """Of those that the iteration that is over was begun with. Why nobody can go on, '' if all can."""
+        tracked, place = self._require_tracked(), self._place
+        uses, differ, place.gradients_differ = tracked.uses_gradients(), place.gradients_differ, False
+        if uses and differ:
+            why = f"replicas went on with other gradients than others after the recovery. {deviation.OF_EACH_RANK}"
+            return f"{why}. All workers have to start again, with {self._begin_with}"
+        if uses and self._comparison is not None:
+            self._comparison.gradients_are_used(place.here.iteration)
+        return ""
 
     def _iteration_from_logs(self, call: Callable[[], R]) -> R:
         """This newcomer repeats an iteration of its predecessor, with the messages that the others had sent to that."""
@@ -482,6 +524,8 @@ class Protected:
         if place.replays:
             self._tell_how_far()
         else:
+            if tracked.carry_gradients(may_refuse=False):  # whether they are needed is not known
+                place.carry_gradients()
             try:
                 self._rejoin.end_replay()
             except LostLog as error:
@@ -495,10 +539,11 @@ class Protected:
 
     def _restore_start(self) -> None:
         place = self._place
-        if place.start.by_hand.is_spoilt():
+        if place.start.is_spoilt():
             self._have_this_replaced(
-                f"iteration {place.here.iteration}, which was cut, has changed parameters of no tracked optimizer, for "
-                "the first time in this process, and what they were is not kept"
+                f"iteration {place.here.iteration}, which was cut, has changed parameters of no tracked optimizer for "
+                "the first time in this process, or by way of .data, which nobody counts, and what they were is not "
+                "kept"
             )
         place.start.restore()
 
@@ -516,9 +561,12 @@ class Protected:
         self.supervisor.wait_for_end()
         raise AssertionError("the agent ends this process")
 
-    def _pay(self, call: Callable[[], Any]) -> None:
-        """The replica that had the update is lost too: the iteration is run after all, for its effect."""
+    def _pay(self, call: Callable[[], Any], gradients: Touched | None = None) -> None:
+        """The replica that had the update is lost too: the iteration is run after all, for its effect. *gradients*: of
+        which the script has touched some since it was run for its result."""
         place, tracked = self._place, self._require_tracked()
+        parameters = tracked.state.parameters()
+        stay_done = gradients.by(parameters) if gradients is not None else [False] * len(parameters)
         # What the script has done since then, to a scheduler for one, stays done.
         since = tracked.script_side()
         since.take(rng=place.seeds.keeps_generators)
@@ -545,7 +593,11 @@ class Protected:
             raise
         if self._comparison is not None:
             self._comparison.take_ahead()
+        paid = gradients_of(parameters) if tracked.state.carried else None
         since.restore(buffers=False)
+        if paid is not None:
+            done = gradients_of(parameters)
+            put_gradients(parameters, [a if stays else b for a, b, stays in zip(done, paid, stay_done, strict=True)])
         place.owed = None
 
     # ---- sections ----

@@ -126,6 +126,8 @@ class Job:
     def iteration_number(self) -> int:
         """Number of finished iterations of the job."""
         place = self._place
+        if place.ghost is not None:
+            return place.ghost
         # Its update may still be on its way from a replica: the script has finished it all the same.
         owes = place.owed is not None and place.inside != "iteration"
         return place.here.iteration + owes

@@ -454,17 +454,34 @@ def reset_fsdp(root: FSDPModule) -> None:
     if root._get_fsdp_state()._is_root is None:
         return
     root.reset_iter_state()
+    for group in _fsdp_groups(root):
+        for parameter in group.fsdp_params:
+            # torch leaves what a layer has accumulated before its reduction, and would add to it.
+            parameter.unsharded_accumulated_grad = None
+            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
+
+
+def has_unreduced_gradients(root: FSDPModule) -> bool:
+    """Whether a backward below that outermost module has left gradients that are not in its parameters yet
+    (`set_requires_gradient_sync(False)`, `set_requires_all_reduce(False)`)."""
+    for group in _fsdp_groups(root):
+        if getattr(group, "_partial_reduce_output", None) is not None:
+            return True
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+                return True
+    return False
+
+
+def _fsdp_groups(root: FSDPModule) -> Iterator[Any]:
     assert isinstance(root, torch.nn.Module)
     for module in root.modules():
         if is_fsdp(module):
             state = module._get_fsdp_state()
             one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
-            for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-                for parameter in group.fsdp_params:
-                    # torch leaves what a layer has accumulated before its reduction, and would add to it.
-                    parameter.unsharded_accumulated_grad = None
-                    if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
-                        unsharded.grad = None
+            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
 
 
 # ------------------------------------------------------------------------------------------------- point-to-point

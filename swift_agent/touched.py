@@ -109,3 +109,11 @@ def told(names: Sequence[str]) -> str:
         "cuts does so twice. Let it be a change that may be made twice (clamping), or give the optimizer only what it "
         "updates."
     )
+
+
+def told_twice(number: int, names: Sequence[str]) -> str:
+    return (
+        f"iteration {number} was cut after its update, and changes {_some(names)} before that and after it: whether it "
+        "had come to the second change cannot be told, so that may be missing. Change it once in an iteration, or make "
+        "no collective after the update."
+    )

@@ -18,8 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_agent import ddp, overlap, overlap_checks, torch_pipelining, torch_private, touched, transfer, unsupported
-from swift_agent.carried import CarriedGradients
+from swift_agent import (
+    ddp,
+    left_behind,
+    overlap,
+    overlap_checks,
+    torch_pipelining,
+    torch_private,
+    touched,
+    transfer,
+    unsupported,
+)
+from swift_agent.carried import CarriedGradients, GradientWatch
 from swift_agent.checkpoints import Checkpoints, Settings
 from swift_agent.errors import UsageError
 from swift_agent.given import fingerprint
@@ -121,6 +131,8 @@ class Tracked:
         if replicas is None and stage_of is not None and not ddps and not has_shards:
             replicas = [stage_of]
         self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
+        self.differed_after = 0
+        """So many iterations after which replicas were seen to differ, before anything had failed; 0: they were not."""
         self.has_shards_alone = has_shards and len(self.replicas) == 1
         """The model is sharded, and no other rank holds what this one does."""
         self.messages: Messages | None = None
@@ -156,6 +168,7 @@ class Tracked:
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp.BucketKeeper] = []
         self._carried: CarriedGradients | None = None
+        self._left: GradientWatch | None = None
         self._touched: TouchedParameters | None = None
         self._unstepped: ChangedWithoutStep | None = None
         self._tells = rank == self.replicas[0]
@@ -186,6 +199,8 @@ class Tracked:
         self.updates.begin(ghost=ghost)
         if self._carried is not None:
             self._carried.begin(ghost=ghost)
+        if self._left is not None and not ghost:
+            self._left.start()
         if self._touched is not None:
             self._touched.begin(ghost=ghost)
         if self._unstepped is not None:
@@ -261,18 +276,28 @@ class Tracked:
         for keeper, layout in zip(self.keepers, layouts, strict=True):
             keeper.restore(layout)
 
-    def check_gradients_used(self) -> None:
-        """An iteration has ended without a step: gradients that it left behind would be on no other rank."""
-        if self._scaled:
-            return  # a GradScaler skips a step with infinite gradients
-        for parameter in self.state.parameters():
-            if parameter.grad is not None and bool(local_of(parameter.grad).detach().any()):
-                raise UsageError(
-                    "an iteration ended with gradients, but without a step of a tracked optimizer: a replacement would "
-                    "not have them. Take the micro-batches of an update with job.batches(loader, group=4), and put the "
-                    "whole accumulation, with the step, into one call of the @job.iteration function. If the step is "
-                    "left out on purpose (a gradient that is not finite), call optimizer.zero_grad() before it returns."
-                )
+    def carry_gradients(self, *, may_refuse: bool = True) -> bool:
+        """An iteration has ended without an update: the gradients that it has left are a part of the state from now on.
+        Whether there are any. Raises `UsageError` for those that no replica can have, if it *may_refuse* them."""
+        overlaps = isinstance(self.updates, overlap.OverlappedUpdates)
+        why_not = "overlap_update=True" if overlaps else ""
+        self.state.carried = left_behind.digest(
+            self.state.parameters(), self._sharded, why_not=why_not, may_refuse=may_refuse
+        )
+        return self.state.carried != 0
+
+    def watch_gradients(self) -> None:
+        """See whether the next iteration adds to the gradients that are carried into it."""
+        self._left = GradientWatch(self.state.optimizers.values(), self._sharded)
+
+    def uses_gradients(self) -> bool | None:
+        """Whether the iteration that is over, or cut after its update, has done so; None if nobody has looked."""
+        watch, self._left = self._left, None
+        if watch is None:
+            return None
+        has_seen = watch.has_seen
+        watch.stop()
+        return has_seen
 
     def copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
         return [(buffer, buffer.detach().clone()) for model in self.state.models.values() for buffer in model.buffers()]
@@ -306,7 +331,9 @@ class Tracked:
         """
         state = self.state
         others = {n: other for n, other in state.others.items() if not isinstance(other, torch.amp.GradScaler)}
-        return Snapshot(TrainingState(state.models, state.optimizers, others))
+        side = TrainingState(state.models, state.optimizers, others)
+        side.carried = state.carried
+        return Snapshot(side)
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())

@@ -56,6 +56,9 @@ class TrainingState:
         self.models = {name: _unwrapped(model) for name, model in models.items()}
         self.optimizers = dict(optimizers or {})
         self.others = dict(others or {})
+        self.carried = 0
+        """A checksum of the gradients that an iteration has left to the next one without an update, as it left them:
+        they are a part of the state then, in snapshots. 0: there are none."""
         for name, other in self.others.items():
             if not isinstance(other, stateful.Stateful):
                 raise StateError(f"{name}: a {type(other).__name__} has no state_dict and load_state_dict")

@@ -97,6 +97,16 @@ def logical_bytes(tensor: Tensor) -> Tensor:
     return flat.view(-1).view(torch.uint8)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and type are equal, of whichever devices; a NaN is equal to itself."""
+    one, other = one.detach(), other.detach()
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
+    if one.stride() != other.stride():
+        return torch.equal(logical_bytes(one), logical_bytes(other))
+    return torch.equal(wire_bytes(one), wire_bytes(other))
+
+
 def new_tensor(layout: Layout, device: torch.device) -> Tensor:
     """Uninitialised tensor of *layout* on *device*."""
     if layout.strides is None:

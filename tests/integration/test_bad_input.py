@@ -200,15 +200,6 @@ job.iteration(lambda: None)()
 job.track(model=model, optimizer=opt)
 def train(t):
     model(torch.ones(1, 2)).sum().backward()
-job.run(train, iterations=2)
-""",
-            "without a step",
-        ),
-        (
-            """
-job.track(model=model, optimizer=opt)
-def train(t):
-    model(torch.ones(1, 2)).sum().backward()
     opt.step()
     opt.step()
 job.run(train, iterations=2)

@@ -59,6 +59,7 @@ IDIOMS: dict[str, Idiom] = {
     "statistics that ddp leaves alone": Idiom("own_statistics.py", args=("ddp",)),
     "local sgd": Idiom("local_sgd.py", Told("Nothing has failed", "start", "refused")),
     "averaged copy among the models": Idiom("averaged_copy.py", args=("models",)),
+    "averaged copy, before the update and after it": Idiom("averaged_copy.py", args=("models", "twice")),
     "averaged model": Idiom("averaged_copy.py", args=("swa",)),
     "averaged model, after a metric, and a momentum encoder": Idiom("averaged_copy.py", args=("swa", "late")),
     "shards of FSDP1": Idiom("refused.py", Told("(FSDP1), of whose shards", "start", "refused"), args=("fsdp1",)),
@@ -67,6 +68,19 @@ IDIOMS: dict[str, Idiom] = {
     ),
     "gradients that are never cleared": Idiom(
         "refused.py", Told("Call optimizer.zero_grad() in each iteration", "start", "refused"), args=("carried",)
+    ),
+    "steps that are left out": Idiom("left_out_steps.py", args=("norm",), at=(2, 5, 8), workers=2),
+    "steps in every third iteration": Idiom("left_out_steps.py", args=("accumulated",), at=(2, 4, 7)),
+    "steps in every third iteration, hsdp": Idiom(
+        "left_out_steps.py", args=("accumulated", "hsdp"), at=(2, 4, 7), workers=2
+    ),
+    "gradients of each rank, in every third iteration": Idiom(
+        "left_out_steps.py", Told("ended with gradients, but without a step", "start", "refused"), args=("each",),
+        scopes=("worker",)
+    ),
+    "gradients of each rank, in every third iteration, hsdp": Idiom(
+        "left_out_steps.py", Told("ended with gradients, but without a step", "start", "refused"),
+        args=("each", "hsdp"), workers=2, scopes=("worker",)
     ),
     "accelerate's wrappers": Idiom("library_wrappers.py", args=("accelerate",), needs="accelerate"),
     "fabric's wrappers": Idiom("library_wrappers.py", args=("fabric",), needs="lightning"),

@@ -1,7 +1,8 @@
 """An exponential moving average of the weights, updated after each step, as recipes for images and diffusion keep it.
 
 averaged_copy.py models: a copy by hand, among the tracked models; swa: torch's AveragedModel, under a name of its own.
-late: after a metric that ranks exchange; with a momentum encoder, which is updated before the forward.
+late: after a metric that ranks exchange; with a momentum encoder, which is updated before the forward. twice: before
+the forward, and after that metric.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def main() -> None:
     @job.iteration
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         number = job.iteration_number
+        if "twice" in sys.argv:
+            update_ema()
         if key is not None:
             for mine, theirs in zip(key.parameters(), net.parameters(), strict=True):
                 mine.data.mul_(0.9).add_(0.1 * theirs.data)
@@ -58,12 +61,12 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if key is None:
+        if key is None and "twice" not in sys.argv:
             update_ema()
         hooks.moment("after", number)
         total = loss.detach().clone()
         dist.all_reduce(total)
-        if key is not None:
+        if key is not None or "twice" in sys.argv:
             update_ema()
         return total
 

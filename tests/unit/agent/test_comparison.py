@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from swift_agent.comparison import NEVER, Comparison
+from swift_agent.comparison import Comparison
 from swift_agent.generation_store import StoreClient, StoreServer
 from swift_recovery.state import TrainingState
 
@@ -27,14 +27,14 @@ class Rank:
         self.supervisor: Any = SimpleNamespace(generation=1, interrupted=False, note=self.notes.append)
         self.groups: Any = SimpleNamespace(store=StoreClient("127.0.0.1", server.port))
         checkpoints = SimpleNamespace(every=every) if every else None
-        tracked: Any = SimpleNamespace(
+        self.tracked: Any = SimpleNamespace(
             state=TrainingState({"model": self.model}, {"optimizer": self.optimizer}),
-            replicas=replicas, checkpoints=checkpoints,
+            replicas=replicas, checkpoints=checkpoints, differed_after=0,
         )  # fmt: skip
         self.told: list[tuple[str, bool]] = []
         place: Any = SimpleNamespace(rank=rank)
         self.comparison = Comparison(
-            place, self.supervisor, self.groups, tracked, lambda why, hopeless: self.told.append((why, hopeless))
+            place, self.supervisor, self.groups, self.tracked, lambda why, hopeless: self.told.append((why, hopeless))
         )
 
     def begin(self, generation: int, iteration: int, *, undisturbed: bool = False) -> None:
@@ -80,7 +80,7 @@ def test_equal_replicas_say_nothing(make: Make) -> None:
         for rank in ranks:
             rank.take(number)
     settle(ranks)
-    assert all(rank.told == [] and rank.comparison.due == NEVER for rank in ranks)
+    assert all(rank.told == [] and rank.comparison.due == 16 for rank in ranks)
 
 
 def test_what_nobody_knows_to_have_been_alike_is_no_alarm(make: Make) -> None:
@@ -264,3 +264,62 @@ def test_who_made_the_first_iteration_in_the_recovery_is_compared_after_it(
     payer.comparison.take_ahead()
     payer.begin(4, 20)
     assert not payer.comparison.is_ahead
+
+
+@pytest.mark.parametrize("order", ["used first", "compared first", "cleared"])
+def test_gradients_that_each_rank_accumulates_by_itself_are_told(make: Make, order: str) -> None:
+    """However late they come; a restart would not help. Who clears them is left alone."""
+    one, other = ranks = make(2)
+    for rank, carried in zip(ranks, (5, 6), strict=True):
+        rank.begin(1, 0, undisturbed=True)
+        for number in (1, 2, 4, 8, 16, 32):
+            rank.take(number)
+        rank.tracked.state.carried = carried
+        assert rank.comparison.is_due_for_gradients(40)
+        if order == "used first":
+            rank.comparison.gradients_are_used(40)
+        rank.comparison.take(40)
+        assert not rank.comparison.is_due_for_gradients(41) and rank.comparison.is_due_for_gradients(80)
+    settle(ranks)
+    if order == "compared first":
+        assert one.told == [] and not one.comparison.has_failed
+        for rank in ranks:
+            rank.comparison.gradients_are_used(40)
+    if order == "cleared":
+        assert one.told == [] and not one.comparison.has_failed and one.comparison.why_not_kept(40) == ""
+        return
+    ((why, hopeless),) = one.told
+    assert "after iteration 40: gradients left without a step of rank 1 is not that of rank 0" in why
+    assert "ended with gradients, but without a step" in why and hopeless and other.told == []
+    assert one.comparison.has_failed and not other.comparison.has_failed
+
+
+def test_what_begins_to_differ_in_an_undisturbed_run(make: Make) -> None:
+    """A learning rate of each rank's own is by design, and is known when something fails; parameters are told once."""
+    one, other = ranks = make(2)
+    for rank in ranks:
+        rank.begin(1, 0, undisturbed=True)
+        for number in (1, 2, 4, 8):
+            rank.take(number)
+    other.optimizer.param_groups[0]["lr"] = 0.5  # from the ninth iteration on
+    for rank in ranks:
+        rank.take(16)
+    settle(ranks)
+    for rank in ranks:
+        rank.begin(2, 20)
+        rank.take(21)
+    settle(ranks)
+    assert one.told == [] and one.notes == []
+    with torch.no_grad():
+        other.model.bias += 1.0
+    for rank in ranks:
+        rank.begin(3, 0, undisturbed=True)  # as if it were the first generation
+        for number in (1, 2, 4, 8, 16, 32):
+            rank.comparison._base, rank.comparison.due = 0, number
+            if number > 8:
+                rank.comparison.take(number)
+    settle(ranks)
+    (said,) = one.notes
+    assert "replicas differ after iteration 16: parameter model.bias" in said and "Training goes on" in said
+    assert one.told == [] and not one.comparison.has_failed and one.comparison.why_not_kept(40) == ""
+    assert [rank.tracked.differed_after for rank in ranks] == [16, 16]

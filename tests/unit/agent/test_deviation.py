@@ -13,6 +13,7 @@ from swift_agent.deviation import (
     NUM_FIRST,
     Fingerprint,
     all_differences,
+    are_of_each_rank,
     compare,
     describe,
     forbids_going_on,
@@ -128,10 +129,34 @@ def test_comparisons_come_after_one_two_four_iterations_and_before_checkpoints(
 
 def test_an_undisturbed_run_pays_for_a_few_comparisons() -> None:
     number, seen = 0, []
-    while (due := next_due(0, number, undisturbed=True)) is not None:
-        number = due
-        seen.append(due)
-    assert seen == [1, 2, 4, 8] and seen[-1] == NUM_FIRST
+    while number < 1000:
+        number = next_due(0, number, undisturbed=True, every=10)
+        seen.append(number)
+    assert seen == [2**power for power in range(11)] and NUM_FIRST in seen
+
+
+def test_replicas_that_begin_to_differ_in_an_undisturbed_run_are_told_and_go_on() -> None:
+    told = prints(trained(), trained(bump=1.0))
+    wrong, _ = compare(told, undisturbed=True)
+    said = sentence(told, wrong, iteration=64, equal_after=32, undisturbed=True, generation=1, late=True)
+    assert "after iteration 32 they were equal). Nothing has failed" in said and "Training goes on" in said
+
+
+def test_gradients_of_each_rank_are_no_other_model() -> None:
+    """Statistics of each rank's own beside them are by design."""
+    one, other = trained(), trained()
+    one.carried, other.carried = 1, 2
+    with torch.no_grad():
+        other.models["model"][1].running_mean += 1.0  # type: ignore[index,operator]
+    told = prints(one, other, apart=None)
+    wrong, by_design = compare(told, undisturbed=True)
+    assert [one.kind for one in wrong] == ["gradient"] and are_of_each_rank(wrong)
+    assert by_design == {"model.1.running_mean"}
+    wrong, _ = compare(prints(one, other), undisturbed=False)
+    assert are_of_each_rank(wrong) and len(wrong) == 2
+    said = sentence(told, wrong, iteration=3, equal_after=None, undisturbed=True, generation=1)
+    assert "gradients left without a step of rank 1 is not that of rank 0" in said and "its own" in said
+    assert not are_of_each_rank(compare(prints(one, trained(bump=1.0)), undisturbed=True)[0])
 
 
 def test_a_summary_stands_for_all_parts() -> None:

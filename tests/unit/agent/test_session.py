@@ -20,8 +20,9 @@ from swift_agent.place import Place, Position, Seeds, Units
 from swift_agent.session import Job, JobPosition
 
 
-def number(iteration: int, owed: bool, inside: str) -> int:
-    place = SimpleNamespace(here=SimpleNamespace(iteration=iteration), owed=object() if owed else None, inside=inside)
+def number(iteration: int, owed: bool, inside: str, ghost: int | None = None) -> int:
+    here = SimpleNamespace(iteration=iteration)
+    place = SimpleNamespace(here=here, owed=object() if owed else None, inside=inside, ghost=ghost)
     return Job.iteration_number.__get__(cast(Job, SimpleNamespace(_place=place)))
 
 
@@ -33,6 +34,8 @@ def test_an_iteration_is_finished_when_its_function_has_returned() -> None:
     assert number(5, owed=True, inside="section") == 6
     # It has to be run for its effect after all: inside it is the one that it was.
     assert number(5, owed=True, inside="iteration") == 5
+    # Run for its result only, when its update has been counted.
+    assert number(6, owed=False, inside="", ghost=5) == 5
 
 
 @pytest.fixture

@@ -140,3 +140,27 @@ def test_what_no_look_has_compared_is_not_taken_for_what_it_was(monkeypatch: pyt
             average(ema, 4.0, "by way of data")
     average(ema, 4.0, "by way of data")
     assert kept.is_spoilt()
+
+
+@pytest.mark.parametrize("since", ["the start", "the cut iteration", "the ninth iteration"])
+def test_a_change_of_one_element_that_nobody_counts(since: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of those that no sample has: put back, or told. Frozen ones beside it, some of them NaN, are no reason."""
+    monkeypatch.setattr(by_hand, "ALWAYS_BYTES", 0)
+    queue, frozen = nn.Parameter(torch.zeros(4000)), nn.Parameter(torch.full((4000,), float("nan")))
+    kept = ByHand([frozen, queue])
+    for number in range(1, 12):
+        kept.take()
+        if since == "the start" or (since == "the ninth iteration" and number >= 9):
+            queue.data[1] += 1.0
+    kept.take()
+    before = queue.detach().clone()
+    assert kept.is_spoilt() == (since == "the ninth iteration")
+    queue.data[1] += 1.0
+    assert kept.is_spoilt() == (since != "the start")
+    if since == "the start":
+        kept.put_back()
+        assert torch.equal(queue, before)
+    for _ in range(5):
+        kept.take()
+    queue.data[1] += 1.0
+    assert not kept.is_spoilt()  # the sixteenth look was at all of them

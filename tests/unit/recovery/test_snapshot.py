@@ -332,3 +332,109 @@ def test_generators_come_back() -> None:
     draws = [torch.rand(1).item(), random.gauss(0, 1), np.random.randn()]
     restore_generators(decode(data, tensors))
     assert [torch.rand(1).item(), random.gauss(0, 1), np.random.randn()] == draws
+
+
+def test_gradients_that_are_carried_into_an_iteration_are_put_back_and_sent() -> None:
+    mine, theirs = Loop(), Loop(2)
+    snapshot = Snapshot(mine.state)
+    mine.model(torch.ones(2, 4)).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in mine.state.parameters()]
+    mine.state.carried = 5
+    snapshot.take()
+    for parameter in mine.state.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    snapshot.restore()
+    assert _same(mine, before)
+    received = Snapshot(theirs.state)
+    body, tensors = encode(snapshot.tree())
+    received.install(decode(body, tensors))
+    assert _same(theirs, before) and theirs.state.carried == 5
+    mine.state.carried = 0
+    snapshot.take()
+    snapshot.restore()
+    assert all(p.grad is None or not p.grad.any() for p in mine.state.parameters())
+    assert snapshot.tree()["gradients"] is None
+
+
+def _same(loop: Loop, gradients: list[Tensor | None]) -> bool:
+    for parameter, expected in zip(loop.state.parameters(), gradients, strict=True):
+        if (parameter.grad is None) != (expected is None):
+            return False
+        if parameter.grad is not None and expected is not None and not torch.equal(parameter.grad, expected):
+            return False
+    return True
+
+
+class Trace(nn.Module):
+    """A buffer that the forward changes, and the script once more after its update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("trace", torch.zeros(3))
+
+    def forward(self, x: Tensor, add: float) -> Tensor:
+        self.trace.mul_(0.5).add_(add)
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("cut", ["before the second change", "after it"])
+@pytest.mark.parametrize("others", [0.0, 1.0], ids=["alone", "with what others add"])
+def test_what_is_changed_before_an_update_and_after_it(cut: str, others: float) -> None:
+    """Run once more, alone, after it was cut behind its update."""
+    torch.manual_seed(0)
+    model = Trace()
+    ema = nn.Parameter(torch.zeros(4), requires_grad=False)
+    model.ema = ema
+    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    snapshot = Snapshot(TrainingState({"m": model}, {"o": optimizer}), by_hand=True)
+    optimizer.register_step_post_hook(snapshot.by_hand.note_step)
+
+    def first(add: float) -> None:
+        with torch.no_grad():
+            ema.lerp_(model.linear.weight.sum().expand(4), 0.25)  # other ones, once the update is made
+        model(torch.ones(1, 2), 1.0 + add).sum().backward()
+        optimizer.step()
+
+    def second() -> None:
+        with torch.no_grad():
+            ema.mul_(3.0)
+            model.trace.add_(7.0)
+
+    snapshot.take()
+    first(others)
+    expected = [ema.detach().clone(), model.trace.clone()]
+    if cut == "after it":
+        second()
+        expected = [ema.detach().clone(), model.trace.clone()]
+    else:
+        expected = [expected[0] * 3.0, expected[1] + 7.0]
+    made = snapshot.changed()
+    assert not snapshot.is_spoilt()
+    snapshot.restore()
+    hook = optimizer.register_step_post_hook(lambda *_: made.at_step())
+    first(0.0)
+    hook.remove()
+    second()
+    made.at_end()
+    unknown = {name for name in made.unknown}
+    assert torch.equal(ema, expected[0])
+    assert torch.equal(model.trace, expected[1]) or unknown == {"m.trace"}
+    assert unknown <= {"m.trace"}
+    if cut == "before the second change":
+        assert unknown == ({"m.trace"} if others else set())
+
+
+def test_a_large_buffer_that_is_changed_without_being_counted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_recovery.snapshot.ALWAYS_COPIED_BYTES", 0)
+    model = nn.Module()
+    model.register_buffer("queue", torch.full((64,), float("nan")))
+    model.register_buffer("other", torch.zeros(4))
+    snapshot = Snapshot(TrainingState({"m": model}))
+    for _ in range(3):
+        snapshot.take()
+        model.other.add_(1.0)
+        assert not snapshot.is_spoilt()
+    model.queue.data[3] = 1.0
+    assert snapshot.is_spoilt()

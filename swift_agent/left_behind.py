@@ -1,0 +1,58 @@
+"""Gradients that an iteration leaves to the next one without an update: a step that is left out now and then, or an
+accumulation over several calls.
+
+An iteration that begins by clearing them never needs them, but nobody can know that before it does. So they are a part
+of the state until the next update: `TrainingState.carried` has their checksum, snapshots have their values, and
+replicas must have the same ones. This module must never change a gradient, nor communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from swift_agent import torch_private
+from swift_agent.deviation import ENDED, REMEDY
+from swift_agent.errors import UsageError
+from swift_recovery.checksum import checksum
+from swift_recovery.sharded import local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def digest(
+    parameters: Iterable[Tensor], sharded: Iterable[FSDPModule] = (), *, why_not: str = "", may_refuse: bool = True
+) -> int:
+    """A checksum of the gradients of *parameters*, never 0; 0 if all of them are zero. *sharded*: modules whose
+    gradients may not have got there yet (FSDP2). *why_not*: they cannot be a part of the state.
+
+    Raises `UsageError` for those that no replica has, or can be given; without *may_refuse* they are left out."""
+    unreduced = any(map(torch_private.has_unreduced_gradients, sharded))
+    found = [local_of(p.grad.detach()) for p in parameters if p.grad is not None]
+    if not unreduced and not any(bool(gradient.any()) for gradient in found):
+        return 0
+    if unreduced:
+        why_not = "before they were reduced"
+    elif any(gradient.layout != torch.strided for gradient in found):
+        why_not = "some of them are sparse"
+    if why_not and may_refuse:
+        raise UsageError(f"{ENDED} ({why_not}): {REMEDY}.")
+    return 0 if why_not else checksum(found) or 1
+
+
+class Touched:
+    """Whether a script has done something to the gradients of *parameters* since this was made."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._before = [(p.grad, -1 if p.grad is None else local_of(p.grad)._version) for p in parameters]
+
+    def by(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """Of each."""
+        return [
+            p.grad is not grad or (grad is not None and local_of(grad)._version != version)
+            for p, (grad, version) in zip(parameters, self._before, strict=True)
+        ]
