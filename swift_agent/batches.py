@@ -14,7 +14,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from swift_agent import data, in_script, own_epochs
@@ -240,6 +240,11 @@ class Passes:
             self._inputs.at_point()
         self._running.at_point()
 
+    def begin_track(self, number: int, loader: Any, epoch: int) -> Callable[[Any], None]:
+        """What pass *number* over *loader* goes through is to be shown to the result."""
+        self._inputs.begin_pass(number, loader, epoch)
+        return self._inputs.passed
+
     def over(self, loader: Iterable[Any], group: int | None) -> Batches[Any]:
         return (SectionBatches if self.draws.is_in_section else Batches)(self, loader, group)
 
@@ -358,9 +363,15 @@ class Batches(Iterator[T]):
             passes.note_epoch(self._loader)
         here.batch = skip
         self._num_handed, self._began = 0, here.iteration
-        data.set_epoch(self._loader, here.epoch if here.epoch or here.epoch_passes else number)
+        epoch = here.epoch if here.epoch or here.epoch_passes else number
+        data.set_epoch(self._loader, epoch)
         seeds.for_pass(number)
-        coming = _pass_of(passes, number, 0 if passes.has_state(self._loader) else skip)
+        coming = _pass_of(passes, number, skip)
+        if passes.has_state(self._loader):
+            coming = replace(coming, skip=0)  # and it does not begin at the beginning
+        elif not seeds.keeps_generators and not self._is_peek:
+            # Else what is left out may draw from the script's generators, and is not the same.
+            coming = replace(coming, see=passes.begin_track(number, self._loader, epoch))
         self._batches = passes.feeds.begin(self._loader, coming)
         if arrives:
             place.point.restore_generators()

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from swift_agent import loaders, own_epochs
 from swift_agent.errors import UsageError
 from swift_agent.loader_generators import OwnGenerators
-from swift_agent.loader_order import Order, Pass
+from swift_agent.loader_order import Order, Pass, unseen
+from swift_agent.own_state import held_weakly
 
 TELL_S = 10.0
 """At least, between two words about batches that are dropped."""
@@ -51,7 +52,7 @@ class Feeds:
                     "replacement could know: give it something that begins anew each time (a DataLoader, an object "
                     "with __iter__), or go through it in one pass."
                 )
-            self._iterators.append(_held_weakly(loader))
+            self._iterators.append(held_weakly(loader))
         source = loaders.find(loader)
         inner = source.inner
         is_new = inner is not None and inner.persistent_workers and inner._iterator is None
@@ -62,9 +63,9 @@ class Feeds:
             return self._after_drop(iter(loader), coming)
         order = self._order_of(inner)
         swaps = [*source.swaps, *_stand_in(inner, order)]
-        skip = coming.skip if source.has_indices else 0
-        its_loader = _held_weakly(loader)  # the order outlives its pass
-        chosen = replace(coming, skip=skip, for_order=lambda: self._for_order(its_loader(), coming, is_new))
+        skip, see = (coming.skip, coming.see) if source.has_indices else (0, unseen)
+        its_loader = held_weakly(loader)  # the order outlives its pass
+        chosen = replace(coming, skip=skip, for_order=lambda: self._for_order(its_loader(), coming, is_new), see=see)
         ahead = source.looks_ahead or inner.num_workers > 0
         order.begin(chosen, ahead=ahead)
         target = inner if source.loader is loader and not source.is_wrapped else loader
@@ -98,25 +99,26 @@ class Feeds:
         for number in range(coming.skip):
             coming.for_batch(number)
             try:
-                next(batches)
+                coming.see(next(batches))
             except StopIteration:
                 break
             if time.monotonic() - told_s >= TELL_S:
                 told_s = time.monotonic()
                 self._tell(number + 1, coming.skip)
-        return batches
+        return batches if coming.see is unseen else map(_shown(coming.see), batches)
+
+
+def _shown(see: Callable[[Any], None]) -> Callable[[Any], Any]:
+    def show(batch: Any) -> Any:
+        see(batch)
+        return batch
+
+    return show
 
 
 def iterate(loader: Iterable[Any], skip: int) -> Iterator[Any]:
     """The batches of *loader* after the first *skip*, as a job's first pass."""
     return Feeds().begin(loader, Pass(skip=skip))
-
-
-def _held_weakly(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value  # as are Python's own iterators, which hold nothing once they have ended
 
 
 def iter_is_itself(loader: Any) -> bool:

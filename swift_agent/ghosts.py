@@ -156,8 +156,12 @@ class Ghosts:
     def section(self, call: Callable[[], R]) -> R:
         """The others have finished this section: run it for its result, with local values only."""
         local = contextlib.nullcontext() if self._groups.aborted is not None else self._groups.local()
-        with self._place.without_points(), local:
-            result = call()
+        self._place.is_past_section = True
+        try:
+            with self._place.without_points(), local:
+                result = call()
+        finally:
+            self._place.is_past_section = False
         if not self._place.is_before_epoch:
             with self._place.lock:
                 self._place.here.sections += 1

@@ -1,11 +1,16 @@
 """What iterations were given, in a page of the agent's directory that outlives the worker.
 
-A replacement on the same node runs the iteration again in which its predecessor was lost. With the fingerprint of what
-that one was given it finds out that a loader begins somewhere else, or that a batch was drawn before the iteration,
-before it has any effect.
+A replacement runs the iteration again in which its predecessor was lost. With the fingerprint of what that one was
+given it finds out that a loader begins somewhere else, or that a batch was drawn before the iteration, before it has
+any effect. And it goes through a pass from its beginning: through the indices that the sampler chooses, or the batches
+where there are none. So it finds out by the running fingerprint of those, too, wherever in the pass it has to begin.
 
     slot: iteration + 1, generation in which all began, pass, whether the iteration was called, how many things were
     given, fingerprint, the six in one (a write may be cut)
+    track: pass + 1, generation in which all began, how many indices or batches, fingerprint of the first, of all so
+    far, nothing, the six in one
+
+A replacement on another node has the page from who keeps a copy of it (`witness`).
 
 What a script takes between two iterations need not be for the one to come: it may be a validation in the loop, which is
 a pass of its own. So things are compared within a pass, and once an iteration is called its pass is, too. The page may
@@ -21,7 +26,8 @@ import itertools
 import mmap
 import operator
 import struct
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +37,13 @@ import torch
 import xxhash
 
 NUM_SLOTS = 16
+# Two, as the next pass may have begun when its predecessor is still to be repeated.
+NUM_TRACKS = 2
 _SLOT = struct.Struct("<7Q")
+RECORD_BYTES = _SLOT.size
+PAGE_BYTES = (NUM_SLOTS + NUM_TRACKS) * RECORD_BYTES
 _MARK = 0x5357_4749_5645_4E31
+_TRACK_MARK = 0x5357_5452_4143_4B31
 _NUM_SAMPLES = 512
 _MAX_LEAVES = 64
 
@@ -70,9 +81,19 @@ def fingerprint(value: Any, begin: int = 0) -> int:
             if leaf.dtype.kind in "biufc" and leaf.size:
                 step = max(1, leaf.size // _NUM_SAMPLES)
                 state.update(numpy.ascontiguousarray(leaf.reshape(-1)[::step]).data)
-        elif isinstance(leaf, (bool, int, float, str)):
+        elif isinstance(leaf, (bool, int, float, str, numpy.generic)):
             state.update(repr(leaf).encode())
     return state.intdigest()
+
+
+def fingerprint_of_indices(entry: Any, begin: int) -> int:
+    """As `fingerprint`, for what a sampler gives: mostly a list of numbers, all of which count."""
+    if isinstance(entry, list) and len(entry) and type(entry[0]) is int:
+        try:
+            return xxhash.xxh3_64_intdigest(array("q", entry[:]).tobytes(), begin)
+        except (TypeError, OverflowError):
+            pass
+    return fingerprint(entry, begin)
 
 
 def _content(tensor: torch.Tensor) -> bytes:
@@ -97,33 +118,100 @@ class Slot:
     digest: int = 0
 
 
+@dataclass(frozen=True)
+class Track:
+    """The first *count* indices or batches of pass *passes*. *run*: the generation in which all began."""
+
+    passes: int = -1
+    run: int = 0
+    count: int = 0
+    first: int = 0
+    digest: int = 0
+
+
 _NOTHING = Slot()
+_NO_TRACK = Track()
 
 
 class GivenPage:
-    """Of one rank. *predecessor*: what the process before this one has left, by iteration."""
+    """Of one rank. *predecessor*, *tracks*: what the process before this one has left, by iteration and by pass."""
 
     def __init__(self, path: Path, *, is_replacement: bool) -> None:
-        size = NUM_SLOTS * _SLOT.size
         with open(path, "a+b") as stream:
-            stream.truncate(size)
-            self._page = mmap.mmap(stream.fileno(), size)
+            stream.truncate(PAGE_BYTES)
+            self._page = mmap.mmap(stream.fileno(), PAGE_BYTES)
         if not is_replacement:
-            self._page[:] = bytes(size)
-        self.predecessor = self._read()
+            self._page[:] = bytes(PAGE_BYTES)
+        self.predecessor: dict[int, Slot] = {}
+        self.tracks: dict[int, Track] = {}
+        self._changed: dict[int, bytes] = {}
+        self.learn(self._page[:])
 
     def put(self, slot: Slot) -> None:
         words = slot.iteration + 1, slot.run, slot.passes, int(slot.is_called), slot.count, slot.digest
-        check = functools.reduce(operator.xor, words, _MARK)
-        _SLOT.pack_into(self._page, slot.iteration % NUM_SLOTS * _SLOT.size, *words, check)
+        self._write(_at_slot(slot.iteration), _packed(_MARK, words))
 
-    def _read(self) -> dict[int, Slot]:
-        found = {}
-        for *words, check in _SLOT.iter_unpack(self._page[:]):
-            number, run, passes, is_called, count, digest = words
-            if number and check == functools.reduce(operator.xor, words, _MARK):
-                found[number - 1] = Slot(number - 1, run, passes, bool(is_called), count, digest)
-        return found
+    def put_track(self, track: Track) -> None:
+        words = track.passes + 1, track.run, track.count, track.first, track.digest, 0
+        self._write(_at_track(track.passes), _packed(_TRACK_MARK, words))
+
+    def _write(self, at: int, record: bytes) -> None:
+        self._page[at : at + RECORD_BYTES] = record
+        self._changed[at] = record
+
+    def changed(self) -> bytes:
+        """The records that are new since the last call."""
+        records = b"".join(self._changed.values())
+        self._changed.clear()
+        return records
+
+    def whole(self) -> bytes:
+        return self._page[:]
+
+    def learn(self, page: bytes) -> None:
+        """*page*: a copy, of whoever was this rank before. What is known of later iterations and passes stays."""
+        for _, kind, words in _records(page):
+            number, run, *rest = words
+            if kind == _MARK:
+                slot = Slot(number - 1, run, rest[0], bool(rest[1]), rest[2], rest[3])
+                known = self.predecessor.get(slot.iteration, _NOTHING)
+                order = [(one.run, one.passes, one.count, one.is_called) for one in (known, slot)]
+                if order[1] > order[0]:
+                    self.predecessor[slot.iteration] = slot
+            else:
+                track = Track(number - 1, run, rest[0], rest[1], rest[2])
+                before = self.tracks.get(track.passes, _NO_TRACK)
+                if (track.run, track.count) > (before.run, before.count):
+                    self.tracks[track.passes] = track
+
+
+def copied(page: bytearray, records: bytes) -> None:
+    """Put whole *records* where they belong in *page*, which is a copy of somebody's."""
+    for record, kind, words in _records(records):
+        at = _at_slot(words[0] - 1) if kind == _MARK else _at_track(words[0] - 1)
+        page[at : at + RECORD_BYTES] = record
+
+
+def _at_slot(iteration: int) -> int:
+    return iteration % NUM_SLOTS * RECORD_BYTES
+
+
+def _at_track(passes: int) -> int:
+    return (NUM_SLOTS + passes % NUM_TRACKS) * RECORD_BYTES
+
+
+def _packed(mark: int, words: tuple[int, ...]) -> bytes:
+    return _SLOT.pack(*words, functools.reduce(operator.xor, words, mark))
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, int, tuple[int, ...]]]:
+    """Those that are whole: the record, its kind and its words."""
+    for at in range(0, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
+        record = bytes(content[at : at + RECORD_BYTES])
+        *words, check = _SLOT.unpack(record)
+        kind = functools.reduce(operator.xor, words, check)
+        if words[0] and kind in (_MARK, _TRACK_MARK):
+            yield record, kind, tuple(words)
 
 
 class Given:
@@ -135,6 +223,34 @@ class Given:
         self.iteration, self.count, self._digest = -1, 0, 0
         self._run = self._passes = 0
         self._is_called = False
+        self._track = _NO_TRACK
+
+    @property
+    def page(self) -> GivenPage | None:
+        return self._page
+
+    def begin_track(self, passes: int, *, run: int = 0) -> bool:
+        """A pass begins, with its first index or batch. Whether the predecessor has left something of it."""
+        self._track = Track(passes, run)
+        known = _NO_TRACK if self._page is None else self._page.tracks.get(passes, _NO_TRACK)
+        return (known.run, known.passes) == (run, passes)
+
+    def follow(self, digest: Callable[[int], int]) -> bool:
+        """The pass goes on with one more, which *digest* adds to the running fingerprint. False: the predecessor has
+        gone through others."""
+        if self._page is None:
+            return True
+        count, last = self._track.count + 1, self._track
+        now = digest(last.digest)
+        track = self._track = Track(last.passes, last.run, count, now if count == 1 else last.first, now)
+        before = self._page.tracks.get(track.passes, _NO_TRACK)
+        if before.run != track.run or count > before.count:  # a successor shall find no less than this one has found
+            self._page.put_track(track)
+        if before.run != track.run or before.passes != track.passes:
+            return True
+        if count == 1 and now != before.first:
+            return False
+        return count != before.count or now == before.digest
 
     def begin(self, iteration: int, *, run: int = 0, passes: int = 0) -> None:
         """In that pass, and in the run that began with generation *run*."""

@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, cast
 
 import torch
@@ -166,6 +166,12 @@ class Listener:
         """The link to that process. Raises `PeerFailure` if it does not come."""
         with self._meet(check) as sock:
             yield SocketLink(sock, check)
+
+    def visitors(self) -> Generator[socket.socket | None, None, None]:
+        """All who come and were told *where*, as sockets that do not block; None now and then while nobody does."""
+        with _Lobby(self._server, self._ticket) as lobby:
+            while True:
+                yield lobby.hear()
 
     def _meet(self, check: Check) -> socket.socket:
         """Whoever comes is heard, all at the same time: strangers that say nothing hold up nobody."""

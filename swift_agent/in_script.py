@@ -44,6 +44,11 @@ def called_by_us(frame: FrameType | None) -> bool:
     return True
 
 
+def is_called_by_torch(frame: FrameType | None) -> bool:
+    """Whether *frame* is torch's own code."""
+    return frame is not None and frame.f_code.co_filename.startswith(TORCH)
+
+
 def operation_of(frame: FrameType | None) -> str:
     """The function of `torch.distributed` that was called: "all_reduce", or ""."""
     name = ""

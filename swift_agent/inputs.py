@@ -2,7 +2,8 @@
 
 - A batch that was handed out before the point at which a replacement would begin: an error at once.
 - Something else that was made between two iterations, and is not known to the job (`made_before`): told at the start.
-- Other data than the predecessor was given (`given`): told by the replacement, which is of no use then.
+- Other data than the predecessor was given (`given`): told by the replacement, which is of no use then. For that,
+  what this process is given is shown to others as soon as it has it.
 - Other data than the same iteration was given in its first run, or in the one that is made once more for what it leaves
   behind (`remade`): told by whoever notices.
 
@@ -21,8 +22,9 @@ import torch
 from torch import nn
 
 from swift_agent.errors import UsageError
-from swift_agent.given import Given, fingerprint, leaves
+from swift_agent.given import Given, fingerprint, fingerprint_of_indices, leaves
 from swift_agent.made_before import Alive, MadeBefore
+from swift_agent.own_state import OwnState, held_weakly, numbers_of
 from swift_agent.place import Place
 from swift_agent.remade import FirstRuns, can_be_compared
 
@@ -32,6 +34,9 @@ _REMAKES = (
     "there it does not leave the same, all workers restart"
 )
 _PLAIN = (bool, int, float, str, bytes, numpy.ndarray, type(None))
+
+
+def _to_nobody() -> None: ...
 
 
 class Inputs:
@@ -54,10 +59,41 @@ class Inputs:
         self._is_replacement = place.status == "empty"
         self._num_runs = self._called = 0  # runs of that iteration
         self._first_runs = FirstRuns()
+        self._begins_pass = self._is_told = False
+        self._show: Callable[[], None] = _to_nobody
+        self._own_state = OwnState()
+        self._at_first: Callable[[], None] | None = None
 
-    def watch(self, models: Iterable[nn.Module], given: Given) -> None:
-        """*models*: those tracked; an iteration that was given no batch calls one of them."""
-        self._models, self._given = list(models), given
+    def watch(self, models: Iterable[nn.Module], given: Given, show: Callable[[], None] = _to_nobody) -> None:
+        """*models*: those tracked; an iteration that was given no batch calls one of them. *show*: what is new in the
+        page of *given* is to go to who keeps a copy."""
+        self._models, self._given, self._show = list(models), given, show
+
+    def begin_pass(self, number: int, loader: Any, epoch: int) -> None:
+        """Of the loop, over a loader that begins at its beginning, and was told *epoch*."""
+        if self._given is None:
+            return
+        is_known = self._given.begin_track(number, run=self._place.began)
+        if number and not is_known and self._place.changing and not self._own_state.knows(loader):
+            changing = sorted(self._place.changing.intersection(numbers_of(loader)))
+            if changing:
+                self._unfit(
+                    f"{', '.join(changing)} changes from pass to pass on the other ranks, and begins anew in this "
+                    f"process; of pass {number} its predecessor had not been given anything yet, so nobody knows what "
+                    "that would have been (see: Will my script be recovered?)"
+                )
+        self._begins_pass = True
+        its_loader = held_weakly(loader)
+        self._at_first = lambda: self._own_state.look(its_loader(), epoch)
+
+    def passed(self, entry: Any) -> None:
+        """That pass goes through *entry*, the indices of a batch or the batch, handed out or not."""
+        if self._at_first is not None:
+            at_first, self._at_first = self._at_first, None
+            at_first()
+            self._place.changing |= self._own_state.changing
+        if self._given is not None and not self._given.follow(lambda begin: fingerprint_of_indices(entry, begin)):
+            self._has_other_data()
 
     def at_point(self) -> None:
         """User code is between two steps, and nothing that was handed out waits to be used."""
@@ -80,6 +116,8 @@ class Inputs:
                 self._is_opaque = True
         if self._given is not None:
             self._compare(batch)
+            if self._begins_pass:
+                self._show_now()
 
     def begin(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The script calls an iteration. Raises `UsageError` for a batch that a replacement would not have."""
@@ -109,6 +147,7 @@ class Inputs:
             self._await_forward()
         if not self._given.call():
             self._has_other_data()
+        self._show_now()
 
     def run(self) -> None:
         """What the script has called begins to run, for the first time or once more."""
@@ -129,6 +168,7 @@ class Inputs:
         if self._given is not None:
             self._awaits_forward = False
             self._compare(batch)
+            self._show_now()
 
     def _await_forward(self) -> None:
         """Once there is a hook, it costs a little in each forward: not for those who say what they give."""
@@ -158,6 +198,7 @@ class Inputs:
             if not self._is_opaque:
                 self._find_carried(inputs, in_forward=True)
             self._compare(inputs)
+            self._show_now()
             self._first_runs.keep(self._called, self._given.digest or fingerprint(inputs))
         elif self._first_runs.differs(self._called, inputs, has_effect=place.inside == "iteration"):
             self._unfit(
@@ -172,7 +213,14 @@ class Inputs:
         if not self._given.add(inputs):
             self._has_other_data()
 
+    def _show_now(self) -> None:
+        self._begins_pass = False
+        self._show()
+
     def _has_other_data(self) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
         self._unfit(
             f"iteration {self._number} was given other data than in the process that this one replaces, and "
             "training would go on with it: a loader that begins elsewhere in a replacement, or a batch that was "

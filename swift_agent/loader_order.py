@@ -27,6 +27,10 @@ Key = tuple[int, int]
 def _nothing(*_: Any) -> None: ...
 
 
+def unseen(entry: Any) -> None:
+    """Nobody looks."""
+
+
 def number_of(pass_number: int, batch: int) -> int:
     """One number for a batch of a pass."""
     return (pass_number << 32) + batch
@@ -38,7 +42,8 @@ class Pass:
     before the loader is asked for an iterator; its argument: whether that starts processes which stay for all passes.
     *for_order* does (and positions those that the loader has of its own) before its samples are chosen, *for_batch*
     before the batch of that number. *key*: of seeds for where samples are loaded, None to leave generators there alone.
-    *common_seed*: the same on all ranks."""
+    *common_seed*: the same on all ranks. *see* is shown what the pass goes through from its beginning on, those that
+    are left out, too: what the sampler chooses, or the batches where that cannot be had."""
 
     number: int = 0
     skip: int = 0
@@ -47,6 +52,7 @@ class Pass:
     for_batch: Callable[[int], None] = _nothing
     key: Key | None = None
     common_seed: int = 0
+    see: Callable[[Any], None] = unseen
 
 
 class Fetch(list[Any]):
@@ -114,6 +120,7 @@ class Order:
                 return
             if not number:
                 coming.for_batch(0)
+            coming.see(entry)
             yield self._seeded(entry, coming, number) if ahead and coming.key is not None else entry
 
     @staticmethod

@@ -4,6 +4,9 @@ One that is cut there cannot be run again: its results may be anywhere in the sc
 and that is said the first time one is made, with its line. A barrier of all ranks has no results: it is a section of
 its own, repeated if a peer fails in it, and passed if the others have passed it.
 
+One in a section that the others have finished gives this rank its own values only: noted, for who runs an iteration
+with them.
+
 This module must never look at a tensor. What C++ code calls (DDP, functional collectives) is not seen.
 """
 
@@ -46,6 +49,8 @@ class Outside:
 
     def _collective(self, name: str, group: Any, is_async: bool, call: Callable[[], Any]) -> Any:
         place = self._place
+        if place.is_past_section and name != "barrier" and group.size() > 1:
+            self._keep_local(name)
         if place.inside or not place.has_points or group.size() == 1 or threading.get_ident() != self._script:
             return call()
         # In no variable: a frame that holds itself keeps *group*, with its threads and sockets, until a collection.
@@ -54,19 +59,30 @@ class Outside:
         if name == "barrier" and not is_async and group.size() == dist.get_world_size():
             self._barriers.barrier(lambda: _wait(call()))
             return torch_private.finished_work()
-        if self._unfit is not None and place.target is not None:
+        if self._unfit is not None and (place.target is not None or place.is_behind):
             # Its groups are those of the others, which are behind this collective: it would meet another of theirs.
             operation = in_script.operation_of(sys._getframe()) or name
             where = in_script.place_of(sys._getframe())
+            if place.target is not None:
+                self._unfit(
+                    f"{operation} ({where}) comes before the first batch of the loop in a replacement, which begins "
+                    "where the others have made it already. Decorate the function that has it with @job.resilient, or "
+                    "leave it out"
+                )
             self._unfit(
-                f"{operation} ({where}) comes before the first batch of the loop in a replacement, which begins where "
-                "the others have made it already. Decorate the function that has it with @job.resilient, or leave it "
-                "out"
+                f"{operation} ({where}) comes between a batch and its iteration in a replacement, which begins where "
+                "the others have made it already. Have the iteration make it"
             )
         if self._note is not None and len(self._told) < MAX_TOLD:
             operation = in_script.operation_of(sys._getframe()) or name
             self._tell(name, group, operation, in_script.place_of(sys._getframe()))
         return call()
+
+    def _keep_local(self, name: str) -> None:
+        if self._place.local_result or threading.get_ident() != self._script or in_script.called_by_us(sys._getframe()):
+            return
+        operation = in_script.operation_of(sys._getframe()) or name
+        self._place.local_result = f"{operation} ({in_script.place_of(sys._getframe())})"
 
     def _tell(self, name: str, group: Any, operation: str, where: str) -> None:
         """Once for each line, by one rank."""

@@ -137,15 +137,17 @@ class Place:
     nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
     *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
     have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
+    *local_result*: since the last point, the collective of a section that the others had finished: this rank has its
+    own values only.
     *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
     is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's
     replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can once the
     iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
     *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
     the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
-    rank 0's, the same on all ranks. *has_recovered*: this process, once.
-    *gradients_differ*: replicas begin the next iteration with gradients that are not the same, which do no harm if it
-    clears them first.
+    rank 0's, the same on all ranks. *has_recovered*: this process, once. *gradients_differ*: replicas begin the next
+    iteration with gradients that are not the same, which do no harm if it clears them first. *changing*: numbers that
+    loaders, samplers and streams of the script keep from pass to pass, as far as this process has seen, or was told.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -173,10 +175,14 @@ class Place:
         self.carries = ""
         self.remakes = self.has_to_remake = self.has_to_fit = self.lacks = self.has_recovered = False
         self.remaking: int | None = None
+        self.is_past_section = False
+        """Inside a section that the others have finished, which is run for its result."""
+        self.local_result = ""
         self.began = 0
         self.gradients_differ = False
         self.ghost: int | None = None
         """The number of an iteration that is run for its result only, and is counted already."""
+        self.changing: set[str] = set()
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
@@ -276,6 +282,12 @@ class Place:
         self.passed = self.target if in_no_loader and self.target.batch else None
         self.target = None
 
+    @property
+    def is_behind(self) -> bool:
+        """A newcomer has come to its point, and the others have begun an iteration or section since: what its script
+        does until it begins that, too, they have behind them."""
+        return self._catch_up is not None
+
     def enter(self, what: Literal["iteration", "section"]) -> None:
         self.inside = what
 
@@ -306,6 +318,7 @@ class Place:
         offered: dict[str, Any] = {"position": position, "units": units, "point": self.point.tree(), "start": start}
         offered |= {"common_seed": self.seeds.common, "began": self.began}
         offered |= {"carries": self.carries, "remakes": self.remakes}
+        offered["changing"] = sorted(self.changing)
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
             offered["pipelines"] = self.tracked.pipelines.offer()
@@ -326,6 +339,7 @@ class Place:
         if not from_checkpoint:
             self.carries, self.began = offer.get("carries", ""), offer.get("began", 0)
             self.remakes = offer.get("remakes", False)
+            self.changing |= set(offer.get("changing", ()))
         else:
             self.has_to_remake = self.lacks = bool(offer.get("carries")) and iteration > 0
             self.remakes = self.lacks and bool(offer.get("remakes"))

@@ -40,6 +40,7 @@ from swift_agent.process_group import GroupsAborted, ProcessGroups, RebuildFaile
 from swift_agent.repetition import Connect
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
+from swift_agent.witness import Witnesses
 from swift_logging_store.errors import LogError
 from swift_recovery.errors import StateError, TransferError
 from swift_recovery.plan import Plan
@@ -62,10 +63,10 @@ class Rejoin:
 
     def __init__(
         self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
-        wait_quiet: Callable[[], None],
+        wait_quiet: Callable[[], None], witnesses: Witnesses | None = None,
     ) -> None:  # fmt: skip
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
-        self._device, self._wait_quiet = device, wait_quiet
+        self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
         self._stays = False  # those whose messages this newcomer has taken
@@ -129,6 +130,8 @@ class Rejoin:
         # Who repeats iterations by itself does so to their end first, and set-up may take long.
         note = self._supervisor.note
         self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token, meets=note)
+        if self._witnesses is not None:
+            self._witnesses.enter(self._groups.store, asks=place.status == "empty")
         clock.mark("regroup")
         self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
         self._exchange_state(go)

@@ -54,6 +54,7 @@ from swift_agent.standing import MyStanding
 from swift_agent.supervisor import Go, Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.updates import Way
+from swift_agent.witness import Witnesses
 from swift_agent.worker_env import ENV_LOCAL_RANK
 from swift_recovery.progress import ranges_of
 from swift_recovery.snapshot import gradients_of, put_gradients
@@ -99,22 +100,24 @@ class Protected:
         self._recovered_s = 0.0
         self._told_s = 0.0
         self._repeats_from = 0
+        self._witnesses: Witnesses | None = None
         self._comparison: Comparison | None = None
         self._compare_at = NEVER  # so many finished iterations
         self._lookout: Lookout | None = None
         self._has_recovered = False
         self._is_new = True  # it has run no iteration yet
+        self._told_local: set[str] = set()
 
-    def begin(self, tracked: Tracked) -> None:
+    def begin(self, tracked: Tracked, witnesses: Witnesses | None = None) -> None:
         """See `unprotected.Running`."""
         self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill)
         self._lookout.at_begin = True
         self._lookout.start()
-        self._begin(tracked)
+        self._begin(tracked, witnesses)
         self._lookout.at_begin = False
 
-    def _begin(self, tracked: Tracked) -> None:
-        place = self._place
+    def _begin(self, tracked: Tracked, witnesses: Witnesses | None) -> None:
+        place, self._witnesses = self._place, witnesses
         self._tracked = self.ghosts.tracked = tracked
         tracked.updates.goes_on = self._goes_on
         if tracked.messages is not None:
@@ -131,7 +134,9 @@ class Protected:
         if tracked.checkpoints is not None:
             note = self.supervisor.note
             self._checkpointing = Checkpointing(tracked.checkpoints, place, tracked, self._groups, note)
-        self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet)
+        self._rejoin = Rejoin(
+            place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet, witnesses
+        )  # fmt: skip
         if len(tracked.replicas) > 1:
             self._comparison = Comparison(place, self.supervisor, self._groups, tracked, self._tell_deviation)
             if tracked.checkpoints is not None:
@@ -161,11 +166,15 @@ class Protected:
             self._check_others([everyone[rank][7:] for rank in tracked.replicas])
             if tracked.messages is not None:
                 tracked.messages.origins = [told[:2] for told in everyone]
+            if witnesses is not None:
+                witnesses.enter(self._groups.store, asks=False)
             if self._checkpointing is not None:
                 self._checkpointing.begin([(told[2], told[3]) for told in everyone])
             with place.lock:
                 place.status = "holding"
             self._compare_from(place.here.iteration, undisturbed=True)
+            if witnesses is not None:
+                witnesses.begin()
         except Exception as error:
             if not self._was_cut(error):
                 raise
@@ -196,6 +205,8 @@ class Protected:
 
     def at_point(self) -> None:
         place = self._place
+        if place.local_result:
+            self._tell_local_result()
         if place.owed is None:
             place.keep_point()
         if self.supervisor.interrupted and not place.replays:
@@ -273,6 +284,12 @@ class Protected:
                 if place.replays:
                     return self._iteration_from_logs(call)
                 place.repeats = False
+            if place.local_result:
+                self._give_up(
+                    f"{place.local_result} is in a section that the others had finished, so this rank has its own "
+                    f"values only, and iteration {number} follows right after it and may use them: have the iteration "
+                    f"make that collective. All workers have to start again, with {self._begin_with}"
+                )
             try:
                 place.keep_start()
                 if place.has_to_remake:
@@ -670,6 +687,16 @@ class Protected:
             self._place.here.sections += 1
         return result
 
+    def _tell_local_result(self) -> None:
+        """Of a section whose result no iteration has used so far: mostly a validation, and printed."""
+        what, self._place.local_result = self._place.local_result, ""
+        if what not in self._told_local:
+            self._told_local.add(what)
+            self.supervisor.note(
+                f"{what} is in a section that the others had finished: this rank has its own values only, and what the "
+                "script keeps of them is not what others keep. If training depends on it, track it"
+            )
+
     # ---- failures ----
 
     def _was_cut(self, error: Exception) -> bool:
@@ -712,6 +739,8 @@ class Protected:
             self._give_up(f"{error}. All workers have to start again, with {self._begin_with}")
         if self._checkpointing is not None:
             self._checkpointing.recovered(self._rejoin.iteration)
+        if self._witnesses is not None:
+            self._witnesses.begin()
         place = self._place
         self._has_recovered = place.has_recovered = True
         place.has_to_remake = place.remakes or place.lacks

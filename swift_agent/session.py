@@ -36,10 +36,12 @@ from swift_agent.inputs import Inputs
 from swift_agent.made_before import MadeBefore
 from swift_agent.outside import Outside
 from swift_agent.place import Place
+from swift_agent.set_up import SetUp
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
 from swift_agent.unprotected import Running
-from swift_agent.worker_env import ENV_MESSAGE_LOG, ENV_SIZES
+from swift_agent.witness import Witnesses, witnesses_of
+from swift_agent.worker_env import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES
 from swift_logging_store.store import StoreUnknown, open_store
 from swift_recovery.checkpoint import CheckpointDirectory
 
@@ -110,6 +112,7 @@ class Job:
         self._closed = False
         self._failed = False
         self._start: int | None = None  # where the loop begins with a snapshot of the script's own
+        self._set_up: SetUp | None = None
         self.is_replacement = place.status == "empty"
         watches = supervisor is not None
         self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
@@ -265,11 +268,13 @@ class Job:
                 "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
             )
         self._place.hold(tracked)
+        if self._set_up is not None:
+            models = tracked.state.models.values()
+            self._set_up.ends(tensor for one in models for tensor in [*one.parameters(), *one.buffers()])
         is_first = self.rank == 0 and self._place.status != "empty"
         if is_first and (text := what_a_restart_begins_with(tracked, self._start)):
             self._note(text)
-        self._watch_inputs(tracked)
-        self._running.begin(tracked)
+        self._running.begin(tracked, self._watch_inputs(tracked))
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
         note = self._supervisor.note if self._supervisor is not None else None
         unfit = self._unfit if self.is_replacement else None
@@ -277,18 +282,25 @@ class Job:
         if self.is_replacement and self._place.carries and not self._place.remakes:
             self._unfit(self._place.carries)
 
-    def _watch_inputs(self, tracked: Tracked) -> None:
-        if self._supervisor is None or tracked.messages is not None:
-            return  # a stage without replicas is given messages
+    def _watch_inputs(self, tracked: Tracked) -> Witnesses | None:
+        if self._supervisor is None:
+            return None
         # In a job of a range of sizes the process before had other data.
-        is_replacement = self.is_replacement and not os.environ.get(ENV_SIZES)
+        has_sizes = bool(os.environ.get(ENV_SIZES))
+        node = int(os.environ[ENV_LOCAL_RANK]), int(os.environ["LOCAL_WORLD_SIZE"])
+        others = [] if has_sizes else witnesses_of(self.rank, *node, self.world_size)
+        if tracked.messages is not None:  # a stage without replicas is given messages
+            return Witnesses(None, self.rank, others, self.world_size, self._note)
+        is_replacement = self.is_replacement and not has_sizes
         path = Path(os.environ[ENV_SOCKET]).parent / f"given.{self.rank}"
         page = None
         try:
             page = GivenPage(path, is_replacement=is_replacement)
         except OSError as error:
             self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
-        self._inputs.watch(tracked.state.models.values(), Given(page))
+        witnesses = Witnesses(page, self.rank, others, self.world_size, self._note)
+        self._inputs.watch(tracked.state.models.values(), Given(page), witnesses.show)
+        return witnesses
 
     def _is_state(self, loader: Any) -> bool:
         return any(loader is one for one in self._pending["others"].values())

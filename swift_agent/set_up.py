@@ -9,6 +9,9 @@ at the start of the run; in a replacement nothing but a restart of all workers h
 Numbers are drawn from generators that the script has not seeded: torch's is seeded for it, so that a replacement draws
 those of its predecessor.
 
+Tensors are summed up, or taken from other ranks, and are no parameters or other tracked state, which a replica gives:
+what the script works out from them may differ in a replacement. That is said when the loop begins.
+
 This module must never make up an object.
 """
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -24,8 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from swift_agent import in_script, second_init
+from swift_agent import in_script, second_init, torch_private
 
+# Their first argument is what they fill.
+_FILLING = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
+MAX_TOLD = 5
 _NAMES = ("broadcast_object_list", "scatter_object_list", "all_gather_object")
 
 # torch seeds itself with 64 random bits; what a script gives it, or a library draws for it, has fewer.
@@ -51,8 +60,15 @@ class SetUp:
         self._rank, self._is_replacement, self._is_over = rank, is_replacement, is_over
         self._note, self._unfit = note, unfit
         self._told: set[str] = set()
+        self._stand_ins: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._filled: dict[str, tuple[str, set[int]]] = {}  # by place: the operation, and the memory
 
     def watch(self) -> None:
+        # First: it would keep our stand-ins, by names of its own, for whoever compiles a collective.
+        import torch.distributed._functional_collectives  # noqa: F401
+
+        for name in _FILLING:
+            self._watch(name, getattr(dist, name))
         for name in _NAMES:
             self._watch(name, getattr(dist, name))
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -76,10 +92,37 @@ class SetUp:
     def _watch(self, name: str, original: Callable[..., Any]) -> None:
         def stand_in(*args: Any, **named: Any) -> Any:
             if not self._is_over():
-                self._check(name, args, named)
+                (self._check_filled if name in _FILLING else self._check)(name, args, named)
             return original(*args, **named)
 
+        if name in _FILLING:
+            self._stand_ins[name] = stand_in, original
         second_init.replace(name, stand_in)
+
+    def _check_filled(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        group = named.get("group") or dist.group.WORLD
+        if self._is_replacement or group is None or in_script.is_called_by_torch(sys._getframe(2)):
+            return
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1 or self._rank != min(ranks):
+            return
+        filled = args[0] if args else next(iter(named.values()), None)
+        where = in_script.place_of(sys._getframe())
+        self._filled.setdefault(where, (name, set()))[1].update(torch_private.memory_of(filled))
+
+    def ends(self, tracked: Iterable[torch.Tensor]) -> None:
+        """The loop begins, with that state, which a replacement gets from others."""
+        for name, (stand_in, original) in self._stand_ins.items():
+            if getattr(dist, name) is stand_in:  # and nobody has put another one around it
+                second_init.replace(name, original)  # whoever compiles the iteration knows torch's
+        memory = torch_private.memory_of(list(tracked))
+        unknown = [(where, name) for where, (name, of) in self._filled.items() if not of or of - memory]
+        self._filled.clear()
+        for where, name in unknown[:MAX_TOLD]:
+            self._note(
+                f"{name} ({where}) in the set-up: a replacement runs that alone, and has its own values only. If "
+                "training depends on what it gives, have each rank work that out by itself, or track it"
+            )
 
     def _check(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         position = 3 if name == "scatter_object_list" else 2

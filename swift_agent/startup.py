@@ -118,10 +118,12 @@ def _with_agent(
     _create_groups(protected, place, supervisor, groups, backend, timeout)
     job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
     _install_hooks(job, supervisor)
-    SetUp(
+    watch = SetUp(
         rank=rank, is_replacement=job.is_replacement, is_over=lambda: job._begun, note=supervisor.note,
         unfit=job._unfit,
-    ).watch()  # fmt: skip
+    )  # fmt: skip
+    watch.watch()
+    job._set_up = watch
     return job
 
 

@@ -566,6 +566,15 @@ def _outputs(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[t
     return _tensors(args[0] if args else next(named[keyword] for keyword in _OUTPUT_KEYWORDS if keyword in named))
 
 
+def memory_of(given: Any) -> set[int]:
+    """Where tensors, or lists of them, lie."""
+    found = set()
+    with contextlib.suppress(TypeError, RuntimeError):  # something else, or a tensor without plain memory
+        for tensor in _tensors(given):
+            found.add(tensor.untyped_storage().data_ptr())
+    return found
+
+
 def _tensors(given: Any) -> list[torch.Tensor]:
     """A tensor, a list of them, or a list of lists."""
     return [given] if isinstance(given, torch.Tensor) else [tensor for one in given for tensor in _tensors(one)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from swift_agent.place import Place
 from swift_agent.tracking import Tracked
+from swift_agent.witness import Witnesses
 
 R = TypeVar("R")
 
@@ -19,8 +20,9 @@ R = TypeVar("R")
 class Running(Protocol):
     """What a `Job` needs; `begin` comes first, once."""
 
-    def begin(self, tracked: Tracked) -> None:
-        """The first point of the loop: from here on this worker holds state, or gets it from a survivor."""
+    def begin(self, tracked: Tracked, witnesses: Witnesses | None) -> None:
+        """The first point of the loop: from here on this worker holds state, or gets it from a survivor. *witnesses*:
+        of what its iterations are given, None without an agent."""
 
     def at_point(self) -> None:
         """User code is between two steps."""
@@ -44,7 +46,7 @@ class Unprotected:
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    def begin(self, tracked: Tracked) -> None:
+    def begin(self, tracked: Tracked, witnesses: Witnesses | None) -> None:
         self._tracked = tracked
         number = [self._place.seeds.number]
         if dist.is_initialized():

@@ -20,12 +20,14 @@ class Told:
 
     *line*: a part of it. *when*: "start": in a run without any failure too; "failure": at the first recovery.
     *then*: "refused": the job ends before its first iteration; "restart": all workers start again after a failure, and
-    the end is that of an undisturbed run; "ends": the job ends with a failure that names *line*.
+    the end is that of an undisturbed run; "ends": the job ends with a failure that names *line*. *moment*: of the three
+    faults this one is made.
     """
 
     line: str
     when: Literal["start", "failure"]
     then: Literal["refused", "restart", "ends"]
+    moment: Literal["before", "inside", "after"] = "before"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,27 @@ IDIOMS: dict[str, Idiom] = {
     "a loader with its own order": Idiom("loaders.py", args=("own order",)),
     "a sampler that counts": Idiom(
         "loaders.py", Told("was given other data than in the process", "failure", "restart"), args=("counting",),
-        at=(8, 9, 10), scopes=("worker",)
+        at=(8, 9, 10)
+    ),
+    "a stream that counts": Idiom(
+        "loaders.py", Told("was given other data than in the process", "failure", "restart"), args=("counting stream",),
+        at=(8, 9, 10)
+    ),
+    "a sampler that counts, between two passes": Idiom(
+        "loaders.py", Told("changes from pass to pass on the other ranks", "failure", "restart", "after"),
+        args=("counting",), at=(8, 9, 5)
+    ),
+    "a stream that counts, between two passes": Idiom(
+        "loaders.py", Told("changes from pass to pass on the other ranks", "failure", "restart", "after"),
+        args=("counting stream",), at=(8, 9, 5)
+    ),
+    "a count of all ranks before the iteration": Idiom(
+        "loaders.py", Told("comes between a batch and its iteration in a replacement", "failure", "restart", "inside"),
+        args=("summed before",), scopes=("worker",)
+    ),
+    "a count of all ranks, in a section": Idiom(
+        "loaders.py", Told("is in a section that the others had finished", "failure", "restart", "inside"),
+        args=("summed in a section",), scopes=("worker",)
     ),
     "batches in groups": Idiom("loaders.py", args=("grouped",), at=(2, 4, 7)),
     "batches collected by the script": Idiom("loaders.py", args=("collected",), at=(2, 4, 7)),

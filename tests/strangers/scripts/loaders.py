@@ -63,6 +63,18 @@ class Counting(Sampler[int]):
         return SAMPLES // 2
 
 
+class CountingStream(IterableDataset[Any]):
+    """A stream that goes on where its last pass has stopped, by a number that it keeps."""
+
+    def __init__(self, rank: int) -> None:
+        self.at = 1000 * rank
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for _ in range(SAMPLES // 2):
+            self.at += 1
+            yield Augmented()[self.at]
+
+
 class OwnOrder(DataLoader[Any]):
     """A subclass that goes through something else than its sampler."""
 
@@ -109,6 +121,7 @@ LOADERS: dict[str, Callable[[swift.Job], Any]] = {
     "processes": lambda job: sharded(num_workers=2, persistent_workers=True, prefetch_factor=3),
     "stream": lambda job: DataLoader(Stream(job.rank, job.world_size), BATCH, num_workers=0),
     "counting": lambda job: DataLoader(Augmented(), BATCH, sampler=Counting()),
+    "counting stream": lambda job: DataLoader(CountingStream(job.rank), BATCH),
     "own order": lambda job: OwnOrder(Augmented(), BATCH),
 }  # fmt: skip
 
@@ -176,12 +189,24 @@ def epoch(job: swift.Job, loader: Any, train: Callable[..., float]) -> None:
             train(*group)
         return
     collected: list[Any] = []
+    total = job.resilient(summed)
     for batch in job.batches(loader):
         collected.append(batch)
+        if KIND == "summed before":
+            batch[0].mul_(summed(batch[1]))
+        elif KIND == "summed in a section":
+            batch[0].mul_(total(batch[1]))
         if len(collected) == (3 if KIND == "collected" else 1):
             hooks.moment("before", job.iteration_number)
             train(*collected)
             collected = []
+
+
+def summed(labels: torch.Tensor) -> float:
+    """Of all ranks, for a mean over what they have together."""
+    total = labels.sum().float() + 1
+    torch.distributed.all_reduce(total)
+    return 1 / float(total)
 
 
 def endless(job: swift.Job, loader: Any) -> Iterator[Any]:

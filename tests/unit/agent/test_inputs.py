@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import threading
 import weakref
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch import nn
 
 from swift_agent.batches import Batches, Draws, Looping, Passes
 from swift_agent.errors import UsageError
-from swift_agent.given import NUM_SLOTS, Given, GivenPage, fingerprint
+from swift_agent.given import NUM_SLOTS, Given, GivenPage, fingerprint, fingerprint_of_indices
 from swift_agent.inputs import Inputs
+from swift_agent.loader_order import Fetch
 from swift_agent.made_before import MadeBefore
 from swift_agent.place import Place, Position, Seeds, Units
 
@@ -683,3 +685,170 @@ def test_who_died_between_batch_and_iteration_has_left_the_batch(tmp_path: Path)
     wrong = Script(page(tmp_path, is_replacement=True), target=Position(iteration=1, batch=2))
     next(wrong.batches(numbers(5)))
     assert len(wrong.unfit) == 1
+
+
+class Counting:
+    """An order, or samples, from a number that it keeps: a sampler, and a data set that is a stream."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        self.turn, self.counts = 0, counts
+
+    def __iter__(self) -> Any:
+        self.turn += self.counts
+        yield from torch.randperm(24, generator=torch.Generator().manual_seed(self.turn)).tolist()
+
+    def __len__(self) -> int:
+        return 24
+
+
+class CountingStream(Counting, torch.utils.data.IterableDataset[int]):
+    pass
+
+
+def loader_of(kind: str, *, counts: bool) -> Any:
+    if kind == "stream":
+        return torch.utils.data.DataLoader(CountingStream(counts=counts), batch_size=4)
+    data: Any = range(24)
+    if kind == "batch sampler":
+        return torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(
+            Counting(counts=counts), 4, drop_last=False))  # fmt: skip
+    num_workers = 2 if kind == "processes" else 0
+    return torch.utils.data.DataLoader(data, batch_size=4, sampler=Counting(counts=counts), num_workers=num_workers)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "stream", "processes"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_pass_that_goes_through_something_else_is_told_wherever_it_is_joined(
+    kind: str, counts: bool, tmp_path: Path
+) -> None:
+    """Nothing is known of the iteration with which the replacement begins: the one before was the last of its
+    predecessor."""
+    first, loader = Script(page(tmp_path)), loader_of(kind, counts=counts)
+    given = first.inputs._given
+    assert given is not None and given.page is not None
+    for _ in range(2):
+        for batch in first.batches(loader):
+            first.iterate(lambda one: None, batch)
+    source = first.batches(loader)
+    for _ in range(3):
+        first.iterate(lambda one: None, next(source))
+    copy = given.page.whole()
+    for batch in (0, 1, 3):
+        (tmp_path / f"{batch}").mkdir()
+        elsewhere = page(tmp_path / f"{batch}", is_replacement=True)
+        assert elsewhere.page is not None
+        elsewhere.page.learn(copy)
+        elsewhere.page.predecessor.clear()
+        second = Script(elsewhere, target=Position(iteration=12 + batch, passes=2, batch=batch))
+        other = loader_of(kind, counts=counts)
+        assert not [*second.batches(other), *second.batches(other)], "the others have been through these"
+        rest = second.batches(other)
+        second.iterate(lambda one: None, next(rest))
+        assert len(second.unfit) == int(counts), (batch, second.unfit)
+
+
+def test_a_successor_finds_no_less_of_a_pass_than_its_predecessor_has_found(tmp_path: Path) -> None:
+    pages = [page(tmp_path)]
+    pages[0].begin_track(3, run=1)
+    assert all(pages[0].follow(lambda digest, number=number: digest * 31 + number) for number in range(9))
+    for _ in range(2):
+        pages.append(page(tmp_path, is_replacement=True))
+        pages[-1].begin_track(3, run=1)
+        assert all(pages[-1].follow(lambda digest, number=number: digest * 31 + number) for number in range(2))
+    again = page(tmp_path, is_replacement=True)
+    again.begin_track(3, run=1)
+    same = [again.follow(lambda digest, number=number: digest * 31 + number + (number > 5)) for number in range(9)]
+    assert same == [True] * 8 + [False]
+    again = page(tmp_path, is_replacement=True)
+    for passes, run in ((4, 1), (3, 2)):
+        again.begin_track(passes, run=run)
+        assert again.follow(lambda digest: 7), "of another pass, or run, nothing is known"
+
+
+def test_indices_have_a_fingerprint_by_which_all_of_them_count() -> None:
+    many = list(range(300))
+    kinds: list[Any] = [
+        many, [*many[:-1], 7], numpy.int64(3), numpy.int64(4), 3, (1, 2), (1, 3), ["a"], ["b"], [], torch.arange(3),
+        [1, "a"], [1 << 80], [1.5], [[1, 2], [3]], [[1, 2], [4]],
+    ]  # fmt: skip
+    assert len({fingerprint_of_indices(one, 1) for one in kinds}) == len(kinds)
+    assert fingerprint_of_indices(many, 1) == fingerprint_of_indices(Fetch(many, (1, 2), 3), 1)
+    assert fingerprint_of_indices(many, 1) != fingerprint_of_indices(many, 2)
+
+
+def test_what_is_given_is_shown_before_the_iteration_and_with_the_first_batch_of_a_pass() -> None:
+    script, shown = Script(), []
+    script.inputs.watch([script.model], Given(None), lambda: shown.append(script.place.here.batch))
+    for batch in script.batches(numbers(3)):
+        before = len(shown)
+        script.iterate(lambda one: None, batch)
+        assert len(shown) == before + 1
+    assert shown == [1, 1, 2, 3]
+
+
+def test_a_pass_of_which_nothing_is_known_is_told_if_numbers_change_from_pass_to_pass(tmp_path: Path) -> None:
+    """The last batch that the predecessor was given was that of the pass before."""
+    for kind, counts in itertools.product(("sampler", "batch sampler", "stream"), (True, False)):
+        script, loader = Script(), loader_of(kind, counts=counts)
+        for _ in range(2):
+            for batch in script.batches(loader):
+                script.iterate(lambda one: None, batch)
+        name = "CountingStream.turn" if kind == "stream" else "Counting.turn"
+        assert script.place.changing == ({name} if counts else set())
+        directory = tmp_path / f"{kind} {counts}"
+        directory.mkdir()
+        second = Script(page(directory, is_replacement=True), target=Position(iteration=6, passes=1))
+        second.place.changing |= script.place.changing  # as the others have told it
+        other = loader_of(kind, counts=counts)
+        assert not list(second.batches(other))
+        next(second.batches(other))
+        assert len(second.unfit) == int(counts)
+        assert not counts or second.unfit[0].startswith(f"{name} changes from pass to pass on the other ranks")
+
+
+class ByEpoch(torch.utils.data.Sampler[int]):
+    """What it counts says nothing: where it is in a pass, and the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.at = 0
+        for index in range(8):
+            self.at += 1
+            yield (index + self.epoch) % 8
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_numbers_that_begin_anew_with_each_pass_are_no_reason(tmp_path: Path) -> None:
+    data: Any = range(8)
+    kinds = [
+        torch.utils.data.DataLoader(data, batch_size=2, sampler=ByEpoch()),
+        torch.utils.data.DataLoader(data, batch_size=2, shuffle=True),
+        torch.utils.data.DataLoader(data, batch_size=2, sampler=torch.utils.data.DistributedSampler(data, 2, 0)),
+        numbers(4), ByEpoch(),
+    ]  # fmt: skip
+    for loader in kinds:
+        script = Script(page(tmp_path))
+        for _ in range(3):
+            for batch in script.batches(loader):
+                script.iterate(lambda one: None, batch)
+        assert not script.place.changing
+
+
+def test_where_generators_are_the_scripts_a_pass_says_nothing(tmp_path: Path) -> None:
+    """What is left out may draw from them, and is not the same then; what comes after it is."""
+    first = Script(page(tmp_path))
+    first.place.seeds.keeps_generators = True
+    next(first.batches(loader_of("stream", counts=True)))
+    second = Script(page(tmp_path, is_replacement=True), target=Position(iteration=4, batch=4))
+    second.place.seeds.keeps_generators = True
+    other = loader_of("stream", counts=True)
+    other.dataset.turn = 9
+    next(second.batches(other))
+    assert not second.unfit

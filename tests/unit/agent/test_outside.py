@@ -27,7 +27,8 @@ class NotArrived(Exception):
 def unfit(why):
     raise NotArrived(why)
 
-place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0)
+place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0, is_behind=True, is_past_section=False,
+                        local_result="")
 notes = []
 Outside(place, None, notes.append, "the newest checkpoint", unfit).watch()
 
@@ -41,8 +42,18 @@ for where in ("", "iteration"):
     except NotArrived as error:
         print(error)
 place.inside, place.target = "", None
-sum_up()
+for _ in range(2):
+    try:
+        sum_up()
+    except NotArrived as error:
+        print(error)
+    place.is_behind = False
 print(*notes)
+place.has_points, place.is_past_section = False, True  # as in a section that the others have finished
+dist.barrier()
+assert not place.local_result
+sum_up()
+print(place.local_result)
 """
 
 
@@ -57,6 +68,8 @@ def test_a_replacement_makes_none_that_the_others_have_behind_them(tmp_path: Pat
     )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert len(lines) == 2, lines
+    assert len(lines) == 4, lines
+    assert "comes between a batch and its iteration in a replacement" in lines.pop(1)
     assert lines[0].startswith("all_reduce (sum_up, outside_train.py:") and "comes before the first batch" in lines[0]
     assert "is outside of iterations and sections" in lines[1]
+    assert lines[2].startswith("all_reduce (sum_up, outside_train.py:")

@@ -256,3 +256,49 @@ def test_state_that_differs_from_rank_to_rank_is_no_good_to_a_replacement(name: 
     with refused if name == "loader" else contextlib.nullcontext():
         protected._check_others([digests(0), digests(4)])
     assert len(notes) == (name != "loader") and all("another state on other ranks" in note for note in notes)
+
+
+def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() -> None:
+    """Of a section that the others had finished. After a point it may be used all the same, by what the script keeps;
+    mostly it is only printed."""
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status = "holding"
+    groups: Any = SimpleNamespace(aborted=None, local=contextlib.nullcontext)
+    protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
+    protected._tracked = protected.ghosts.tracked = tracked
+    agent = Channel(theirs)
+    agent.sock.settimeout(5.0)
+    given_up: list[str] = []
+
+    def give_up(why: str) -> NoReturn:
+        given_up.append(why)
+        raise SystemExit
+
+    def count() -> float:
+        assert place.is_past_section
+        place.local_result = "all_reduce (count, train.py:3)"  # as `Outside` does
+        return 1.0
+
+    protected._give_up = give_up  # type: ignore[method-assign]
+    for _ in range(2):
+        place.ghost_sections += 1
+        protected.section(count)
+        protected.at_point()
+    note = agent.receive()
+    assert note["op"] == "note" and "all_reduce (count, train.py:3) is in a section that the others" in note["text"]
+    assert not place.local_result and not place.is_past_section
+    place.ghost_sections += 1
+    protected.section(count)
+    with pytest.raises(SystemExit):
+        protected.iterate(lambda: None)
+    assert "iteration 0 follows right after it and may use them" in given_up[0]
+    assert place.here.iteration == 0
+    supervisor.close()
+    assert agent.sock.recv(1) == b"", "it is said once"
+    agent.close()

@@ -60,13 +60,55 @@ print(*unfit, sep="\\n")
 """
 
 
+TENSORS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore, all_reduce  # imported before
+
+dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+dist.get_process_group_ranks = lambda group: [0, 1]
+
+import swift_agent
+from swift_agent.set_up import SetUp
+
+notes, is_over = [], []
+originals = dist.all_reduce, dist.broadcast
+made = SetUp(rank=0, is_replacement="replacement" in sys.argv, is_over=lambda: bool(is_over), note=notes.append,
+             unfit=notes.append)
+made.watch()
+from torch.distributed import _functional_collectives
+
+model = nn.Linear(2, 2)
+
+def count_tokens():
+    for _ in range(2):
+        all_reduce(torch.ones(1))
+
+count_tokens()
+dist.barrier()
+dist.broadcast(model.weight.data, 0)  # a replica gives it to a replacement
+for parameter in model.parameters():
+    dist.broadcast(parameter.detach(), src=0)
+dist.all_gather([torch.zeros(1)], torch.ones(1))
+dist.all_gather_object([None], 1)
+is_over.append(True)
+made.ends(model.parameters())
+dist.all_reduce(torch.ones(1))
+assert (dist.all_reduce, dist.broadcast) == originals and all_reduce is originals[0]
+assert _functional_collectives.legacy_allreduce is originals[0], "whoever compiles it knows it"
+print(*notes, sep="\\n")
+"""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[str]]:
     script = tmp_path / "prepare_train.py"
-    script.write_text(SCRIPT)
     path = ":".join(str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store"))
 
-    def start(*args: str) -> list[str]:
+    def start(*args: str, text: str = SCRIPT) -> list[str]:
+        script.write_text(text)
         run = subprocess.run(
             [sys.executable, str(script), *args], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True,
             timeout=60,
@@ -107,3 +149,12 @@ def test_what_the_script_has_not_seeded_draws_the_same_in_a_replacement(of_torch
             torch.manual_seed(of_script)
             set_up.seed("job e7", 1)
             assert torch.initial_seed() == of_script
+
+
+def test_tensors_that_a_replacement_has_by_itself_are_told_when_the_loop_begins(run: Callable[..., list[str]]) -> None:
+    objects, *lines = run(text=TENSORS)  # what lacks objects is said at once
+    assert objects.startswith("all_gather_object (<module>, prepare_train.py:"), objects
+    assert len(lines) == 2 and lines[0].startswith("all_reduce (count_tokens, prepare_train.py:"), lines
+    assert "has its own values only. If training depends on what it gives" in lines[0]
+    assert lines[1].startswith("all_gather (<module>, prepare_train.py:")
+    assert not [line for line in run("replacement", text=TENSORS) if line.startswith("all_reduce")]
