@@ -64,6 +64,8 @@ LEAVE_TIMEOUT_S = 3.0
 RESULT_TIMEOUT_S = 2.0
 # For stores that cannot be started: descriptors may be there again soon.
 STORE_TIMEOUT_S = 20.0
+# The loop has heard nobody for so much longer than it waits: this process was frozen, or busy.
+STOOD_S = 1.0
 # After SIGTERM; torchrun's default.
 DEFAULT_GRACE_S = 30.0
 SUCCESS_GRACE_S = 5.0
@@ -92,7 +94,8 @@ class Agent:
         )  # fmt: skip
         self._late_starts = LateStarts()
         self._insist: list[tuple[float, WorkerProcess]] = []
-        """Who was asked to end, and when it is killed."""
+        """Who was asked to end, and when it is killed; that is put off while it cannot hear."""
+        self._listened_s = math.inf
         self._no_store: tuple[int, float] | None = None
         """The generation whose stores could not be started, and since when that is tried."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
@@ -258,6 +261,9 @@ class Agent:
     def _turn(self) -> None:
         """Wait for something to happen and handle it."""
         ready = self._selector.select(TICK_S)
+        before_s, self._listened_s = self._listened_s, time.monotonic()
+        if self._listened_s - before_s > TICK_S + STOOD_S:
+            self._on_standstill(self._listened_s - before_s - TICK_S)
         # The standby server first: it announces a process before that process can speak.
         for key, _ in sorted(ready, key=lambda item: not isinstance(item[0].fileobj, StandbyServer)):
             if self._is_registered(key):
@@ -277,6 +283,12 @@ class Agent:
             self._event(self._tick(now_s))
             self._vouch()
             self._event(msg.RateTick())
+
+    def _on_standstill(self, for_s: float) -> None:
+        """Before anything that has come meanwhile is handled: nobody is late for what was not heard."""
+        self._channels.put_off(for_s)
+        self._insist = [(due_s + for_s, process) for due_s, process in self._insist]
+        self._event(msg.StoodStill(for_s))
 
     def _tick(self, now_s: float) -> msg.Tick:
         if self._config.on_etcd_loss == "train":
@@ -437,6 +449,8 @@ class Agent:
                 log.warning("%s; trying on", lc.describe_exit(one.end))
 
     def _insist_on_ends(self, now_s: float) -> None:
+        if self._state.paused:  # nothing comes to who is stopped, but SIGKILL
+            self._insist = [(max(due_s, now_s + self._grace_s()), process) for due_s, process in self._insist]
         for due_s, process in self._insist:
             if now_s >= due_s:
                 self._workers.signal_process(process, signal.SIGKILL)

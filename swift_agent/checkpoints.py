@@ -36,6 +36,7 @@ from swift_recovery.errors import StateError
 from swift_recovery.state import TrainingState
 from swift_recovery.state_file import StateCopy
 from swift_recovery.timelines import NOBODY, Timeline
+from swift_rendezvous.threads import has_started, thread
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +149,10 @@ class Checkpoints:
         return Timeline(self._run, generation) if self._run else NOBODY
 
     def _start(self) -> None:
+        """If there is no thread left, with the next checkpoint, or at the end."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="swift-checkpoints", daemon=True)
-            self._thread.start()
+            new = thread("swift-checkpoints", self._work, self._note)
+            self._thread = new if has_started(new) else None
 
     def recovered(self, iteration: int, generation: int = 0) -> None:
         """*generation* begins with that iteration. What a former one had under way does not count if it does not yet;
@@ -167,6 +169,8 @@ class Checkpoints:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is under way any more."""
+        if self._tasks:
+            self._start()
         with self._changed:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 

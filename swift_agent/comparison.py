@@ -31,6 +31,7 @@ from swift_agent.place import Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.supervisor import Supervisor
 from swift_agent.tracking import Tracked
+from swift_rendezvous.threads import has_started, thread
 
 NEVER = sys.maxsize
 _CONNECT = timedelta(seconds=10)
@@ -161,9 +162,13 @@ class Comparison:
         self._tasks = [one for one in self._tasks if not one.settled.is_set() or one.number >= number - self._every]
         self._tasks.append(task)
         self._queue.put(task)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="swift-comparison", daemon=True)
-            self._thread.start()
+        self._start()
+
+    def _start(self) -> None:
+        """There may be no thread left for a moment: then with the next question, or at the end."""
+        if self._thread is None and not self._queue.empty():
+            new = thread("swift-comparison", self._run, self._supervisor.note)
+            self._thread = new if has_started(new) else None
 
     def why_not_kept(self, number: int) -> str:
         """Why the state after so many iterations must not be kept as a checkpoint, '' if it may; waits until that is
@@ -183,6 +188,7 @@ class Comparison:
 
     def is_over(self, timeout_s: float) -> bool:
         """Whether none is under way, after so long at most."""
+        self._start()
         deadline_s = time.monotonic() + timeout_s
         return all(task.settled.wait(max(0.0, deadline_s - time.monotonic())) for task in self._tasks)
 
@@ -279,10 +285,15 @@ class Comparison:
     def _wait(self, store: StoreClient, task: _Task, keys: list[str]) -> bool:
         """For all of *keys*; False if they do not come in this generation."""
         deadline_s = time.monotonic() + task.patience_s
-        while self._is_current(task) and time.monotonic() < deadline_s:
+        while self._is_current(task):
             try:
                 store.wait(keys, _SLICE)
                 return True
             except dist.DistStoreError:
                 time.sleep(_RETRY_S)
+            if time.monotonic() >= deadline_s:
+                if task.patience_s < PATIENCE_S or self._place.rank not in self._tracked.replicas[:2]:
+                    return False  # else one judges, and one misses who should
+                missing = ", ".join(key.rpartition("/")[2] for key in keys if not store.check([key]))
+                raise TimeoutError(f"rank {missing} has said nothing for {PATIENCE_S:g} s")
         return False

@@ -81,8 +81,8 @@ class StoreServer:
     def __init__(
         self, host: str = "0.0.0.0", port: int = 0, token: bytes = b"", on_failure: OnFailure = only_logged
     ) -> None:
-        """Raises OSError when the port is taken. `port` 0: any free one, see `self.port`. *on_failure*: see
-        `swift_rendezvous.threads`."""
+        """Raises OSError when the port is taken, RuntimeError when no thread is left. `port` 0: any free one, see
+        `self.port`. *on_failure*: see `swift_rendezvous.threads`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=4096)
         self.port: int = listener.getsockname()[1]
@@ -95,7 +95,12 @@ class StoreServer:
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._max_strangers = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._thread = thread("swift-store", self._run, on_failure, listener)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread is left; it is tried again
+            listener.close()
+            self._loop.close()
+            raise
 
     def close(self) -> None:
         """Close all connections: clients that wait get an error. May be repeated."""

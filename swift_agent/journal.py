@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import queue
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from swift_agent.journal_codec import (
 from swift_rendezvous.coordinator import Planner, Reports
 from swift_rendezvous.keys import GenerationRecord, NodeRecord, PlanRecord, to_plain
 from swift_rendezvous.membership import Decision, Rules
+from swift_rendezvous.threads import NoThread, only_logged, start, thread
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,18 @@ def open_journal(directory: str | None, job_id: str, me: NodeRecord, rules: Rule
         "journal": FORMAT, "version": __version__, "job": job_id, "node": me.node_id, "incarnation": me.incarnation,
         "rules": to_plain(rules), "time_s": time.time(), "now_s": time.monotonic(),
     }  # fmt: skip
-    return Journal(fd, path, header)
+    try:
+        return Journal(fd, path, header)
+    except NoThread as error:
+        log.warning("no journal is written: %s", error)
+        os.close(fd)
+        os.unlink(path)
+        return None
 
 
 class Journal:
-    """Made by `open_journal`. All methods may be called from any thread, never wait (but `close`) and never raise."""
+    """Made by `open_journal`. All methods may be called from any thread, never wait (but `close`) and never raise; to
+    make one raises NoThread."""
 
     def __init__(self, fd: int, path: str, header: Mapping[str, Any]) -> None:
         self._fd, self.path = fd, path
@@ -72,8 +79,8 @@ class Journal:
         self._views: OrderedDict[int, View] = OrderedDict({0: View()})
         self._last_number = 0
         self._put(lambda: [dict(header)])
-        self._thread = threading.Thread(target=self._run, name="swift-journal", daemon=True)
-        self._thread.start()
+        self._thread = thread("swift-journal", self._run, only_logged)
+        start(self._thread)
 
     def begin(self, state: lc.AgentState) -> None:
         """The state before the first event."""

@@ -38,9 +38,11 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
     the workers that failed: `ChildFailedError` names them.
     """
     closing = _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent")
-    with many_descriptors(), closing as directories:
+    with many_descriptors() as raised, closing as directories:
         signals.raise_first()
         show_decisions(config.node_id)
+        if raised:
+            log.info("%s", raised)
         open_to_all = job_secret.warning(config.key)
         if open_to_all:
             log.warning("%s", open_to_all)

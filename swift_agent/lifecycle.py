@@ -46,6 +46,7 @@ from swift_agent.lifecycle_messages import (
     SendRelease,
     SendStop,
     StartWorkers,
+    StoodStill,
     Tick,
     ViewChanged,
     WorkerApart,
@@ -279,6 +280,9 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             return _doubt(state, incarnation)
         case PlaceReclaimed():
             return _written_again(state)
+        case StoodStill(for_s):
+            later = {rank: replace(w, stop_sent_s=w.stop_sent_s + for_s) for rank, w in state.workers.items()}
+            return replace(state, workers=later)
         case Tick() | PlaceRead() | RateTick() | WorkerAt():
             return state
 

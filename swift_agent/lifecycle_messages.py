@@ -163,6 +163,13 @@ class PlaceReclaimed:
 
 
 @dataclass(frozen=True)
+class StoodStill:
+    """This agent was frozen for so long. What its workers have said meanwhile is not heard yet."""
+
+    for_s: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed. *holds*, *is_away*: see `isolation.pausing`; *why*: if it does not hold, for people."""
 
@@ -202,6 +209,7 @@ Event = (
     | PeerLost
     | PeerDoubted
     | PlaceReclaimed
+    | StoodStill
     | Tick
     | PlaceRead
     | RateTick

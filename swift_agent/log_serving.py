@@ -16,6 +16,7 @@ from swift_agent.errors import PeerFailure
 from swift_agent.handover import Listener, SocketLink, connected
 from swift_agent.log_transfer import BytesLink
 from swift_logging_store.errors import LogError
+from swift_rendezvous.threads import has_started, thread
 
 Gift = Callable[[BytesLink, Callable[[], None]], None]
 # How long the giver may be silent when there was a failure: it may be the one that is lost. A living one says something
@@ -38,9 +39,11 @@ class LogServer:
         self.close([rank])
         listener, is_closed = Listener(address), threading.Event()
         args = (rank, listener, gift, is_closed)
-        thread = threading.Thread(target=self._run, args=args, name=f"swift-log-to-{rank}", daemon=True)
-        self._threads[rank], self._is_closed[rank] = thread, is_closed
-        thread.start()
+        new = thread(f"swift-log-to-{rank}", self._run, self._note, *args)
+        if not has_started(new):
+            listener.close()
+            raise OSError(f"there is no thread to give rank {rank} what it was sent")
+        self._threads[rank], self._is_closed[rank] = new, is_closed
         return listener.where
 
     def close(self, ranks: Collection[int] | None = None) -> None:

@@ -28,6 +28,7 @@ from swift_agent.place import Place
 from swift_agent.process_group import ProcessGroups
 from swift_agent.standstill import Doing, Inside, Standing, describe, waits_for_ever
 from swift_agent.supervisor import Supervisor
+from swift_rendezvous.threads import has_started, thread
 
 PERIOD_S = 5.0
 # Still for so long: told to the others. From then on two looks decide.
@@ -80,8 +81,17 @@ class Lookout:
         self._is_over = threading.Event()
 
     def start(self) -> None:
-        if self._world_size > 1:
-            threading.Thread(target=self._run, name="swift-lookout", daemon=True).start()
+        if self._world_size == 1:
+            return
+        if not has_started(thread("swift-lookout", self._run, self._blind)):
+            self._blind("there is no thread for it")
+
+    def _blind(self, why: str) -> None:
+        """Training does not end for want of somebody who looks at it."""
+        self._supervisor.note(
+            f"nobody looks any more whether this rank stands still: {why}. If ranks wait for each other for ever, that "
+            "ends with the timeout of their operation"
+        )
 
     def stop(self) -> None:
         self._is_over.set()

@@ -191,7 +191,7 @@ class Presence:
             if self._stopped or self._reading_place:
                 return
             self._reading_place = True
-        if not has_started(threading.Thread(target=self._read_place, name="swift-place", daemon=True)):
+        if not has_started(thread("swift-place", self._read_place, self._on_failure)):
             with self._lock:
                 self._reading_place = False  # it is asked for again
 
@@ -232,7 +232,9 @@ class Presence:
         away = False
         while not self._stopped:
             try:
-                lease = reclaim_place(self._store, self._keys, self.me, self.job, self._ttl_s)
+                if self._takes(reclaim_place(self._store, self._keys, self.me, self.job, self._ttl_s)):
+                    self._listeners.reclaimed(self.me.incarnation)
+                return
             except (PlaceLost, JobOver) as error:
                 self._listeners.place_lost(self.me.incarnation, str(error))
                 return
@@ -241,16 +243,22 @@ class Presence:
                     log.warning("cannot get another lease yet: %s", error)
                 away = True
                 time.sleep(RETRY_S)
-                continue
+
+    def _takes(self, lease: Lease) -> bool:
+        """Whether that is the lease of this node now; False if it has left meanwhile. Raises NoThread if nothing can
+        keep it."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(_revoke, lease)
             with self._lock:
+                if self._stopped:
+                    return False
+                keep_alive = self._keep(lease)
+                undo.pop_all()
                 self._reclaiming = False
-                if not self._stopped:
-                    self._keep_alive.stop()
-                    self._lease, self._keep_alive = lease, self._keep(lease)
-                    self.coordinator.lease_id = lease.id
-                    self._listeners.reclaimed(self.me.incarnation)
-                    return
-            _revoke(lease)  # this node has left meanwhile
+                self._keep_alive.stop()
+                self._lease, self._keep_alive = lease, keep_alive
+                self.coordinator.lease_id = lease.id
+            return True
 
     def _keep(self, lease: Lease) -> KeepAlive:
         def lost(why: str) -> None:

@@ -93,20 +93,49 @@ def signal_living(pid: int, signum: int) -> None:
 
 
 MAX_DESCRIPTORS = 1 << 16
+# Of an agent that has just been started and has one worker; less, and gRPC ends the process in the middle of its start.
+LEAST_FREE = 64
+# Servers raise a lower limit, with a line.
+LOW_LIMIT = 4096
+
+
+def _limits_of_descriptors() -> tuple[int, int, int]:
+    """The soft limit, what `many_descriptors` makes of it, and the hard limit. -1: there is none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    return soft, soft if soft == resource.RLIM_INFINITY else max(soft, most), hard
+
+
+def want_of_descriptors() -> str:
+    """Why this process has too few descriptors for an agent, whatever `many_descriptors` does; '' if it has enough."""
+    _, most, hard = _limits_of_descriptors()
+    if most == resource.RLIM_INFINITY:
+        return ""
+    try:
+        # Not that of the listing itself.
+        taken = sum(int(name) < most for name in os.listdir("/proc/self/fd")) - 1
+    except OSError:
+        taken = most  # there is not even one for this
+    if most - taken >= LEAST_FREE:
+        return ""
+    return (
+        f"the hard limit of open files is {hard}, and {taken} are open: an agent needs at least {LEAST_FREE} more, and "
+        "some ten for each worker; type ulimit -n 65536, or set LimitNOFILE= of the unit"
+    )
 
 
 @contextlib.contextmanager
-def many_descriptors() -> Iterator[None]:
+def many_descriptors() -> Iterator[str]:
     """As many as the hard limit allows, up to `MAX_DESCRIPTORS`: each watched node, and each worker of the job in a
-    store, takes one, and so does each stranger for a moment. What is started meanwhile inherits the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        yield
+    store, takes one, and so does each stranger for a moment. What is started meanwhile inherits the limit. Yields a
+    line for people where it was low."""
+    soft, most, hard = _limits_of_descriptors()
+    if soft == most:
+        yield ""
         return
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
-        yield
+        yield f"this agent and its workers may open {most} files (the limit was {soft})" if soft < LOW_LIMIT else ""
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

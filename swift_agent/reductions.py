@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swift_rendezvous.threads import start, thread
+
 _POLL_S = 20e-6
 
 
@@ -32,16 +34,23 @@ class Reductions:
         self._waiting: queue.SimpleQueue[tuple[Any, Tensor, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
+        self._current: Any = None
+        self._ended = ""
 
     def future_of(self, work: Any, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Has *tensor* as its value once *work*, which fills it, is complete; None if it was cut, and the error if it
         has failed."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="swift-reductions", daemon=True)
-            self._thread.start()
+            new = thread("swift-reductions", self._run, self._end)
+            start(new)
+            self._thread = new
+        if self._ended:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self._ended}")
         devices = [self._device] if self._device.type == "cuda" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         self._waiting.put((work, tensor, future))
+        if self._ended:  # meanwhile
+            self._end(self._ended)
         return future
 
     @contextlib.contextmanager
@@ -61,12 +70,24 @@ class Reductions:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def _end(self, why: str) -> None:
+        """The thread has ended, which nothing here should bring about; the backward must not wait for it for ever."""
+        self._ended = why
+        error: Any = RuntimeError(f"a gradient could not be reduced: {why}")
+        current, self._current = self._current, None
+        if current is not None:
+            with contextlib.suppress(RuntimeError):  # it has its result
+                current.set_result(error)
+        while not self._waiting.empty():
+            self._waiting.get()[2].set_result(error)
+
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         while True:
             work, tensor, future = self._waiting.get()
+            self._current = future
             value: Any = tensor
             try:
                 self._wait(work)
@@ -75,6 +96,7 @@ class Reductions:
             # If the groups are not stopped after it they were not before: what is there is whole.
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 future.set_result(None if self._is_stopped() else value)
+            self._current = None
             del work, tensor, future, value  # not held until the next one comes
 
     def _wait(self, work: Any) -> None:

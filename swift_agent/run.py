@@ -30,6 +30,7 @@ from swift_agent import job_secret
 from swift_agent.config import AgentConfig, ConfigError
 from swift_agent.errors import JobStopped
 from swift_agent.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
+from swift_agent.process import want_of_descriptors
 from swift_agent.signals import CaughtSignals
 from swift_rendezvous.kv import RendezvousError
 
@@ -71,6 +72,9 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
             _torchrun(args)
         return
     ns = with_our_options(args)
+    short = want_of_descriptors()
+    if short:
+        raise ConfigError([short])
     with CaughtSignals(ns.signals_to_handle) as signals:
         config = AgentConfig.from_args(ns)
         from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded

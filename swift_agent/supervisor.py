@@ -34,6 +34,7 @@ from swift_agent.channel import Channel, ChannelClosed, Message
 from swift_agent.errors import PeerFailure
 from swift_agent.standing import MyStanding
 from swift_recovery.plan import Plan
+from swift_rendezvous.threads import thread
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Supervisor:
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int
-        self._thread = threading.Thread(target=self._read, name="swift-supervisor", daemon=True)
+        self._thread = thread("swift-supervisor", self._read, _die)
 
     def start(
         self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None],
@@ -129,7 +130,7 @@ class Supervisor:
         self._channel.send({"op": "hello", **hello})
         self._thread.start()
         # Not the reading thread: that waits while an update of the script's is under way.
-        threading.Thread(target=self._watch_the_time, name="swift-time", daemon=True).start()
+        thread("swift-time", self._watch_the_time, self._blind).start()
 
     # ---- main thread ----
 
@@ -340,6 +341,11 @@ class Supervisor:
             self.changed.wait_for(lambda: not self._updating)
 
     # ---- a thread that looks at the time ----
+
+    def _blind(self, why: str) -> None:
+        """Nobody would stop this process in time any more."""
+        self.note(f"{why}; this worker ends")
+        _die(why)
 
     def _watch_the_time(self) -> None:
         """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands

@@ -79,6 +79,12 @@ class WorkerChannels:
                 channel.stuck_since_s = now_s
                 self._on_event(msg.WorkerDeaf(local_rank, self._pids[local_rank], deadline_s))
 
+    def put_off(self, for_s: float) -> None:
+        """Nobody has written to them for so long."""
+        for channel in self._channels.values():
+            if channel.stuck_since_s is not None:
+                channel.stuck_since_s += for_s
+
     def _watch(self, local_rank: int, channel: Channel) -> None:
         """Be called when it can be read, and written if something is kept for it."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.stuck_since_s is not None else 0)

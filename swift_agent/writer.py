@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swift_rendezvous.kv import Compare, KeyValueStore, Op, RendezvousError, RequestRefused
-from swift_rendezvous.threads import OnFailure, only_logged, thread
+from swift_rendezvous.threads import OnFailure, only_logged, start, thread
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Writer:
         self._stopped = False
         self._busy = False
         self._thread = thread("swift-writer", self._run, on_failure)
-        self._thread.start()
+        start(self._thread)
 
     def submit(self, write: Write) -> None:
         with self._changed:

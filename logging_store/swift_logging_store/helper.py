@@ -105,7 +105,8 @@ class Helper:
             if pipe is not None:
                 pipe.close()
         if self._ended() is None:
-            threading.Thread(target=self._process.wait, name="swift-helper-end", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread is left: it is waited for with the next process
+                threading.Thread(target=self._process.wait, name="swift-helper-end", daemon=True).start()
 
     def _ended(self) -> int | None:
         """Its exit code, if it has ended or does so now."""

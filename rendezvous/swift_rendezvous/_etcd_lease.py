@@ -13,7 +13,7 @@ from collections.abc import Callable
 from swift_rendezvous._etcd_proto import LEASE_KEEP_ALIVE, LEASE_REVOKE, LEASE_TIME_TO_LIVE
 from swift_rendezvous._etcd_transport import TRY_S, Transport, log
 from swift_rendezvous.kv import LeaseLost, RendezvousError, StoreUnavailable
-from swift_rendezvous.threads import only_logged, thread
+from swift_rendezvous.threads import only_logged, start, thread
 
 
 class EtcdLease:
@@ -61,7 +61,8 @@ class EtcdKeepAlive:
         self._on_lost = on_lost
         self._stop = threading.Event()
         self._broken_s = time.monotonic()
-        thread(f"etcd-lease-{lease.id:x}", self._run, on_lost or only_logged).start()
+        # Who has this lease gets another one, as after any loss of it.
+        start(thread(f"etcd-lease-{lease.id:x}", self._run, on_lost or only_logged))
 
     def stop(self) -> None:
         self._stop.set()

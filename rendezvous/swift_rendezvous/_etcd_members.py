@@ -32,7 +32,7 @@ from swift_rendezvous._etcd_proto import MEMBER_LIST, STATUS
 from swift_rendezvous._etcd_transport import Transport
 from swift_rendezvous.kv import RendezvousError
 from swift_rendezvous.tenure import Event, MembersRead, Probed, Sight
-from swift_rendezvous.threads import has_started
+from swift_rendezvous.threads import has_started, only_logged, start, thread
 
 log = logging.getLogger("swift_rendezvous.etcd")
 
@@ -67,7 +67,7 @@ class MembersWatch:
         self._answered: dict[str, set[int]] = {}  # which members have, at an address
         self._busy: set[int] = set()
         self._channels: dict[str, Any] = {}
-        threading.Thread(target=self._run, name="swift-etcd-members", daemon=True).start()
+        start(thread("swift-etcd-members", self._run, only_logged))
 
     def stop(self) -> None:
         self._stop.set()
@@ -127,7 +127,7 @@ class MembersWatch:
             self._busy.update(member for member, _ in asked)
         for member, addresses in asked:
             args = (member, addresses)
-            if not has_started(threading.Thread(target=self._ask, args=args, name="swift-etcd-probe", daemon=True)):
+            if not has_started(thread("swift-etcd-probe", self._ask, only_logged, *args)):
                 with self._lock:
                     self._busy.discard(member)
 
@@ -157,7 +157,11 @@ class MembersWatch:
                 return None
             channel = self._channels.get(address)
             if channel is None:
-                channel = self._channels[address] = self._transport.connect(address)
+                try:
+                    channel = self._channels[address] = self._transport.connect(address)
+                except RendezvousError as error:
+                    log.debug("etcd %s cannot be asked: %s", address, error)
+                    return None
         call = channel.unary_unary(STATUS.path, STATUS.request.SerializeToString, STATUS.response.FromString)
         try:
             return call(STATUS.request(), timeout=TIMEOUT_S, metadata=self._transport.metadata())

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
+import resource
 import threading
 import time
 from dataclasses import dataclass
@@ -27,12 +29,16 @@ from swift_rendezvous.kv import (
     RequestRefused,
     StoreUnavailable,
 )
+from swift_rendezvous.threads import is_for_want_of_threads
 
 log = logging.getLogger("swift_rendezvous.etcd")
 
 TRY_S = 1.0  # one try on one endpoint, in the first round over all of them
 PAUSE_S = 0.03  # between two rounds
+WANT_S = 0.1  # between two tries that this process itself stands in the way of
 _OUTAGE_S = 30.0
+# What gRPC opens when it starts, before it connects; with some to spare.
+_DESCRIPTORS = 8
 
 _OPTIONS = [
     # etcd drops a connection that is pinged more often than every 5 s. Without the ping timeout a frozen server is
@@ -103,6 +109,10 @@ class Answer:
     retried: bool
 
 
+class NoDescriptors(StoreUnavailable):
+    """This process cannot open enough files to connect."""
+
+
 class Transport:
     """One channel per endpoint, a current endpoint, a token."""
 
@@ -164,6 +174,16 @@ class Transport:
                 if not self.closed.is_set():
                     raise
                 raise _closed_error() from error
+            except (NoDescriptors, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not is_for_want_of_threads(error):
+                    raise
+                # There may be some again in a moment. Nothing was sent.
+                self.abandon(index)
+                reasons[index] = f"not asked: {error}"
+                self.closed.wait(min(WANT_S, max(0.0, deadline_s - time.monotonic())))
+                if self.closed.is_set():
+                    raise _closed_error() from error
+                continue
             if self.closed.is_set():
                 raise _closed_error()
             if needs_login(code, details):
@@ -210,8 +230,17 @@ class Transport:
                 self._stubs[index, method.path] = stub
         return stub
 
+    def abandon(self, index: int) -> None:
+        """The next call there has a channel of its own. gRPC could not start the thread of one, and takes it for
+        started: whatever else needs that would wait for ever. Not closed: others may be in calls that do not."""
+        with self._lock:
+            self._channels.pop(index, None)
+            self._stubs = {key: stub for key, stub in self._stubs.items() if key[0] != index}
+
     def connect(self, endpoint: str) -> Any:
-        """A channel to any server of the cluster; whoever asks for it closes it."""
+        """A channel to any server of the cluster; whoever asks for it closes it. Raises NoDescriptors if there are
+        none: the first channel of a process starts gRPC, which would abort it then."""
+        _check_descriptors()
         target = f"ipv6:{endpoint}" if endpoint.startswith("[") else endpoint
         if self._credentials is None:
             return grpc.insecure_channel(target, _OPTIONS)
@@ -284,6 +313,19 @@ def _reason(code: Any, details: str, try_s: float) -> str:
     if "Connection refused" in details:
         return "connection refused"
     return f"{details.removeprefix('etcdserver: ')} ({code.name})"
+
+
+def _check_descriptors() -> None:
+    found: list[int] = []
+    try:
+        while len(found) < _DESCRIPTORS:
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise NoDescriptors(f"{error.strerror or error} in this process (limit {limit})") from error
+    finally:
+        for fd in found:
+            os.close(fd)
 
 
 def _credentials(config: EtcdConfig) -> Any:

@@ -16,6 +16,7 @@ import grpc
 from swift_rendezvous._etcd_proto import RANGE, WATCH, decode_event, encode_key, watch_request
 from swift_rendezvous._etcd_transport import TRY_S, Transport, as_error, is_transient, log, needs_login
 from swift_rendezvous.kv import Compacted, PermissionDenied, RendezvousError, WatchResponse
+from swift_rendezvous.threads import NoThread, is_for_want_of_threads, only_logged, start, thread
 
 QUIET_S = 1.0  # a stream that was silent for so long has its server probed
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.03, 1.0
@@ -71,8 +72,15 @@ class EtcdWatch:
                 continue
             except (ValueError, RendezvousError):  # ValueError is what gRPC says about a closed channel
                 if not self._transport.closed.is_set():
+                    self._drop_stream()
                     raise
                 break
+            except RuntimeError as error:
+                self._drop_stream()
+                if is_for_want_of_threads(error):
+                    self._transport.abandon(self.endpoint_index)
+                    raise NoThread(f"there is no thread for a watch: {error}") from error
+                raise
             self.heard_s = time.monotonic()
             response = self._digest(message)
             if response is not None:
@@ -208,8 +216,8 @@ class Watchdog:
         with self._lock:
             self._watches.add(watch)
             if not self._running:
+                start(thread("etcd-watchdog", self._run, only_logged))
                 self._running = True
-                threading.Thread(target=self._run, name="etcd-watchdog", daemon=True).start()
 
     def remove(self, watch: EtcdWatch) -> None:
         with self._lock:
@@ -252,9 +260,13 @@ class Watchdog:
                 # From the server's own memory: another member, or the leader, being away is not this server's fault.
                 # A server that refuses has answered as well, so an old token is good enough.
                 request = RANGE.request(key=encode_key(quiet[0].prefix) or b"\0", serializable=True, count_only=True)
-                calls[index] = self._transport.stub(index, RANGE).future(
-                    request, timeout=TRY_S, metadata=self._transport.metadata()
-                )
+                try:
+                    calls[index] = self._transport.stub(index, RANGE).future(
+                        request, timeout=TRY_S, metadata=self._transport.metadata()
+                    )
+                except RuntimeError:
+                    self._transport.abandon(index)
+                    raise
             dead = {index for index, call in calls.items() if not _answered(call)}
         except (ValueError, RendezvousError):  # closed meanwhile
             return

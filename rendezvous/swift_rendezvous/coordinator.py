@@ -46,7 +46,7 @@ from swift_rendezvous.membership import (
     stage_of,
 )
 from swift_rendezvous.mending import RemoveDamaged, RestoreGeneration, RestoreJob
-from swift_rendezvous.threads import OnFailure, only_logged, thread
+from swift_rendezvous.threads import OnFailure, only_logged, start, thread
 from swift_rendezvous.view import View
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Coordinator:
         self._thread = thread("swift-coordinator", self._run, on_failure)
 
     def start(self) -> None:
-        self._thread.start()
+        start(self._thread)
 
     def stop(self) -> None:
         with self._changed:

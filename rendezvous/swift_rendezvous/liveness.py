@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from swift_rendezvous import _handshake as handshake
 from swift_rendezvous.keys import NodeRecord
 from swift_rendezvous.reception import BACKLOG, Reception
-from swift_rendezvous.threads import OnFailure, has_started, only_logged, thread
+from swift_rendezvous.threads import NoThread, OnFailure, has_started, only_logged, start, thread
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +164,13 @@ class Liveness:
         self._me = me
         self._reception = Reception(self._listener, me, self._key, self._on_guest)
         self._acceptor = thread("swift-liveness-accept", self._reception.run, self._on_failure)
-        self._acceptor.start()
-        self._thread.start()
+        start(self._acceptor)
+        try:
+            start(self._thread)
+        except NoThread:
+            self._reception.stop()
+            self._acceptor.join(timeout=handshake.TIMEOUT_S)
+            raise
 
     def update(self, nodes: Iterable[NodeRecord]) -> None:
         """Tell which nodes are in the job now; connections follow."""
@@ -193,8 +198,9 @@ class Liveness:
         self._wake()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
-        if self._me is None:
+        if self._thread.ident is None:  # it was never started
             self._listener.close()
+            self._selector.close()
         if not self._thread.is_alive():
             # With the lock: nobody may wake through a number that is somebody else's by then.
             with self._lock:

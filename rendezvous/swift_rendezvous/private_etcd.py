@@ -27,6 +27,7 @@ from typing import Any
 from swift_rendezvous.etcd_config import EtcdConfig
 from swift_rendezvous.kv import RendezvousError
 from swift_rendezvous.owned_directory import own, remove_orphans
+from swift_rendezvous.threads import only_logged, start, thread
 
 _PREFIX = "swift-etcd-"
 # Etcd wants a host and a port: it makes a file of that name in its working directory.
@@ -204,13 +205,14 @@ class PrivateEtcd:
             "--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000",
             *flags,
         ]
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
         # A parent-death signal is sent at the end of the *thread* that started the child. This one waits for the child.
         args = (command, self._sockets, self._directory / "etcd.log", started)
-        self._reaper = threading.Thread(target=_run_child, args=args, name="private-etcd", daemon=True)
-        self._reaper.start()
+        reaper = thread("private-etcd", _run_child, only_logged, *args)
+        start(reaper)
+        self._reaper = reaper
         process = started.get()
-        if isinstance(process, OSError):
+        if isinstance(process, Exception):
             raise RendezvousError(f"{binary} cannot be started: {process}")
         self._process = process
         return endpoint
@@ -259,7 +261,7 @@ def _run_child(command: list[str], directory: Path, log_path: Path, started: que
                 start_new_session=True,
                 env=_clean_env(),
             )
-    except OSError as error:
+    except Exception as error:  # whoever has started this thread waits for an answer
         started.put(error)
         return
     started.put(process)

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from swift_rendezvous.kv import RendezvousError
+
 log = logging.getLogger(__name__)
 
 _told: set[str] = set()  # threads whose want was said once
@@ -35,6 +37,23 @@ def thread(name: str, run: Callable[..., None], on_failure: OnFailure, *args: An
             on_failure(f"its thread {name} has ended by {type(error).__name__}: {error}")
 
     return threading.Thread(target=told, name=name, daemon=True)
+
+
+class NoThread(RendezvousError):
+    """The process, its cgroup or its user has no thread left."""
+
+
+def start(new: threading.Thread) -> None:
+    """Start *new*; raises `NoThread`, which whoever tries again what fails for a while takes as such a failure."""
+    try:
+        new.start()
+    except RuntimeError as error:
+        raise NoThread(f"the thread {new.name} cannot be started: {error}") from error
+
+
+def is_for_want_of_threads(error: RuntimeError) -> bool:
+    """Whether a library could not start one of its own; CPython has no other sign of it."""
+    return "can't start new thread" in str(error)
 
 
 def has_started(new: threading.Thread) -> bool:

@@ -16,7 +16,7 @@ from enum import IntEnum
 
 from swift_rendezvous.keys import Keys
 from swift_rendezvous.kv import Compacted, KeyValueStore, RendezvousError, Watch, WatchResponse
-from swift_rendezvous.threads import OnFailure, only_logged, thread
+from swift_rendezvous.threads import OnFailure, only_logged, start, thread
 from swift_rendezvous.view import Change, Damaged, View, apply, view_of_entries
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class JobWatcher:
     def start(self) -> View:
         """List the job, start to follow it and return the first view. Raises what the store raises."""
         self._first = self._list(Scope.FORMING, None)
-        self._thread.start()
+        start(self._thread)
         return self._first[0]
 
     def stop(self) -> None:

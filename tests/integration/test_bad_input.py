@@ -281,3 +281,53 @@ def _keys(endpoint: str) -> list[str]:
     assert config is not None
     with EtcdStore(config) as store:
         return [entry.key for entry in store.get_prefix("/swift/")[0]]
+
+
+def limited(number: int) -> list[str]:
+    """What a command begins with that may open no more files than that, and cannot change it."""
+    code = "import os, resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, 2 * (int(sys.argv[1]),)); "
+    code += "os.execv(sys.argv[2], sys.argv[2:])"
+    return [sys.executable, "-c", code, str(number)]
+
+
+def test_too_few_descriptors_are_told_before_anything_starts(tmp_path: Path) -> None:
+    """gRPC would abort the process."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "TMPDIR": str(tmp_path)}
+    command = [*limited(40), sys.executable, "-m", "swift_agent.run", "--standalone", str(script)]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "the hard limit of open files is 40" in ended.stderr and "ulimit -n 65536" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+CONNECTS_WITH = """
+import os, resource, sys
+from swift_rendezvous.etcd import EtcdStore
+from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.kv import StoreUnavailable
+config = EtcdConfig.from_environment({}, endpoints="127.0.0.1:1")
+store = EtcdStore(config)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+free = os.dup(0)
+os.close(free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free + int(sys.argv[1]), hard))
+for _ in range(2):
+    try:
+        store.get("a")
+    except StoreUnavailable as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+"""
+
+
+def test_a_process_without_descriptors_cannot_reach_etcd_but_lives() -> None:
+    """And reaches it when there are some again."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
+    command = [sys.executable, "-c", CONNECTS_WITH, "1"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    first, second = ended.stdout.split("etcd did not answer Range")[1:]
+    assert "not asked: Too many open files in this process (limit" in first and "connection refused" in second

@@ -365,3 +365,18 @@ def test_a_directory_that_could_not_be_claimed_is_claimed_later(fenced: Callable
     other.take(30)
     one.take(40)
     assert one.checkpoints.newest == 20 and other.directory.committed() == [30]
+
+
+def test_one_that_finds_no_thread_is_written_later(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        group.take(10)
+    # Each at its end; the others have to have begun for one to see that it counts.
+    for _ in range(2):
+        for rank in group.ranks:
+            rank.wait(0.01)
+    group.wait()
+    assert group.newest == [10] * 3

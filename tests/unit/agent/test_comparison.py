@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from swift_agent import comparison
 from swift_agent.comparison import Comparison
 from swift_agent.generation_store import StoreClient, StoreServer
 from swift_recovery.state import TrainingState
@@ -323,3 +325,37 @@ def test_what_begins_to_differ_in_an_undisturbed_run(make: Make) -> None:
     assert "replicas differ after iteration 16: parameter model.bias" in said and "Training goes on" in said
     assert one.told == [] and not one.comparison.has_failed and one.comparison.why_not_kept(40) == ""
     assert [rank.tracked.differed_after for rank in ranks] == [16, 16]
+
+
+def test_replicas_are_compared_later_if_there_is_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ranks = make(2)
+    with torch.no_grad():
+        other.model.bias += 1.0
+    for rank in ranks:
+        rank.begin(2, 20)
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        for rank in ranks:
+            rank.take(21)
+    for rank in ranks:
+        rank.comparison.is_over(0.0)  # as both ask at their end
+    settle(ranks)
+    assert "parameter model.bias" in one.told[0][0] and other.told == []
+
+
+def test_who_never_says_what_he_holds_is_told_and_waited_for_no_longer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = ranks = make(2)
+    monkeypatch.setattr(comparison, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(comparison, "_SLICE", timedelta(seconds=0.1))
+    for rank in ranks:
+        rank.begin(2, 20)
+    one.take(21)
+    settle(ranks[:1])
+    (note,) = one.notes
+    assert "could not be compared after iteration 21" in note and "rank 1 has said nothing for 0.2 s" in note

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import stat
+import threading
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -366,3 +367,15 @@ def test_a_directory_that_cannot_be_written_costs_the_journal_only(
     assert open_journal(str(tmp_path), "j" * 300, records.node("n0"), RULES) is None
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["no journal is written"] * 2
     assert open_journal(None, "gpt", records.node("n0"), RULES) is None
+
+
+def test_no_journal_is_written_without_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert open_journal(str(tmp_path), "job", records.node("a"), RULES) is None
+    assert "no journal is written: the thread swift-journal cannot be started" in caplog.text
+    assert list(tmp_path.iterdir()) == []

@@ -459,6 +459,18 @@ def test_a_worker_that_does_not_stop_in_time_is_killed_and_then_lost() -> None:
     assert only(agent.exit(1, -9), lc.WriteFailure).failure.local_ranks == (1,)
 
 
+def test_an_agent_that_was_frozen_hears_first_what_its_workers_have_said() -> None:
+    agent = training()
+    agent.change(failures={1: failure("node", 1)})
+    agent.report(0, 1)
+    agent.now_s += 100.0
+    assert agent.tell(lc.StoodStill(99.0)) == []
+    agent.now_s += 3.9
+    assert agent.tell(lc.Tick()) == []
+    agent.now_s += 0.1
+    assert only(agent.tell(lc.Tick()), lc.KillWorkers).local_ranks == (1,)
+
+
 # ---- restart of all ----
 
 

@@ -127,3 +127,23 @@ def test_who_is_alone_in_torch_works(module: ModuleType, inside: str, expected: 
             assert time.monotonic() < deadline_s
         assert one.lookout._doing()[0] is expected
     script.join()
+
+
+def test_a_lookout_that_ends_says_so(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or cannot begin: training goes on without it."""
+    one, other = ranks
+    monkeypatch.setattr(lookout, "PERIOD_S", 0.01)
+    one.lookout._look = lambda now_s: 1 / 0  # type: ignore[method-assign]
+    one.lookout.start()
+    deadline_s = time.monotonic() + 10
+    while not one.notes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert "nobody looks any more" in one.notes[0] and "swift-lookout has ended by ZeroDivisionError" in one.notes[0]
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    other.lookout.start()
+    assert "nobody looks any more" in other.notes[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,3 +274,25 @@ def test_an_error_of_the_optimizer_is_kept_for_the_script() -> None:
     with pytest.raises(Exception):  # noqa: B017 - what comes out of C++ is torch's own
         job.backward()
     assert isinstance(job.updates.failed, Exception) and job.updates.mixed
+
+
+def test_a_backward_does_not_wait_for_a_thread_that_has_ended() -> None:
+    """Whatever it was: the futures that it owed have an error."""
+
+    class Odd(Exception):
+        pass
+
+    def odd() -> bool:
+        if gone.wait(10.0):
+            raise Odd("the device is gone")
+        return False
+
+    gone = threading.Event()
+    reductions = Reductions(torch.device("cpu"), odd)
+    done = SimpleNamespace(wait=lambda: None)
+    futures = [reductions.future_of(done, torch.zeros(1)) for _ in range(3)]
+    gone.set()
+    for future in futures:
+        assert "swift-reductions has ended by Odd: the device is gone" in str(future.wait())
+    with pytest.raises(RuntimeError, match="cannot be reduced any more"):
+        reductions.future_of(done, torch.zeros(1))

@@ -45,3 +45,36 @@ def test_a_worker_that_cannot_follow_its_agent_says_so_and_ends(message: dict[st
         worker.kill()
         worker.communicate()
         agent.close()
+
+
+_BLIND = """
+import socket, sys, time
+from swift_agent.channel import Channel
+from swift_agent.supervisor import Supervisor
+class Standing:
+    def left_s(self):
+        raise ValueError("mmap closed or invalid")
+Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3, Standing()).start({}, dict, lambda *args: None)
+time.sleep(60)
+"""
+
+
+def test_a_worker_whose_clock_thread_has_ended_says_so_and_ends() -> None:
+    """Else nothing would stop it when its place is given away."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(60)
+    with theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", _BLIND, str(theirs.fileno())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+    agent = Channel(ours)
+    try:
+        assert agent.receive()["op"] == "hello"
+        assert "its thread swift-time has ended by ValueError: mmap closed or invalid" in agent.receive()["text"]
+        worker.communicate(timeout=30)
+        assert worker.returncode == -signal.SIGKILL
+    finally:
+        worker.kill()
+        worker.communicate()
+        agent.close()

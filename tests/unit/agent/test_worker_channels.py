@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -343,3 +344,65 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def test_a_frozen_agent_takes_nobody_for_late(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its deadlines have run out in its sleep; what has come is heard first."""
+    worker = line.hello(0)
+    line.channels.send((0,), {"op": "go", "plan": "x" * 1_000_000})
+    order: list[Any] = []
+    agent: Any = object.__new__(Agent)
+    agent._selector = SimpleNamespace(select=lambda timeout_s: [])
+    agent._channels, agent._state = line.channels, SimpleNamespace(paused=False)
+    agent._last_reap_s, agent._listened_s = math.inf, time.monotonic() - 60.0
+    agent._insist = [(time.monotonic() - 50.0, "worker")]
+    agent._event = order.append
+    for channel in line.channels._channels.values():
+        channel.stuck_since_s = time.monotonic() - 59.0
+    agent._turn()
+    (stood,) = order
+    assert isinstance(stood, msg.StoodStill) and 59.0 < stood.for_s < 60.5
+    line.channels.tick(time.monotonic(), 10.0, paused=False)
+    assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
+    assert agent._insist[0][0] > time.monotonic()
+    agent._turn()
+    assert order == [stood]
+    worker.close()
+
+
+def test_a_worker_that_is_paused_has_its_time_to_end_when_it_hears_of_it() -> None:
+    killed: list[tuple[Any, int]] = []
+    process = SimpleNamespace(exit_code=None)
+    agent: Any = SimpleNamespace(
+        _state=SimpleNamespace(paused=True), _insist=[(110.0, process)], _grace_s=lambda: 30.0,
+        _workers=SimpleNamespace(signal_process=lambda process, signum: killed.append((process, signum))),
+    )  # fmt: skip
+    for now_s in (100.0, 200.0):
+        Agent._insist_on_ends(agent, now_s)
+    agent._state.paused = False
+    Agent._insist_on_ends(agent, 229.0)
+    assert killed == []
+    Agent._insist_on_ends(agent, 230.0)
+    assert killed == [(process, signal.SIGKILL)] and agent._insist == []
+
+
+def test_stores_that_cannot_be_opened_for_long_are_hosted_by_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for them."""
+    at_s, left = [100.0], list[str]()
+
+    def full(generation: int) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    agent: Any = object.__new__(Agent)
+    agent._stores, agent._no_store, agent._rejoin = SimpleNamespace(open=full), None, left.append
+    monkeypatch.setattr("swift_agent.agent.time", SimpleNamespace(monotonic=lambda: at_s[0]))
+    for second in range(21):
+        at_s[0] = 100.0 + second
+        agent._host_store(3)
+    assert left == [] and agent._no_store == (3, 100.0)
+    at_s[0] += 0.1
+    agent._host_store(3)
+    assert left == ["the stores of generation 3 cannot be started: can't start new thread"]
+    agent._no_store = (3, 100.0)
+    agent._host_store(4)  # another generation has its own time
+    assert len(left) == 1 and agent._no_store == (4, at_s[0])
