@@ -175,6 +175,12 @@ def sentence(
             "update, or an operation whose results are not always the same. Training goes on, but none of these ranks "
             "can replace another any more: should a worker be lost, all start again"
         )
+    if undisturbed and all(one.kind == "state" for one in differences):
+        return (
+            f"{what}. Nothing has failed: an optimizer keeps some of its state on one rank only (as ZeRO does, or a Muon "
+            "that shares its work out), so none can replace another. Have all ranks keep all of it, or say that nobody "
+            "holds the same, job.track(replicas=[job.rank]): a lost worker then restarts all"
+        )
     if undisturbed:
         return (
             f"{what}. Nothing has failed: these ranks do not train the same model, so none can replace another. Wrap "

@@ -98,6 +98,16 @@ def test_parameters_must_be_equal_from_the_start() -> None:
     assert "Nothing has failed" in said and "job.track(replicas=[job.rank])" in said
 
 
+def test_state_that_one_rank_alone_keeps_is_no_other_model() -> None:
+    one, other = trained(), trained()
+    (optimizer,) = other.optimizers.values()
+    optimizer.state.pop(other.parameters()[0])
+    told = prints(one, other, apart=None)
+    wrong, _ = compare(told, undisturbed=True)
+    said = sentence(told, wrong, iteration=1, equal_after=None, undisturbed=True, generation=1)
+    assert forbids_going_on(wrong) and "keeps some of its state on one rank only" in said
+
+
 def test_a_learning_rate_alone_is_enough() -> None:
     """It reaches the next update."""
     wrong, _ = compare(prints(trained(), trained(lr=0.2)), undisturbed=False)
