@@ -177,8 +177,8 @@ def sentence(
         )
     if undisturbed and all(one.kind == "state" for one in differences):
         return (
-            f"{what}. Nothing has failed: an optimizer keeps some of its state on one rank only (as ZeRO does, or a Muon "
-            "that shares its work out), so none can replace another. Have all ranks keep all of it, or say that "
+            f"{what}. Nothing has failed: an optimizer keeps some of its state on one rank only (as ZeRO does, or a "
+            "Muon that shares its work out), so none can replace another. Have all ranks keep all of it, or say that "
             "nobody holds the same, job.track(replicas=[job.rank]): a lost worker then restarts all"
         )
     if undisturbed:
