@@ -15,44 +15,46 @@ import pytest
 from swift_rendezvous.etcd import EtcdStore
 from swift_rendezvous.etcd_config import EtcdConfig
 from tests.faults.conftest import assert_recovered
+from tests.support.hostile_scanner import Ports
 from tests.support.job import SCRIPT, SOURCE_ROOTS, Agents
 
 KILL_RANK_3 = {"at": "backward", "iteration": 4, "rank": 3, "scope": "process"}
 
 
 @pytest.fixture
-def scanner() -> Iterator[None]:
-    """Connects once to each port on loopback that begins to listen, as long as the test runs, and says nothing."""
-    stop = threading.Event()
-    thread = threading.Thread(target=_scan, args=(stop,))
+def scanner() -> Iterator[set[int]]:
+    """Connects once to each port that a process of this test begins to listen at, as long as it runs, and says nothing.
+    What it has connected to."""
+    stop, seen = threading.Event(), set[int]()
+    thread = threading.Thread(target=_scan, args=(stop, seen))
     thread.start()
-    yield
+    yield seen
     stop.set()
     thread.join()
 
 
-def _scan(stop: threading.Event) -> None:
-    seen, held = _listening(), []
+def _scan(stop: threading.Event, seen: set[int]) -> None:
+    ports, held = Ports(os.getpid()), []
+    before = set(ports.now().values())
     while not stop.wait(0.002):
-        for port in _listening() - seen:
-            seen.add(port)
+        for where, inode in ports.now().items():
+            if inode in before | seen:
+                continue
+            seen.add(inode)
             held.append(socket.socket())
             held[-1].setblocking(False)
-            held[-1].connect_ex(("127.0.0.1", port))
+            held[-1].connect_ex(where)
     for one in held:
         one.close()
 
 
-def _listening() -> set[int]:
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
-
-
 def test_a_port_scan_during_a_recovery_does_no_harm(
-    make_agents: Callable[..., Agents], undisturbed: Callable[..., str], scanner: None
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., str], scanner: set[int]
 ) -> None:
     outcome = make_agents(orders={"faults": [KILL_RANK_3]}, environment={"GLOO_SOCKET_IFNAME": "lo"}).run()
     assert_recovered(outcome, undisturbed(), {3})
+    # Two agents, the stores of two generations, and the groups of four processes, of which one was replaced.
+    assert len(scanner) > 10, scanner
     assert "cannot find" not in outcome.text() and "asks for another try" not in outcome.text()
 
 

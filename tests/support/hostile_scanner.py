@@ -36,35 +36,56 @@ def listening() -> dict[tuple[str, int], int]:
     return found
 
 
-def inodes_of(root: int) -> set[int]:
-    """Of the sockets of all its descendants but this process and etcd."""
-    found: set[int] = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(root).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                if process.pid == psutil.Process().pid or "etcd" in process.name():
-                    continue
-                for file in Path(f"/proc/{process.pid}/fd").iterdir():
+class Ports:
+    """Of the descendants of process *root*, but for this process and etcd: who else listens on this host, as another
+    test that runs beside, is left alone."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._pids: list[int] = []
+        self._is_ours: dict[int, bool] = {}  # by inode
+
+    def now(self) -> dict[tuple[str, int], int]:
+        """(address, port) -> inode."""
+        ports = listening()
+        fresh = set(ports.values()) - set(self._is_ours)
+        # To list all processes takes longer than a new port stays one.
+        ours = self._inodes() if fresh else set()
+        if fresh - ours:
+            self._pids = self._descendants()
+            ours = self._inodes()
+        self._is_ours.update({inode: inode in ours for inode in fresh})
+        return {where: inode for where, inode in ports.items() if self._is_ours[inode]}
+
+    def _inodes(self) -> set[int]:
+        found: set[int] = set()
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                for file in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):
                         target = str(file.readlink())
                         if target.startswith("socket:["):
                             found.add(int(target[8:-1]))
-    return found
+        return found
+
+    def _descendants(self) -> list[int]:
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._root).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.pid != psutil.Process().pid and "etcd" not in process.name():
+                        found.append(process.pid)
+        return found
 
 
 def main() -> None:
     root, rng = int(sys.argv[1]), random.Random(sys.argv[2])
-    known: dict[int, bool] = {}  # inode -> whether it is the job's
+    ports = Ports(root)
     seen: set[int] = set()
     held: list[socket.socket] = []
     num = 0
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
-        ports = listening()
-        fresh = set(ports.values()) - set(known)
-        if fresh:
-            ours = inodes_of(root)
-            known.update({inode: inode in ours for inode in fresh})
-        targets = [(where, inode) for where, inode in ports.items() if known[inode]]
+        targets = list(ports.now().items())
         if not targets:
             continue
         new = [target for target in targets if target[1] not in seen]
