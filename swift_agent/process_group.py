@@ -435,6 +435,7 @@ def install() -> ProcessGroups:
     _installed = ProcessGroups(library)
     torch_private.wrap_group_creation(_installed._create)
     torch_private.wrap_split_group(_installed.split_group)
+    torch_private.have_fakes_pass_monitored_barriers()
     torch_private.watch_symmetric_memory()
     logger.info("process groups are exchanged %s", "natively" if library else "in Python (native backend not built)")
     return _installed
