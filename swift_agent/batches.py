@@ -95,7 +95,8 @@ class Draws:
             inside.num_section_passes = 0
             try:
                 result = function()
-                self._check_all_taken()
+                if self._place.has_points:
+                    self._check_all_taken()
                 return result
             finally:
                 self._inside, self._next, self.run = outer
@@ -129,7 +130,8 @@ class Draws:
         return result
 
     def _check_all_taken(self) -> None:
-        """A run that has come to its end has taken all that one which was cut had."""
+        """A run that counts, and has come to its end, has taken all that one which was cut had. For its result only it
+        may take fewer: what it gets from collectives is its own."""
         assert self._inside is not None
         left = [batch for batch, _ in self._inside.taken[self._next :] if not isinstance(batch, _End)]
         if left:

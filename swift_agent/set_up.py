@@ -100,11 +100,10 @@ class SetUp:
         second_init.replace(name, stand_in)
 
     def _check_filled(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        group = named.get("group") or dist.group.WORLD
-        if self._is_replacement or group is None or in_script.is_called_by_torch(sys._getframe(2)):
+        if self._is_replacement or in_script.is_called_by_torch(sys._getframe(2)):
             return
-        ranks = dist.get_process_group_ranks(group)
-        if len(ranks) == 1 or self._rank != min(ranks):
+        ranks = _ranks_of(args, named)
+        if len(ranks) < 2 or self._rank != min(ranks):
             return
         filled = args[0] if args else next(iter(named.values()), None)
         where = in_script.place_of(sys._getframe())
@@ -125,9 +124,7 @@ class SetUp:
             )
 
     def _check(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        position = 3 if name == "scatter_object_list" else 2
-        group = named.get("group", args[position] if len(args) > position else None) or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(group)
+        ranks = _ranks_of(args, named)
         if self._rank not in ranks or len(ranks) == 1:
             return
         source = None if name == "all_gather_object" else _source(name, args, named, ranks)
@@ -144,6 +141,20 @@ class SetUp:
         elif self._rank == min(rank for rank in ranks if rank != source) and where not in self._told:
             self._told.add(where)
             self._note(f"{text}. Until then a lost worker restarts all workers.")
+
+
+def _ranks_of(args: tuple[Any, ...], named: dict[str, Any]) -> list[int]:
+    """Global ranks of the group that a collective is given; none of one that torch would do nothing with, or does not
+    know by itself."""
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    given = [one for one in (named.get("group"), *args) if one is outside or isinstance(one, dist.ProcessGroup)]
+    group: Any = given[0] if given else dist.group.WORLD
+    if group is None or group is outside:
+        return []
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return []
 
 
 def _source(name: str, args: tuple[Any, ...], named: dict[str, Any], ranks: list[int]) -> int:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from swift_agent.generation_store import StoreClient
 from swift_agent.given import PAGE_BYTES, RECORD_BYTES, GivenPage, copied
 from swift_agent.handover import Listener
+from swift_rendezvous.threads import has_started, thread
 
 _RANK = struct.Struct(">Q")
 _TICKET = struct.Struct(">Q")
@@ -191,22 +192,29 @@ class Witnesses:
         listener = self._listener(store) if self._page is not None else None
         where = listener.where if listener is not None else ""
         store.multi_set([_copies_of(self._rank), _where(self._rank)], [json.dumps(copies), where])
-        if listener is not None:
-            threading.Thread(target=self._hear, args=(listener, stop), name="swift-witness", daemon=True).start()
+        if listener is not None and not self._start("swift-witness", self._hear, listener, stop):
+            listener.close()  # who comes is refused, and says so
         if self._page is None:
             return
         for witness in self._of if asks else []:
             told = json.loads(store.get(_copies_of(witness)))
             if str(self._rank) in told:
                 self._page.learn(bytes.fromhex(told[str(self._rank)])[:PAGE_BYTES])
-        args = (store.clone, stop, is_connected)
-        threading.Thread(target=self._find, args=args, name="swift-witnessed", daemon=True).start()
+        if not self._start("swift-witnessed", self._find, store.clone, stop, is_connected):
+            is_connected.set()
 
     def begin(self) -> None:
         """Training begins in that generation: what this rank is given is shown from now on."""
         if self._of and self._page is not None:
             self._is_connected.wait(FIRST_WAIT_S)
             self.show()
+
+    def _start(self, name: str, run: Callable[..., None], *args: object) -> bool:
+        """False, and told, where no thread is left: training goes on without."""
+        if has_started(thread(name, run, self._tell, *args)):
+            return True
+        self._tell("no thread is left")
+        return False
 
     def _listener(self, store: StoreClient) -> Listener | None:
         try:

@@ -246,6 +246,25 @@ def test_an_iteration_that_draws_for_itself_gets_the_same_again() -> None:
     assert script.place.here.batch == 6
 
 
+def test_a_run_for_its_result_only_may_take_fewer_batches() -> None:
+    """Of an iteration that sums up over ranks how much it has: with local values only that is reached sooner or later,
+    while the update exists already. A run that counts has to take all."""
+    script = Script()
+    source, num = script.batches(numbers()), iter([3, 2, 1])
+
+    def train() -> list[int]:
+        return [int(next(source)[0]) for _ in range(next(num))]
+
+    script.inputs.begin("train", (), {})
+    run = script.draws.remembered(train)
+    assert run() == [0, 1, 2]
+    with script.place.without_points():
+        assert run() == [0, 1]
+    with pytest.raises(UsageError, match="takes fewer batches than before it was cut"):
+        run()
+    assert script.place.here.batch == 3
+
+
 def test_a_replacement_that_arrived_in_a_loop_of_numbers_draws_from_there() -> None:
     script = Script(target=Position(iteration=3, batch=6))
     script.place.arrive(in_no_loader=True)

@@ -101,6 +101,32 @@ assert _functional_collectives.legacy_allreduce is originals[0], "whoever compil
 print(*notes, sep="\\n")
 """
 
+GROUPS = """
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+mine, other = dist.new_group([0]), dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to who is in none
+ranks_of = dist.get_process_group_ranks
+dist.get_process_group_ranks = lambda group: [0, 1] if group is dist.group.WORLD else ranks_of(group)
+
+import swift_agent
+from swift_agent.set_up import SetUp
+
+notes = []
+made = SetUp(rank=0, is_replacement=False, is_over=lambda: False, note=notes.append, unfit=notes.append)
+made.watch()
+one = torch.ones(1)
+dist.all_reduce(one, group=other)
+dist.all_gather_object([None], 1, other)
+dist.all_reduce(one, dist.ReduceOp.SUM, mine)
+dist.all_gather([torch.zeros(1)], one, mine)
+dist.all_gather_object([None], 1, mine)
+made.ends([])
+print(*notes, sep="\\n")
+"""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[str]]:
@@ -158,3 +184,8 @@ def test_tensors_that_a_replacement_has_by_itself_are_told_when_the_loop_begins(
     assert "has its own values only. If training depends on what it gives" in lines[0]
     assert lines[1].startswith("all_gather (<module>, prepare_train.py:")
     assert not [line for line in run("replacement", text=TENSORS) if line.startswith("all_reduce")]
+
+
+def test_a_rank_outside_of_a_group_may_call_its_collectives(run: Callable[..., list[str]]) -> None:
+    """torch does nothing there, or warns; and in a group of one rank there is nothing to tell."""
+    assert run(text=GROUPS) == []

@@ -196,6 +196,25 @@ def test_a_rank_without_a_page_keeps_nothing_and_nobody_waits_for_it(tmp_path: P
     assert not first.notes + stage.notes
 
 
+def test_training_goes_on_where_no_thread_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Rank(0, tmp_path / "a")
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with generation() as server, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        store = first.enter(server)
+        begin_s = time.monotonic()
+        first.witnesses.begin()
+        assert time.monotonic() - begin_s < 0.1, "nobody waits for a connection that will not come"
+        assert first.iterate(0, 0)
+        address, port, _ = json.loads(store.get("witness/0/where"))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, port), TIMEOUT_S)
+    assert len(first.notes) == 1 and "no thread is left): if this node is lost" in first.notes[0]
+
+
 def test_a_copy_that_is_damaged_says_nothing(tmp_path: Path) -> None:
     first = Rank(0, tmp_path / "a")
     assert first.page is not None
