@@ -57,7 +57,7 @@ class Inputs:
         self._name = ""
         self._is_given_nothing = False
         self._is_replacement = place.status == "empty"
-        self._num_runs = self._called = 0  # runs of that iteration
+        self._called, self._has_called = 0, False  # that iteration, and whether a run of it has called a model
         self._first_runs = FirstRuns()
         self._begins_pass = self._is_told = False
         self._show: Callable[[], None] = _to_nobody
@@ -137,7 +137,7 @@ class Inputs:
         if self._given.iteration != self._number:
             self._begin_given(self._given)  # another one with the same batch
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]
-        self._awaits_forward, self._num_runs, self._called = False, 0, self._number
+        self._awaits_forward, self._has_called, self._called = False, False, self._number
         self._is_given_nothing = not tensors and not self._given.count
         if others:
             self._find_carried(others)
@@ -151,8 +151,6 @@ class Inputs:
 
     def run(self) -> None:
         """What the script has called begins to run, for the first time or once more."""
-        if self._place.remaking is None:
-            self._num_runs += 1
         self._awaits_forward = self._is_given_nothing
 
     def _begin_given(self, given: Given) -> None:
@@ -194,7 +192,8 @@ class Inputs:
                 )
             return
         assert self._given is not None
-        if self._num_runs == 1:
+        is_first, self._has_called = not self._has_called, True
+        if is_first:
             if not self._is_opaque:
                 self._find_carried(inputs, in_forward=True)
             self._compare(inputs)

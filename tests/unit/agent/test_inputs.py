@@ -494,6 +494,26 @@ def test_an_iteration_that_is_run_again_is_given_the_same_or_told() -> None:
     assert "iteration 1 was given other data when it was run again than in its first run" in reader.unfit[0]
 
 
+def test_an_iteration_that_was_cut_before_it_called_the_model_is_compared_as_in_its_first_run(tmp_path: Path) -> None:
+    """A collective at its beginning was cut."""
+    predecessor, other, same = Script(page(tmp_path)), None, None
+    for _ in range(2):
+        predecessor.iterate(lambda: predecessor.model(torch.ones(1, 2)))
+    for factor in (1.0, 2.0):
+        script = Script(page(tmp_path, is_replacement=True))
+        script.place.here.iteration = 1
+        num_runs = itertools.count()
+
+        def train(script: Script = script, factor: float = factor, num_runs: Any = num_runs) -> None:
+            if next(num_runs):
+                script.model(torch.ones(1, 2) * factor)
+
+        script.iterate(train, times=2)
+        other, same = script, other or script
+    assert same is not None and not same.unfit and same.inputs._first_runs.knows(1)
+    assert other is not None and "iteration 1 was given other data than in the process" in other.unfit[0]
+
+
 def test_what_depends_on_parameters_says_nothing_after_the_update() -> None:
     script = Script()
     script.inputs.begin("train", (), {})
