@@ -57,8 +57,11 @@ def mistakes_of_optimizer(name: str, optimizer: Any) -> list[str]:
         return [f"{name} is a PostLocalSGDOptimizer, with which ranks hold different parameters: {_EACH_TIME}"]
     if not isinstance(optimizer, Optimizer):
         return [f"{name} is a {kind.__name__}, not a torch.optim.Optimizer; track the one that it wraps"]
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return [f"{name} is a {kind.__name__} whose steps have no hooks: track the optimizer that it wraps"]
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(kind.step, "hooked", False):
+        # Optimizer.__init__ makes them, and has step() call them.
+        inner = [part for part, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+        remedy = f"track its .{inner[0]}" if inner else "track the optimizer that it wraps"
+        return [f"{name} is a {kind.__name__} whose steps have no hooks: {remedy}"]
     return []
 
 

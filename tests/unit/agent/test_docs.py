@@ -18,8 +18,11 @@ from tests.support.job import ROOT
 PAGE = ROOT / "docs" / "will-my-script-be-recovered.md"
 # Tables that quote, by what is over the column.
 COLUMNS = {"what you see": PAGE, "an operator sees": ROOT / "docs" / "operations.md"}
-# Of somebody else (etcd), or the name of a call.
-FOREIGN = ("torch.load", "no space left on device", "etcd refused Txn: mvcc: database space exceeded")
+# Of somebody else (etcd, Python), or the name of a call.
+FOREIGN = (
+    "torch.load", "UnboundLocalError", "no space left on device",
+    "etcd refused Txn: mvcc: database space exceeded",
+)  # fmt: skip
 # In a quotation: what stands for something else in each case.
 FIELDS = re.compile(r"\d[\d.]*|\b[A-Z]{3,}\d?\b|\w+ \(\w+, \w+\.py:\d+\)|rank 0's")
 

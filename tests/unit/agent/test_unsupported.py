@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,24 @@ def test_one_over_parameters_of_its_own_stays() -> None:
     assert unwrapped_optimizer(master) is master
     with pytest.raises(UsageError, match=r"not a torch\.optim\.Optimizer; track the one that it wraps"):
         tracking.check({"models": {}, "optimizers": {"optimizer": master}, "others": {}})
+
+
+def test_one_that_never_calls_its_hooks_is_told_what_to_track() -> None:
+    """timm's Lookahead has the dicts of hooks, and a step that does not look at them; its state is another's."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+            self._base_optimizer, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+            self.state = defaultdict(dict)
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self._base_optimizer.step(closure)
+
+    net = nn.Linear(2, 1)
+    base = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert "a Lookahead whose steps have no hooks: track its ._base_optimizer" in refused(net, Lookahead(base))
+    tracking.check({"models": {"model": net}, "optimizers": {"optimizer": base}, "others": {}})
 
 
 def test_what_is_no_module_is_told_what_to_track() -> None:
