@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["hyper", "buffer", "parameter", "state", "gradient"]
-KINDS: tuple[Kind, ...] = ("hyper", "parameter", "state", "buffer", "gradient")
+Kind = Literal["hyper", "buffer", "parameter", "state", "gradient", "loader"]
+KINDS: tuple[Kind, ...] = ("hyper", "parameter", "state", "buffer", "gradient", "loader")
 # Undisturbed: who differs until then never was a replica.
 NUM_FIRST = 8
 ENDED = "An iteration ended with gradients, but without a step of a tracked optimizer"
@@ -26,6 +26,11 @@ REMEDY = (
     "a replacement would not have them. Take the micro-batches of an update with job.batches(loader, group=4), and put "
     "the whole accumulation, with the step, into one call of the @job.iteration function. If the step is left out on "
     "purpose (a gradient that is not finite), call optimizer.zero_grad() before it returns"
+)
+LOADERS = (
+    "A replacement gets the place in the data of another rank: the state_dict() of what is given to "
+    "job.track(loader=...) must stay the same on all ranks, and load_state_dict() add what is the rank's own; or do "
+    "not track it, and give it to job.batches()"
 )
 OF_EACH_RANK = f"{ENDED}, and the next one adds to them, but each rank has its own: {REMEDY}"
 # Named of each kind; the others are counted.
@@ -111,10 +116,10 @@ def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[li
     told = [one.apart for one in prints.values() if one.apart is not None]
     by_design = frozenset[str]().union(*told)
     loose = [one for one in differences if one.kind in ("hyper", "buffer") and one.name not in by_design]
-    strict = [one for one in differences if one.kind in ("parameter", "state", "gradient")]
+    strict = [one for one in differences if one.kind in ("parameter", "state", "gradient", "loader")]
     if undisturbed or not told:
         by_design |= {one.name for one in loose}
-        if all(one.kind == "gradient" for one in strict):
+        if all(one.kind in ("gradient", "loader") for one in strict):
             return strict, by_design
     return [one for one in differences if one in strict or one in loose], by_design
 
@@ -144,10 +149,11 @@ def describe(differences: Sequence[Difference]) -> str:
 
 _NOUNS: dict[Kind, str] = {
     "hyper": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer ", "gradient": "gradients ",
+    "loader": "the state of ",
 }  # fmt: skip
 _PLURALS: dict[Kind, str] = {
     "hyper": "the hyper-parameters", "parameter": "the parameters", "state": "the optimizer state",
-    "buffer": "the buffers", "gradient": "the gradients",
+    "buffer": "the buffers", "gradient": "the gradients", "loader": "the loaders",
 }  # fmt: skip
 
 
@@ -169,6 +175,9 @@ def sentence(
     if are_of_each_rank(differences):
         return f"{what}. {OF_EACH_RANK}"
     since = f" (after iteration {equal_after} they were equal)" if equal_after is not None else ""
+    if {one.kind for one in differences if one.kind != "buffer"} == {"loader"}:
+        ends = ". Training goes on, but none of these ranks can replace another: at the next loss all start again"
+        return f"{what}{since}. {LOADERS}{ends if late else ''}"
     if late:
         return (
             f"{what}{since}. Nothing has failed, so this is the script's own: a value of each rank that reaches the "

@@ -1,5 +1,5 @@
 """The fingerprint of what a rank holds: a checksum for each parameter, tensor of optimizer state and buffer, and the
-hyper-parameters.
+hyper-parameters, and of the state of a loader that the script has tracked.
 
 Taken by the training thread where all ranks have made the same updates. Must never write to a tensor, nor communicate.
 """
@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from swift_agent.deviation import Fingerprint, Kind
+from swift_agent.deviation import KINDS, Fingerprint, Kind
+from swift_agent.given import fingerprint
 from swift_recovery.checksum import checksum_of
 from swift_recovery.errors import StateError
 from swift_recovery.sharded import local_of
 from swift_recovery.state import TrainingState
+from swift_recovery.stateful import capture
 
 # Of parameters and their state, for one fingerprint: a tenth of a second. What is more comes in the next ones.
 MAX_BYTES = 1 << 30
@@ -40,14 +42,18 @@ class Fingerprints:
         self._at = 0
 
     def take(self, *, whole: bool = False, max_bytes: int | None = None) -> Fingerprint:
-        """*whole*: of all parameters, however large. *max_bytes*: of fewer than usual."""
-        parts: dict[Kind, dict[str, str]] = {"hyper": {}, "parameter": {}, "state": {}, "buffer": {}, "gradient": {}}
+        """*whole*: of all parameters, however large, and of no loader, which might begin another pass at the end of
+        a run. *max_bytes*: of fewer than usual."""
+        parts: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
         shown: dict[str, str] = {}
         for name, value in self._hyper_parameters():
             parts["hyper"][name] = shown[f"hyper {name}"] = value
 
         if self._state.carried:
             parts["gradient"]["left without a step"] = f"{self._state.carried & ((1 << 64) - 1):016x}"
+
+        if "loader" in self._state.others and not whole:
+            parts["loader"]["job.track(loader=...)"] = f"{fingerprint(capture(self._state.others['loader'])):016x}"
 
         def add(kind: Kind, name: str, tensor: Tensor) -> None:
             try:

@@ -34,6 +34,7 @@ class Rank:
             replicas=replicas, checkpoints=checkpoints, differed_after=0,
         )  # fmt: skip
         self.told: list[tuple[str, bool]] = []
+        self.reader: Any = None
         place: Any = SimpleNamespace(rank=rank)
         self.comparison = Comparison(
             place, self.supervisor, self.groups, self.tracked, lambda why, hopeless: self.told.append((why, hopeless))
@@ -131,6 +132,46 @@ def test_ranks_that_never_were_replicas_are_told_at_the_start(make: Make) -> Non
     settle(ranks)
     ((why, hopeless),) = one.told
     assert "Nothing has failed" in why and "parameter model.bias" in why and hopeless
+
+
+class Reader:
+    """A loader of a script's own, which each rank ends a file of at another time."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("when", ["first iterations", "later", "after a failure"])
+def test_tracked_loaders_that_were_alike_when_the_loop_began_and_no_longer_are(make: Make, when: str) -> None:
+    one, other = ranks = make(2)
+    one.optimizer.param_groups[0]["lr"] = 0.5  # by design
+    for rank in ranks:
+        rank.reader = Reader(0)
+        rank.tracked.state.others["loader"] = rank.reader
+        rank.begin(1, 0, undisturbed=True)
+        for number in (1, 2) if when == "first iterations" else (1, 2, 4, 8):
+            rank.reader.position = number
+            rank.take(number)
+    settle(ranks)
+    assert one.told == [] and one.notes == []
+    other.reader.position = 0  # it has begun with its next file
+    for rank in ranks:
+        if when == "after a failure":
+            rank.begin(2, 20)
+        rank.take({"first iterations": 4, "later": 16, "after a failure": 21}[when])
+    settle(ranks)
+    said = one.notes if when == "later" else [why for why, _ in one.told]
+    assert len(said) == 1 and "the state of job.track(loader=...) of rank 1 is not that of rank 0" in said[0]
+    assert "must stay the same on all ranks" in said[0] and "lr of" not in said[0]
+    assert ("at the next loss all start again" in said[0]) == (when == "later")
+    assert [hopeless for _, hopeless in one.told] == ([] if when == "later" else [when == "first iterations"])
+    assert [rank.tracked.differed_after for rank in ranks] == [16 * (when == "later")] * 2 and other.told == []
 
 
 def test_a_failure_in_between_ends_it_and_the_next_generation_begins_anew(make: Make) -> None:
