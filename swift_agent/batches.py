@@ -35,6 +35,15 @@ _MAX_IN_SECTION = 64
 
 
 @dataclass(frozen=True)
+class Group:
+    """So many batches that are handed out together. *of*: in all groups but the last of a pass. 0, 0: a batch by
+    itself."""
+
+    size: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True)
 class _Begun:
     """A pass that run *run* has made and begun, after so many batches had been taken, and from which place."""
 
@@ -55,13 +64,15 @@ class _End:
 @dataclass
 class _Inside:
     """One iteration or section, in whichever run. *taken*: batches or ends, and generators after them.
-    *num_section_passes*: of the run now."""
+    *num_section_passes*: of the run now. *group*: see `Draws.group`. *decided*: see `Draws.decide`."""
 
     number: int
     is_section: bool
+    group: Group
     taken: list[tuple[Any, Any]] = field(default_factory=list)
     begun: list[_Begun] = field(default_factory=list)
     num_section_passes: int = 0
+    decided: list[Any] = field(default_factory=list)
 
 
 class Draws:
@@ -71,8 +82,9 @@ class Draws:
     def __init__(self, place: Place, given: Callable[[Any], None]) -> None:
         self._place, self._given = place, given
         self._inside: _Inside | None = None
-        self._next = 0
+        self._next = self._next_decided = 0
         self._num_runs = 0
+        self._group = Group()
         self.run = 0
         """Of what runs now, counted from 1; 0 between iterations."""
 
@@ -86,12 +98,12 @@ class Draws:
 
     def remembered(self, function: Callable[[], R], *, is_section: bool = False) -> Callable[[], R]:
         """*function*, which takes the same batches each time it is called."""
-        inside = _Inside(self._place.here.iteration, is_section)
+        inside = _Inside(self._place.here.iteration, is_section, self._group)
 
         def call() -> R:
-            outer = self._inside, self._next, self.run
+            outer = self._inside, self._next, self.run, self._next_decided
             self._num_runs += 1
-            self._inside, self._next, self.run = inside, 0, self._num_runs
+            self._inside, self._next, self.run, self._next_decided = inside, 0, self._num_runs, 0
             inside.num_section_passes = 0
             try:
                 result = function()
@@ -99,7 +111,7 @@ class Draws:
                     self._check_all_taken()
                 return result
             finally:
-                self._inside, self._next, self.run = outer
+                self._inside, self._next, self.run, self._next_decided = outer
 
         return call
 
@@ -128,6 +140,24 @@ class Draws:
             raise StopIteration
         result: T = batch
         return result
+
+    def note(self, group: Group) -> None:
+        """It has been handed out: to the iteration that runs, or to the next one."""
+        if self._inside is None:
+            self._group = group
+        else:
+            self._inside.group = group
+
+    def decide(self, decision: Callable[[int, Group], T]) -> T:
+        """What *decision* gives, which counts; in another run what it has given in the first one. Its arguments: which
+        one of this run it is, from 0, and the group that the iteration was given."""
+        assert self._inside is not None
+        decided, at = self._inside.decided, self._next_decided
+        if at == len(decided):
+            decided.append(decision(at, self._inside.group))
+        self._next_decided += 1
+        found: T = decided[at]
+        return found
 
     def _check_all_taken(self) -> None:
         """A run that counts, and has come to its end, has taken all that one which was cut had. For its result only it
@@ -281,7 +311,9 @@ class Batches(Iterator[T]):
             # Also where it is over: a run that was cut may have come to its end, after batches that come again.
             if self._batches is None and self._is_of_this_run and not self._is_over:
                 passes.draws.make_room()
-            return passes.draws.take(self._draw, self)
+            taken = passes.draws.take(self._draw, self)
+            self._note_group(taken)
+            return taken
         self._check_goes_on()
         if self._batches is None and not self._start(is_next=not in_script.is_for(sys._getframe(1))):
             raise StopIteration
@@ -292,7 +324,11 @@ class Batches(Iterator[T]):
             raise StopIteration
         batch = self._draw()
         self._num_handed += 1
+        self._note_group(batch)
         return batch if self._is_peek else passes.hand_out(batch)
+
+    def _note_group(self, batch: Any) -> None:
+        self._passes.draws.note(Group() if self._group is None else Group(len(batch), self._group))
 
     def close(self) -> None:
         """The script leaves the loop, early or not."""

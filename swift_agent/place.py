@@ -146,8 +146,10 @@ class Place:
     *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
     the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
     rank 0's, the same on all ranks. *has_recovered*: this process, once. *gradients_differ*: replicas begin the next
-    iteration with gradients that are not the same, which do no harm if it clears them first. *changing*: numbers that
-    loaders, samplers and streams of the script keep from pass to pass, as far as this process has seen, or was told.
+    iteration with gradients that are not the same, which do no harm if it clears them first. *leaves*: a library has
+    said that the call which runs leaves its update, with gradients of this rank only, and makes one of so many batches;
+    0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to pass, as far as
+    this process has seen, or was told.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -182,6 +184,7 @@ class Place:
         self.gradients_differ = False
         self.ghost: int | None = None
         """The number of an iteration that is run for its result only, and is counted already."""
+        self.leaves = 0
         self.changing: set[str] = set()
         self._point_at = astuple(Position())
         self._point_units = Units()

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from swift_agent import deviation, touched, tracking
+from swift_agent import accelerated, deviation, touched, tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.collectives import REFUSED
@@ -335,7 +335,7 @@ class Protected:
         """
         place, supervisor, tracked = self._place, self.supervisor, self._tracked
         assert tracked is not None
-        updates, unfit = tracked.updates, ""
+        updates, unfit, is_hopeless = tracked.updates, "", False
         supervisor.enter()
         try:
             if not updates.updated and supervisor.interrupted:
@@ -346,6 +346,8 @@ class Protected:
                 tracked.state.carried = 0
             elif tracked.carry_gradients():
                 self._carry_gradients(place.here.iteration + 1)
+                if place.leaves and place.rank == 0 and self._comparison is not None:
+                    unfit, is_hopeless = accelerated.why_not(place.leaves), True
             tracked.check_repeatable()
             # Who is stopped may be in the middle of its report.
             with place.lock if supervisor.interrupted else _UNLOCKED:
@@ -357,7 +359,7 @@ class Protected:
         finally:
             supervisor.leave()
         if unfit:
-            self._give_up(unfit)
+            self._give_up(unfit, is_hopeless=is_hopeless)
 
     def _cut_iteration(self) -> bool:
         """The iteration was interrupted. False: it has to be run again, on recovered groups. True: its update exists
@@ -572,9 +574,9 @@ class Protected:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("this process has ended")
 
-    def _give_up(self, why: str) -> NoReturn:
-        """Nothing but a restart of all workers helps."""
-        self.supervisor.send({"op": "unfit", "why": why})
+    def _give_up(self, why: str, *, is_hopeless: bool = False) -> NoReturn:
+        """Nothing but a restart of all workers helps; nor does that, if it *is_hopeless*."""
+        self.supervisor.send({"op": "unfit", "why": why, "hopeless": is_hopeless})
         self.supervisor.wait_for_end()
         raise AssertionError("the agent ends this process")
 

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch.utils.data import DataLoader
 
-from swift_agent import own_epochs, torch_pipelining, tracking, unsupported
+from swift_agent import accelerated, own_epochs, torch_pipelining, tracking, unsupported
 from swift_agent.batches import Draws, Looping, Passes
 from swift_agent.channel import ENV_SOCKET
 from swift_agent.checkpoints import Settings
@@ -267,6 +267,7 @@ class Job:
                 "job.checkpoint(): with swift.init(rng='user') each rank has generators of its own, and one rank of a "
                 "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
             )
+        accelerated.watch(self._draws, self._place)
         self._place.hold(tracked)
         if self._set_up is not None:
             models = tracked.state.models.values()
@@ -446,6 +447,7 @@ class Job:
                 self._inputs.run()
                 return function(*args, **kwargs)
 
+            self._place.leaves = 0
             result = self._running.iterate(self._draws.remembered(call))
             self._place.drawn = 0
             return result

@@ -85,6 +85,11 @@ IDIOMS: dict[str, Idiom] = {
         args=("each", "hsdp"), workers=2, scopes=("worker",)
     ),
     "accelerate's wrappers": Idiom("library_wrappers.py", args=("accelerate",), needs="accelerate"),
+    "accelerate's accumulation, in groups": Idiom("accelerated_groups.py", at=(3, 4, 8), needs="accelerate"),
+    "accelerate's accumulation, batch by batch": Idiom(
+        "accelerated_groups.py", Told("Give the iteration all batches of an update", "start", "refused"),
+        args=("single",), scopes=("worker",), needs="accelerate"
+    ),
     "fabric's wrappers": Idiom("library_wrappers.py", args=("fabric",), needs="lightning"),
     "lightning's trainer": Idiom("lightning_trainer.py", needs="lightning"),
     "transformers' trainer": Idiom("transformers_trainer.py", needs="transformers"),
