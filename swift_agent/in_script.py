@@ -29,6 +29,19 @@ def place_of(frame: FrameType | None) -> str:
     return in_library or "?"
 
 
+def way_to(frame: FrameType | None) -> str:
+    """By which functions the script comes to where *frame* calls torch, and the line there: the same in all processes
+    that are at the same place."""
+    names: list[str] = []
+    for one in _frames(frame):
+        path = one.f_code.co_filename
+        if path.startswith((TORCH, OURS, "<")):
+            continue
+        line = "" if names else f":{one.f_lineno}"
+        names.append(f"{os.path.basename(path)}:{one.f_code.co_name}{line}")
+    return " ".join(names)
+
+
 _FOR = dis.opmap["FOR_ITER"]
 
 

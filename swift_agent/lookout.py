@@ -40,7 +40,7 @@ _BUSY_SHARE = 0.05
 _CONNECT = timedelta(seconds=5)
 _WAITING = tuple(
     [in_script.TORCH + path for path in ("distributed/", "nn/parallel/distributed.py")]
-    + [in_script.OURS + path for path in ("works.py", "messages.py", "transfer.py", "results.py")]
+    + [in_script.OURS + path for path in ("outside.py", "works.py", "messages.py", "transfer.py", "results.py")]
 )
 # There a rank may be alone, with a disk, and use no processor time.
 _ALONE = tuple(

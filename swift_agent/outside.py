@@ -27,8 +27,8 @@ MAX_TOLD = 20
 
 
 class Barriers(Protocol):
-    def barrier(self, call: Callable[[], None]) -> None:
-        """Make it by *call*, until it counts."""
+    def barrier(self, call: Callable[[], None], way: str) -> None:
+        """Make it by *call*, until it counts. *way*: to where the script makes it."""
 
 
 class Outside:
@@ -57,7 +57,7 @@ class Outside:
         if in_script.called_by_us(sys._getframe()):
             return call()
         if name == "barrier" and not is_async and group.size() == dist.get_world_size():
-            self._barriers.barrier(lambda: _wait(call()))
+            self._barriers.barrier(lambda: _wait(call()), in_script.way_to(sys._getframe()))
             return torch_private.finished_work()
         if self._unfit is not None and (place.target is not None or place.is_behind):
             # Its groups are those of the others, which are behind this collective: it would meet another of theirs.

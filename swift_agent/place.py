@@ -150,6 +150,8 @@ class Place:
     said that the call which runs leaves its update, with gradients of this rank only, and makes one of so many batches;
     0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to pass, as far as
     this process has seen, or was told.
+    *begun*: which step has begun last ("iteration", "section" or "barrier" with the way to it), and after how many
+    iterations and sections; *begun_by_others*: of the rank that has given a newcomer its state, until it comes there.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -186,6 +188,8 @@ class Place:
         """The number of an iteration that is run for its result only, and is counted already."""
         self.leaves = 0
         self.changing: set[str] = set()
+        self.begun: tuple[str, int, int] = ("", 0, 0)
+        self.begun_by_others: tuple[str, int, int] | None = None
         self._point_at = astuple(Position())
         self._point_units = Units()
         self._catch_up: Mapping[str, Any] | None = None
@@ -267,7 +271,7 @@ class Place:
             self.put_back_arrived()
             self._arrived = []
             self.start.install(self._catch_up, rng=self._keeps_generators)
-            self._catch_up = None
+            self._catch_up = self.begun_by_others = None
         if self._keeps_generators or not self.start.is_current():
             self.start.take(rng=self._keeps_generators)
         self._moved = True
@@ -290,6 +294,11 @@ class Place:
         """A newcomer has come to its point, and the others have begun an iteration or section since: what its script
         does until it begins that, too, they have behind them."""
         return self._catch_up is not None
+
+    def is_elsewhere(self, what: str) -> bool:
+        """A newcomer begins *what*, and the others have begun another step after as many iterations and sections."""
+        others = self.begun_by_others
+        return others is not None and others[0] != what and others[1:] == (self.here.iteration, self.here.sections)
 
     def enter(self, what: Literal["iteration", "section"]) -> None:
         self.inside = what
@@ -322,6 +331,8 @@ class Place:
         offered |= {"common_seed": self.seeds.common, "began": self.began}
         offered |= {"carries": self.carries, "remakes": self.remakes}
         offered["changing"] = sorted(self.changing)
+        # A newcomer that has not come to where they are passes on what it was told.
+        offered["begun"] = list(self.begun if self._catch_up is None else self.begun_by_others or ("", 0, 0))
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
             offered["pipelines"] = self.tracked.pipelines.offer()
@@ -360,6 +371,9 @@ class Place:
                 if self.tracked.pipelines is not None:
                     self.tracked.pipelines.give(offer.get("pipelines", {}))
                 self.ghost_iterations, self._catch_up = iteration, start
+                what, iterations, sections = offer.get("begun", ("", 0, 0))
+                is_told = start is not None and what and not from_checkpoint
+                self.begun_by_others = (what, iterations, sections) if is_told else None
             elif start is not None:
                 self.start.install(start, rng=rng)
             self._point_at, self._point_units = astuple(target), Units(**offer["units"])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from swift_agent import accelerated, deviation, touched, tracking
+from swift_agent import accelerated, deviation, in_script, touched, tracking
 from swift_agent.checkpointing import Checkpointing
 from swift_agent.checkpoints import CheckpointError
 from swift_agent.collectives import REFUSED
@@ -76,6 +77,9 @@ COMPARED_S = 10.0
 ENDED_S = 60.0
 # Of what a rank tells at its end: it goes into etcd, for each rank.
 MAX_PARTS = 32
+
+# What `Place.begun` calls a step, for people.
+_STEPS = {"iteration": "an iteration", "section": "a section (@job.resilient)", "barrier": "a barrier"}
 
 _NOT_LOGGED = "no log has what this collective gave"
 
@@ -290,7 +294,10 @@ class Protected:
                     f"values only, and iteration {number} follows right after it and may use them: have the iteration "
                     f"make that collective. All workers have to start again, with {self._begin_with}"
                 )
+            if place.begun_by_others is not None and place.is_elsewhere("iteration"):
+                self._tell_elsewhere("iteration")
             try:
+                place.begun = "iteration", number, place.here.sections
                 place.keep_start()
                 if place.has_to_remake:
                     self._remake(call, number)
@@ -621,8 +628,8 @@ class Protected:
 
     # ---- sections ----
 
-    def barrier(self, call: Callable[[], None]) -> None:
-        """A section that draws nothing, and has no result."""
+    def barrier(self, call: Callable[[], None], way: str) -> None:
+        """A section that draws nothing, and has no result. *way*: to where the script makes it."""
         place = self._place
         if place.is_before_epoch:
             return
@@ -630,15 +637,18 @@ class Protected:
             with place.lock:
                 place.here.sections += 1
             return
-        self.section(call, seeded=False)
+        self.section(call, seeded=False, what=f"barrier {way}")
 
-    def section(self, call: Callable[[], R], *, seeded: bool = True) -> R:
+    def section(self, call: Callable[[], R], *, seeded: bool = True, what: str = "section") -> R:
         place, supervisor = self._place, self.supervisor
         while True:
             if seeded:
                 place.seeds.for_section(place.here.sections)
             try:
                 if place.here.sections >= place.ghost_sections and not place.is_before_epoch:
+                    if place.is_elsewhere(what):
+                        self._tell_elsewhere(what)
+                    place.begun = what, place.here.iteration, place.here.sections
                     place.keep_start()
                 if supervisor.interrupted and not place.replays:
                     self._recover()
@@ -673,6 +683,18 @@ class Protected:
             if self._recovered_in:
                 self._tell_resumed()
             return result
+
+    def _tell_elsewhere(self, what: str) -> NoReturn:
+        """This newcomer would meet the others in another place: one collective would be taken for another one."""
+        others = self._place.begun_by_others
+        assert others is not None
+        mine, theirs = what.partition(" ")[0], others[0].partition(" ")[0]
+        self._give_up(
+            f"a replacement has come to {_STEPS[mine]} ({in_script.place_of(sys._getframe())}), and the others are in "
+            f"{'another barrier' if mine == theirs else _STEPS[theirs]}: what they did since their last batch is "
+            "outside of iterations and sections, and the replacement did not do the same. Decorate the function that "
+            f"has it with @job.resilient. All workers have to start again, with {self._begin_with}"
+        )
 
     def _section_between_logs(self, call: Callable[[], R]) -> R:
         """A newcomer that repeats iterations really uses what a section gives it: that must not be invented."""

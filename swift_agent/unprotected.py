@@ -33,8 +33,8 @@ class Running(Protocol):
     def section(self, call: Callable[[], R]) -> R:
         """Run a `@job.resilient` section until it counts; its result."""
 
-    def barrier(self, call: Callable[[], None]) -> None:
-        """Make a barrier of all ranks between iterations, until it counts."""
+    def barrier(self, call: Callable[[], None], way: str) -> None:
+        """Make a barrier of all ranks between iterations, until it counts. *way*: to where the script makes it."""
 
     def close(self) -> None:
         """The end of the run: return once no other rank can need this one."""
@@ -74,7 +74,7 @@ class Unprotected:
         place.here.sections += 1
         return call()
 
-    def barrier(self, call: Callable[[], None]) -> None:
+    def barrier(self, call: Callable[[], None], way: str) -> None:
         self._place.here.sections += 1  # as it is a section under an agent
         call()
 

@@ -250,3 +250,41 @@ def test_what_was_cut_after_its_update_ends_as_if_it_had_not_been(cut_at: str) -
         worker.run(3)
     assert cut.values() == undisturbed.values()
     assert undisturbed.values()["average.n_averaged"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "told"),
+    [
+        ("barrier a", "barrier a", ""),
+        ("barrier a", "barrier b", "has come to a barrier"),
+        ("section", "barrier b", "and the others are in a section"),
+        ("iteration", "barrier b", "and the others are in an iteration"),
+        ("barrier a", "section", "and the others are in a barrier"),
+    ],
+)
+def test_a_newcomer_that_would_meet_the_others_in_another_place_is_told(theirs: str, mine: str, told: str) -> None:
+    """Barriers match anywhere, and the collectives after them would give wrong values without a word."""
+    source, newcomer = worker_that_has_done_one(), Worker()
+    source.place.begun = theirs, 1, 0
+    newcomer.place.status = "empty"
+    newcomer.take(source)
+    second = Worker()
+    second.place.status = "empty"
+    second.take(newcomer)  # a source now, and not there itself
+    assert second.place.begun_by_others == newcomer.place.begun_by_others == (theirs, 1, 0)
+    newcomer.ghosts.iteration_of_newcomer(newcomer.iteration)
+    protected: Any = object.__new__(Protected)
+    protected._place, protected.ghosts, protected._tracked = newcomer.place, newcomer.ghosts, None
+    protected._recovered_in = 0
+    protected.supervisor = SimpleNamespace(interrupted=False, check=lambda: None)
+    given_up: list[str] = []
+
+    def give_up(why: str) -> None:
+        given_up.append(why)
+        raise SystemExit
+
+    protected._give_up = give_up
+    with pytest.raises(SystemExit) if told else contextlib.nullcontext():
+        protected.section(lambda: None, seeded=False, what=mine)
+    assert [told in why for why in given_up] == [True] * bool(told)
+    assert (newcomer.place.begun_by_others is None) == (not told)

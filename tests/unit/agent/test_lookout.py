@@ -15,6 +15,7 @@ import torch.autograd.graph
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.distributed_c10d
 
+import swift_agent.outside
 from swift_agent import lookout
 from swift_agent.generation_store import StoreClient, StoreServer
 from swift_agent.lookout import STILL_S, Lookout
@@ -106,6 +107,7 @@ def test_who_waits_for_a_rank_that_has_ended_is_ended(ranks: list[Rank], monkeyp
     [
         (torch.distributed.distributed_c10d, "", True),
         (torch.distributed.distributed_c10d, "section", True),
+        (swift_agent.outside, "section", True),  # a barrier, which is a section of its own
         (torch.distributed.checkpoint.filesystem, "", False),  # a save by one rank, whose disk is slow
         (torch.distributed.checkpoint.filesystem, "section", False),
         (torch.autograd.graph, "", False),  # one rank evaluates alone, on a GPU
