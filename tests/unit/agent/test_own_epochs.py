@@ -97,6 +97,30 @@ def test_a_loop_that_begins_with_a_snapshot_of_its_own_finds_its_place(peeks: bo
         assert replace(newcomer.at[-1], peeks=()) == replace(whole.at[-1], peeks=())
 
 
+def test_a_counter_of_batches_that_begins_with_the_position_is_right_in_a_replacement() -> None:
+    """`for i, batch in enumerate(job.batches(loader), start=job.position.batch)`."""
+
+    def counted(loop: Loop) -> dict[int, int]:
+        found = {}
+        place, train = loop.script.place, loop.train
+
+        class Counting:
+            def __iter__(self) -> Iterator[Any]:
+                for number, batch in enumerate(train, start=(place.target or place.here).batch):
+                    found[place.here.iteration] = number
+                    yield batch
+
+        loop.train = Counting()
+        loop.run(range(3))
+        return found
+
+    whole = Loop(peeks=False)
+    numbers = counted(whole)
+    assert list(numbers.values()) == [*range(NUM_BATCHES)] * 3
+    for place, (iteration, _, _) in zip(whole.at, whole.given, strict=True):
+        assert counted(Loop(place, peeks=False)) == {at: n for at, n in numbers.items() if at >= iteration}
+
+
 def test_a_snapshot_that_is_newer_than_the_place_of_the_loop_is_told() -> None:
     place = Loop().run(range(4), stop_after=NUM_BATCHES + 1).at[-1]
     newcomer = Loop(place, peeks=False)
