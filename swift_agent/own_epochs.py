@@ -1,4 +1,4 @@
-"""The epochs that a script tells its samplers, by `DistributedSampler.set_epoch`.
+"""The epochs that a script tells its samplers, by `set_epoch` of torch's `DistributedSampler` or of their own.
 
 A sampler that the script has told an epoch keeps that one, so the order of a pass is what the script asked for, and the
 loop stands in that epoch: a replacement whose loop begins with an earlier one, or with that of a snapshot, passes the
@@ -10,11 +10,13 @@ This module must never tell a sampler anything, and never look at what a library
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Sampler
 
 from swift_agent import loaders
 
@@ -25,19 +27,28 @@ _silent = False
 
 
 def watch() -> None:
-    """From now on what scripts tell is known. Called once or more in a process."""
-    original = DistributedSampler.set_epoch
-    if getattr(original, "_swift", False):
-        return
+    """From now on what scripts tell is known: of samplers of the classes that there are. Called once or more in a
+    process."""
+    waiting: list[type] = [Sampler]
+    while waiting:
+        kind = waiting.pop()
+        waiting += type.__subclasses__(kind)
+        original = vars(kind).get("set_epoch")
+        if isinstance(original, FunctionType) and not hasattr(original, "_swift"):
+            kind.set_epoch = _watched(original)  # type: ignore[attr-defined]
 
-    def set_epoch(self: Any, epoch: int) -> None:
-        original(self, epoch)
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_epoch(self: Any, epoch: int, *args: Any, **named: Any) -> Any:
+        result = original(self, epoch, *args, **named)
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         if not _silent and caller not in _LIBRARIES and isinstance(epoch, int) and epoch >= 0:
-            self.__dict__[_TOLD] = epoch
+            getattr(self, "__dict__", {})[_TOLD] = epoch
+        return result
 
     set_epoch._swift = True  # type: ignore[attr-defined]
-    DistributedSampler.set_epoch = set_epoch  # type: ignore[method-assign]
+    return set_epoch
 
 
 @contextlib.contextmanager

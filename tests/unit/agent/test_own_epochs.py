@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from swift_agent import own_epochs
 from swift_agent.batches import Looping, Passes
@@ -69,6 +69,39 @@ def expected(epoch: int) -> list[list[int]]:
     loader = make_loader()
     loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
     return [samples.tolist() for (samples,) in loader]
+
+
+class Repeated(Sampler[int]):
+    """Repeated augmentation as DeiT and torchvision's references have it: not a `DistributedSampler`."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed(self.epoch)
+        return iter(torch.randperm(self.size, generator=generator).tolist())
+
+    def __len__(self) -> int:
+        return self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_a_sampler_of_the_scripts_own_keeps_its_epoch_and_says_where_the_loop_stands() -> None:
+    def loop(place: Position | None = None) -> Loop:
+        made = Loop(place, peeks=False)
+        made.loader = DataLoader(made.loader.dataset, batch_size=2, sampler=Repeated(2 * NUM_BATCHES))
+        made.train = Looping(made.script.passes, made.loader, None)
+        return made
+
+    whole = loop().run(range(1, 4))
+    sampler = Repeated(2 * NUM_BATCHES)
+    sampler.set_epoch(1)
+    assert [i for _, epoch, samples in whole.given if epoch == 1 for i in samples] == list(sampler)
+    for place, (iteration, epoch, _) in zip(whole.at, whole.given, strict=True):
+        assert loop(place).run(range(epoch, 4)).given == whole.given[iteration:]
 
 
 @pytest.mark.parametrize("first_told", [0, 1])
