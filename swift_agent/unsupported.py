@@ -94,6 +94,7 @@ def _averagers() -> list[str]:
     module = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
     if module is None:
         return []
-    kinds = sorted({type(one).__name__ for one in gc.get_objects() if isinstance(one, module.ModelAverager)})
+    # By type: to ask for the class of anything else may run code of its own, or fail (a dead proxy).
+    kinds = sorted({type(one).__name__ for one in gc.get_objects() if issubclass(type(one), module.ModelAverager)})
     how = f"{_EACH_TIME}, {_OR_ALONE}"
     return [f"with a {kind} ranks hold different parameters between two averagings: {how}" for kind in kinds]

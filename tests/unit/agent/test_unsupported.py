@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -145,6 +146,7 @@ def test_averaging_now_and_then(world: None) -> None:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     model = nn.Linear(2, 2)
+    gone = weakref.proxy(nn.Linear(1, 1))  # of something that somebody let go: it raises when it is asked for its class
     accepted(model)
     averager = PeriodicModelAverager(period=4)
     assert "with a PeriodicModelAverager ranks hold different parameters" in refused(model)
@@ -154,6 +156,7 @@ def test_averaging_now_and_then(world: None) -> None:
     del averager
     gc.collect()  # what was raised holds it
     accepted(model)
+    del gone
     ddp = DDP(model)
     ddp.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=1), post_localSGD_hook)
     assert "post_localSGD_hook, with which ranks hold different parameters" in refused(ddp)
