@@ -29,6 +29,7 @@ def run(make_agents: Callable[..., Agents], tmp_path: Path) -> Callable[[str], O
         ("uneven", "rank 0 has come to the end of the run after 10 iterations; rank 1 waits for others in"),
         ("no loop", "rank 0 has come to the end of the run after 0 iterations; rank 1 waits for others at the begin"),
         ("section of some", "rank 0 waits for others in a section (@job.resilient) after iteration 5 (evaluate,"),
+        ("one's barrier", "rank 0 waits for others in a section (@job.resilient) after iteration 5 (main,"),
         ("barrier of some", "rank 0 waits for others outside of iterations, after 6 of them (main, waiting_train.py:"),
     ],
 )

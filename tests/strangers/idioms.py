@@ -92,6 +92,9 @@ IDIOMS: dict[str, Idiom] = {
     ),
     "fabric's wrappers": Idiom("library_wrappers.py", args=("fabric",), needs="lightning"),
     "lightning's trainer": Idiom("lightning_trainer.py", needs="lightning"),
+    "lightning's trainer, lost in a validation": Idiom(
+        "lightning_trainer.py", args=("validation",), at=(5, 7, 10), needs="lightning"
+    ),
     "transformers' trainer": Idiom("transformers_trainer.py", needs="transformers"),
     "transformers' trainer, in groups": Idiom(
         "transformers_trainer.py", args=("grouped",), at=(1, 3, 5), needs="transformers"

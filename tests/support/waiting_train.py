@@ -56,6 +56,11 @@ def main() -> None:
             evaluate()
         if form == "barrier of some" and job.rank == 0 and number == 5:
             dist.all_reduce(torch.zeros(1), group=others)  # between iterations
+        if form == "one's barrier" and number == 5:
+            if job.rank == 0:
+                dist.barrier()
+            else:
+                dist.all_reduce(torch.zeros(1), group=others)
     result = {"rank": RANK, "pid": os.getpid(), "iterations": job.iteration_number}
     (DIR / f"result.{RANK}.json").write_text(json.dumps(result))
 
