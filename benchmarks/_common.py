@@ -22,9 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 import torch
 
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import EventRecord, Keys, RecordError, decode
+from swift_rendezvous.roster.codec import RecordError, decode
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import EventRecord
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "train_ddp.py"

@@ -28,23 +28,25 @@ from typing import Any
 
 from grpc import _common as _grpc_common
 
-from swift_agent import lifecycle as lc
-from swift_agent import lifecycle_messages as msg
-from swift_agent import records
-from swift_agent.planning import plan_generation
-from swift_agent.writer import Write, Writer
-from swift_recovery.progress import RankReport
-from swift_rendezvous import _etcd_lease, _etcd_transport, _etcd_watch
-from swift_rendezvous.coordinator import Coordinator
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import JobRecord, Keys, NodeRecord, StoreRecord
-from swift_rendezvous.kv import Watch, WatchResponse
-from swift_rendezvous.liveness import ring_targets
-from swift_rendezvous.membership import Rules
-from swift_rendezvous.registration import enter_job
-from swift_rendezvous.view import View
-from swift_rendezvous.watcher import JobWatcher
+from swift_agent.agent import transactions
+from swift_agent.agent.lifecycle import commands, state
+from swift_agent.agent.lifecycle import events as msg
+from swift_agent.agent.lifecycle import machine as lc
+from swift_agent.agent.lifecycle.planning import plan_generation
+from swift_agent.agent.record_writer import Write, Writer
+from swift_recovery.planning.reports import RankReport
+from swift_rendezvous.node.coordinator import Coordinator
+from swift_rendezvous.node.liveness import ring_targets
+from swift_rendezvous.node.registration import enter_job
+from swift_rendezvous.node.watcher import JobWatcher
+from swift_rendezvous.roster.decision import Rules
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import JobRecord, NodeRecord, StoreRecord
+from swift_rendezvous.roster.view import View
+from swift_rendezvous.store import _etcd_lease, _etcd_transport, _etcd_watch
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import Watch, WatchResponse
 
 # Nobody dies but who is told to, and no server is taken for dead: where hundreds of nodes share a few cores, answers
 # and refreshes come late. With the client's own limits 1024 starved nodes drop their connections and make new ones
@@ -124,7 +126,7 @@ class Node:
         self.store.counts.clear()
         name = f"node-{index:05d}"
         self.me = NodeRecord(name, secrets.token_hex(8), "127.0.0.1", 1, nodes.num_workers, "f")
-        self.state = lc.AgentState(name, self.me.incarnation, 3)
+        self.state = state.AgentState(name, self.me.incarnation, 3)
         self.seen_s: dict[int, float] = {}
         self.go_s: dict[int, float] = {}
         self.dead = False
@@ -160,33 +162,33 @@ class Node:
         for command in step.commands:
             self.execute(command)
 
-    def execute(self, command: msg.Command) -> None:
+    def execute(self, command: commands.Command) -> None:
         view, keys = self.state.view, self.nodes.keys
         match command:
-            case msg.StartWorkers(local_ranks, generation, _):
+            case commands.StartWorkers(local_ranks, generation, _):
                 for rank in local_ranks:
                     pid = 1 + rank
                     self.event(msg.WorkerStarted(rank, generation, pid))
                     self.event(msg.HelloReceived(rank, pid))
-            case msg.SendGo(local_ranks, generation):
+            case commands.SendGo(local_ranks, generation):
                 self.go_s.setdefault(generation, time.monotonic())
                 for rank in local_ranks:
                     self.event(msg.WorkerResumed(rank, 1 + rank, generation, 1, {"total": 0.1}))
-            case msg.SendStop(local_ranks, generation, _):
+            case commands.SendStop(local_ranks, generation, _):
                 everybody = tuple(range(self.nodes.order["num_nodes"] * self.nodes.num_workers))
                 for rank in local_ranks:
                     report = RankReport(0, "holding", 1, 0, everybody).to_json()
                     self.event(msg.ReportReceived(rank, 1 + rank, generation, report))
-            case msg.HostStore(generation):
+            case commands.HostStore(generation):
                 store = StoreRecord("127.0.0.1", 1, 2, "nonce")
-                self.write(records.hosted_store(keys, view, self.me, generation, store))
-            case msg.KillWorkers() | msg.Rejoin() | msg.LeaveJob() | msg.EndJob():
+                self.write(transactions.hosted_store(keys, view, self.me, generation, store))
+            case commands.KillWorkers() | commands.Rejoin() | commands.LeaveJob() | commands.EndJob():
                 self.nodes.fail(f"{self.me.node_id}: {command}")
-        transaction = records.transaction_of(command, keys, view, self.me)
+        transaction = transactions.transaction_of(command, keys, view, self.me)
         if transaction is not None:
             self.write(transaction)
 
-    def write(self, transaction: records.Transaction) -> None:
+    def write(self, transaction: transactions.Transaction) -> None:
         number = self.state.view.number
         wanted = lambda: self.state.view.number == number  # noqa: E731
         self.writer.submit(Write(transaction.what, transaction.guards, transaction.ops, wanted))

@@ -21,7 +21,7 @@ from typing import Any
 from _common import NUM_NODES, ROOT, Failed, SwiftRun, machine, same_weights
 from overhead import NUM_WARM_UP, Gated, Samples, take_turns
 
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 SCRIPT = ROOT / "benchmarks" / "train_pipeline.py"
 # What the other job does, and the one beside it.

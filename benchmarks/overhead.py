@@ -28,7 +28,7 @@ from typing import IO, Any
 import psutil
 from _common import NUM_NODES, Failed, Job, SwiftRun, Torchrun, machine, same_weights
 
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 NUM_WARM_UP = 30
 TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ from typing import Any
 from _common import Failed, SwiftRun, machine, same_weights
 from overhead import NUM_WARM_UP, Gated, Samples, take_turns
 
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 WAYS = {"overlap": ["--overlap"], "overlap, exact": ["--overlap", "--exact"]}
 

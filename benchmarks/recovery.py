@@ -23,8 +23,8 @@ import psutil
 from _common import NUM_WORKERS, Failed, Job, SwiftRun, Torchrun, machine, same_weights
 from train_ddp import CHECKPOINT_EVERY, HOLD_AT
 
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 RESTART_TIMEOUT_S = 120.0
 

@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 from _common import NUM_NODES, ROOT, Failed, Job, SwiftRun, Torchrun, machine, same_weights
 
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 SCRIPT = ROOT / "benchmarks" / "train_pipeline.py"
 TIMEOUT_S = 180.0

@@ -25,7 +25,7 @@ from typing import Any
 
 from _common import ROOT, Failed, machine
 
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 NODES = [64, 256, 1024]
 QUICK = [64]

@@ -74,7 +74,7 @@ class Saved:
 
 def keep_no_messages() -> None:
     """The log of this process stays empty, so that what it costs is seen: a lost stage could not be recovered."""
-    from swift_agent.sent_log import SentLog
+    from swift_logging_store.log.log import SentLog
 
     def nothing(self: SentLog, *args: Any, **kwargs: Any) -> None: ...
 

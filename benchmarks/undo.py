@@ -37,9 +37,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from swift_recovery.lamb import Lamb
-from swift_recovery.patch import copy_of
-from swift_recovery.undo import keep, undo
+from swift_recovery.undo.lamb import Lamb
+from swift_recovery.undo.patch import copy_of
+from swift_recovery.undo.undo import keep, undo
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from digits import load, make_net

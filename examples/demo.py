@@ -32,11 +32,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import EventRecord, GenerationRecord, Keys, decode
-from swift_rendezvous.kv import KeyValue
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.roster.codec import decode
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import EventRecord, GenerationRecord
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import KeyValue
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 
 HERE = Path(__file__).resolve().parent
 NUM_WORKERS = 2

@@ -31,17 +31,3 @@ class CannotConnect(SwiftError):
     """This process cannot be connected with the others, again and again: it has to be replaced."""
 
 
-class LostLog(PeerFailure):
-    """What a peer was handing on of its log did not come to its end."""
-
-
-class CannotReplay(SwiftError):
-    """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
-
-
-class NotInLog(CannotReplay):
-    """Something that is to be repeated with is in nobody's log."""
-
-
-class CutReplay(CannotReplay):
-    """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""

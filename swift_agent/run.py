@@ -2,8 +2,8 @@
 
     swift-run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint etcd1:2379,etcd2:2379 train.py --lr 0.1
 
-With the rendezvous backend swift-etcd, the default, the agent of `swift_agent.launch` runs the job; with any other one
-torch's own launcher does, unchanged. This module must hold no policy of its own: it parses, chooses and reports.
+With the rendezvous backend swift-etcd, the default, the agent of `swift_agent.agent.main` runs the job; with any other
+one torch's own launcher does, unchanged. This module must hold no policy of its own: it parses, chooses and reports.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch.distributed.run import (
     run_script_path,
 )
 
-from swift_agent import job_secret
-from swift_agent.config import AgentConfig, ConfigError
+from swift_agent.agent.processes.linux import want_of_descriptors
 from swift_agent.errors import JobStopped
-from swift_agent.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
-from swift_agent.process import want_of_descriptors
-from swift_agent.signals import CaughtSignals
-from swift_rendezvous.kv import RendezvousError
+from swift_agent.launch import secret
+from swift_agent.launch.checks import ConfigError
+from swift_agent.launch.config import AgentConfig
+from swift_agent.launch.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
+from swift_agent.launch.signals import CaughtSignals
+from swift_rendezvous.errors import RendezvousError
 
 # What torch.distributed.run has, with the same meaning.
 __all__ = [
@@ -63,12 +64,12 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
 
     Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
     when the workers failed, `swift_agent.errors.JobStopped` when the job could not go on for want of a node,
-    and `swift_rendezvous.kv.RendezvousError` when etcd refuses or another job has this id. Children of the caller, its
-    signal handlers and its being a subreaper or not are left as they are. *all_children_are_ours*: the caller has
+    and `swift_rendezvous.errors.RendezvousError` when etcd refuses or another job has this id. Children of the caller,
+    its signal handlers and its being a subreaper or not are left as they are. *all_children_are_ours*: the caller has
     none, so that every orphan of a worker can be waited for.
     """
     if args.rdzv_backend != SWIFT_BACKEND:
-        with job_secret.hidden():
+        with secret.hidden():
             _torchrun(args)
         return
     ns = with_our_options(args)
@@ -77,11 +78,11 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
         raise ConfigError([short])
     with CaughtSignals(ns.signals_to_handle) as signals:
         config = AgentConfig.from_args(ns)
-        from swift_agent.launch import launch_agent  # late: a wrong command line is refused before grpc is loaded
+        from swift_agent.agent.main import launch_agent  # late: a wrong command line is refused before grpc is loaded
 
         # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
-        with job_secret.hidden():
+        with secret.hidden():
             launch_agent(config, signals, all_children_are_ours)
 
 

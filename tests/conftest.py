@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import tiers
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.leftovers import mark_children, our_processes
 from tests.support.network import Network, why_not
@@ -40,23 +41,30 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time, the
-    other, which takes only the time that jobs leave it, has the rest."""
+    other, which takes only the time that jobs leave it, has the rest: first what waits for servers."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTheirNeeds(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "no jobs" if starts_no_job(nodeid) else "jobs"
+            if not nodeid.startswith(tiers.NO_JOBS):
+                return "jobs"
+            return "servers" if nodeid.startswith("tests/integration/") else "no jobs"
 
     return ByTheirNeeds(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and starts_no_job(item.nodeid):
+    if "PYTEST_XDIST_WORKER" in os.environ and item.nodeid.startswith(tiers.NO_JOBS):
         os.setpriority(os.PRIO_PROCESS, 0, 10)  # not 19: it would have to wait for seconds while a job starts
 
 
-def starts_no_job(nodeid: str) -> bool:
-    return nodeid.startswith(("tests/model/", "tests/unit/"))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if tiers.is_full(item.nodeid):
+            item.add_marker("full")
+    if not any("::" in arg for arg in config.args) and (wrong := tiers.unknown(item.nodeid for item in items)):
+        raise pytest.UsageError("tests/tiers.py names what is no test: " + ", ".join(wrong))
 
 
 def pytest_unconfigure() -> None:

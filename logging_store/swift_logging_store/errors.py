@@ -5,6 +5,10 @@ class LogError(Exception):
     """Base of all errors that ``swift_logging_store`` raises."""
 
 
+class LinkLost(RuntimeError):
+    """The connection to another process broke, or brought nothing for too long. Another try may help."""
+
+
 class Damaged(LogError):
     """Bytes of a segment are not those that were written; the message says where. Nothing of them was handed out."""
 

@@ -1,5 +1,9 @@
 """Errors of this room. One base, so that a caller can tell ours from the user's own."""
 
+from __future__ import annotations
+
+from swift_logging_store.errors import LinkLost
+
 
 class RecoveryError(Exception):
     """Base of all errors that ``swift_recovery`` raises."""
@@ -11,3 +15,19 @@ class TransferError(RecoveryError):
 
 class StateError(RecoveryError):
     """A piece of training state cannot be described, copied or installed; the message names it by its path."""
+
+
+class LostLog(LinkLost):
+    """What a peer was handing on of its log did not come to its end."""
+
+
+class CannotReplay(RecoveryError, RuntimeError):
+    """The iterations of a lost rank cannot be repeated from logs; all workers have to begin again."""
+
+
+class NotInLog(CannotReplay):
+    """Something that is to be repeated with is in nobody's log."""
+
+
+class CutReplay(CannotReplay):
+    """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""

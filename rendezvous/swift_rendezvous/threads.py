@@ -1,7 +1,7 @@
 """Threads that do not end without a word: an exception that nobody expected is told, with its traceback in the log.
 
 An agent whose watch, writer or heartbeats are gone looks alive and does nothing any more. So whoever starts one of its
-threads says who has to hear of such an end, which is the end of the agent (`swift_agent.agent`).
+threads says who has to hear of such an end, which is the end of the agent (`swift_agent.agent.loop`).
 
 This module must never swallow an exception: it is told, whatever it is.
 """
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from swift_rendezvous.kv import RendezvousError
+from swift_rendezvous.errors import RendezvousError
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The native library, a forwarding backend and what runs in every iteration: find it, load it, build it.
 
-It is optional: without it process groups are exchanged (see `swift_agent.process_group`), generators seeded and
-hyper-parameters compared in pure Python, with the same results. It must never be compiled while a job starts: `load()`
-only looks into the cache, `python -m swift_agent.native build` fills it.
+It is optional: without it process groups are exchanged (see `swift_agent.worker.groups.process_groups`), generators
+seeded and hyper-parameters compared in pure Python, with the same results. It must never be compiled while a job
+starts: `load()` only looks into the cache, `python -m swift_agent.native build` fills it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // A c10d backend that forwards every call to an inner backend which can be exchanged while the process runs.
 // The ProcessGroup above it, and all that holds it (DDP, DeviceMesh, user variables), never notices.
-// It holds no policy: when to exchange, abort and release is decided in swift_agent/process_group.py.
+// It holds no policy: when to exchange, abort and release is decided in swift_agent/worker/groups/process_groups.py.
 //
 // Works of gloo are guarded: whoever waits for one is freed when the backend is exchanged, whether gloo notices or not.
 // When a connection breaks, gloo forgets a message that is partly written or partly read, and the operation that

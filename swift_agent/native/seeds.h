@@ -1,4 +1,4 @@
-// Seeds every generator of the process in one call; see `seed_series` in swift_recovery/randomness.py, whose function
+// Seeds every generator of the process in one call; see `seed_series` in recovery/swift_recovery/state/randomness.py, whose function
 // seed_generators does the same in Python. That is done twice in every iteration, right after the iteration has emptied
 // the caches, and there what counts is how little it touches.
 #pragma once

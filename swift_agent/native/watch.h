@@ -1,5 +1,5 @@
 // Whether the hyper-parameters of optimizers, and which gradients exist, are what they were; for `Snapshot` in
-// swift_recovery/snapshot.py, which asks twice in every iteration, with cold caches, and mostly hears yes.
+// recovery/swift_recovery/state/snapshot.py, which asks twice in every iteration, with cold caches, and mostly hears yes.
 #pragma once
 
 #include <pybind11/pybind11.h>

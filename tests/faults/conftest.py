@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.agent_forks import ForkServer
 from tests.support.job import Agents, Outcome
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from swift_logging_store.store import open_store
+from swift_logging_store.stores.open import open_store
 from tests.faults.conftest import assert_recovered
 from tests.support import job
 from tests.support.agent_forks import ForkServer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from swift_agent.ctl import cli
+from swift_agent.ctl.main import cli
 from tests.support.job import ROOT, Agents, Outcome
 
 ITERATIONS = 120

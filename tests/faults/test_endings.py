@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.support.job import Agents
 
 

@@ -23,8 +23,10 @@ from typing import Any
 import psutil
 import pytest
 
-from swift_rendezvous.etcd import EtcdConfig, EtcdStore
-from swift_rendezvous.kv import RendezvousError, StoreUnavailable
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import StoreUnavailable
 from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.etcd_job import NODES, EtcdJob, ballast
 from tests.support.job import Agents

@@ -11,8 +11,8 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from swift_agent.ctl import cli
-from swift_rendezvous.job_key import JobKey
+from swift_agent.ctl.main import cli
+from swift_rendezvous.node.job_key import JobKey
 from tests.faults.conftest import assert_recovered
 from tests.support.job import Agents
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from swift_logging_store.store import open_store
+from swift_logging_store.stores.open import open_store
 from tests.support.agent_forks import ForkServer
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.job import Agents, Outcome

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.faults.conftest import assert_recovered
 from tests.support.hostile_scanner import Ports
 from tests.support.job import SCRIPT, SOURCE_ROOTS, Agents
@@ -81,7 +81,7 @@ def test_groups_that_cannot_be_connected_once_are_connected_in_the_next_generati
 ) -> None:
     """No peer has failed, and no process is replaced."""
     script = once(tmp_path, 0, """
-from swift_agent import gloo_sockets
+from swift_agent.worker.groups import gloo_sockets
 find = gloo_sockets.connections
 def connections(*args):
     if is_time():
@@ -102,7 +102,7 @@ def test_a_state_that_is_altered_on_its_way_is_sent_again(
 ) -> None:
     """A bit of the learning rate, which no comparison of parameters would find in time."""
     script = once(tmp_path, 3, """
-from swift_recovery import replica
+from swift_recovery.transfer import replica
 receive = replica.GroupLink.recv_bytes
 def recv_bytes(self):
     data = receive(self)

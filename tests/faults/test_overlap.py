@@ -2,7 +2,7 @@
 
 Where survivors have updated different buckets, or all of them, no update is undone and the weights at the end are bit
 for bit those of an undisturbed run of plain DDP. Where all have updated the same ones these are undone: with exact=True
-from copies, bit for bit too; else the iteration begins again within the bound of `swift_recovery.undo`.
+from copies, bit for bit too; else the iteration begins again within the bound of `swift_recovery.undo.undo`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from swift_logging_store.store import LocalStore
-from swift_recovery.checkpoint import CheckpointDirectory
+from swift_logging_store.stores.local import LocalStore
+from swift_recovery.checkpoint.directory import CheckpointDirectory
 from tests.faults.conftest import assert_recovered
 from tests.support.etcd_cluster import wait_for
 from tests.support.job import Agents

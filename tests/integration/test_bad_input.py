@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from swift_rendezvous import private_etcd
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store import private_etcd
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.job import SOURCE_ROOTS
 
@@ -275,7 +275,7 @@ def test_a_private_etcd_whose_port_was_taken_tries_another(monkeypatch: pytest.M
 
 
 def _keys(endpoint: str) -> list[str]:
-    from swift_rendezvous.etcd_config import EtcdConfig
+    from swift_rendezvous.store.etcd_config import EtcdConfig
 
     config = EtcdConfig.from_environment({}, endpoints=endpoint)
     assert config is not None
@@ -305,9 +305,9 @@ def test_too_few_descriptors_are_told_before_anything_starts(tmp_path: Path) -> 
 
 CONNECTS_WITH = """
 import os, resource, sys
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.kv import StoreUnavailable
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import StoreUnavailable
 config = EtcdConfig.from_environment({}, endpoints="127.0.0.1:1")
 store = EtcdStore(config)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

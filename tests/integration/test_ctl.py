@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from swift_agent.ctl import cli
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import GenerationRecord, JobRecord, Keys, NodeRecord, Owner, encode
+from swift_agent.ctl.main import cli
+from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import GenerationRecord, JobRecord, NodeRecord, Owner
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.support.etcd_cluster import EtcdCluster
 
 

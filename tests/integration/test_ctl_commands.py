@@ -19,14 +19,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from swift_agent.ctl import cli
-from swift_agent.planning import plan_generation
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.keys import EventRecord, JobRecord, Keys, ProgressRecord, ResultRecord, decode, encode
-from swift_rendezvous.kv import KeyValueStore
-from swift_rendezvous.membership import PublishGeneration, Rules, decide
-from swift_rendezvous.private_etcd import PrivateEtcd
-from swift_rendezvous.registration import Entry, enter_job, leave_job
+from swift_agent.agent.lifecycle.planning import plan_generation
+from swift_agent.ctl.main import cli
+from swift_rendezvous.node.registration import Entry, enter_job, leave_job
+from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.roster.decision import PublishGeneration, Rules
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.membership import decide
+from swift_rendezvous.roster.records import EventRecord, JobRecord, ProgressRecord, ResultRecord
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.kv import KeyValueStore
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support import records
 from tests.support.etcd_cluster import EtcdCluster, etcd_binary, wait_for
 from tests.support.job import SOURCE_ROOTS, Agents
@@ -42,7 +45,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def store(endpoint: str) -> Iterator[EtcdStore]:
-    from swift_rendezvous.etcd_config import EtcdConfig
+    from swift_rendezvous.store.etcd_config import EtcdConfig
 
     with EtcdStore(EtcdConfig((endpoint,))) as opened:
         yield opened

@@ -100,7 +100,7 @@ def digest(model: DDP) -> str:
 
 def undisturbed(variant: str) -> str:
     """The same training by torch alone."""
-    from swift_agent.generation_store import StoreClient
+    from swift_agent.wire.store_client import StoreClient
 
     host, port = store_of(1)
     store = StoreClient(host, port, TOKEN)
@@ -131,17 +131,18 @@ def arm(model: DDP, failures: list[list[Any]], keeper: Any, generation: int) -> 
 
 
 def survive(variant: str, failures: list[list[Any]], generation: int = 1, solo: bool = False) -> dict[str, Any]:
-    from swift_agent import ddp, process_group
+    from swift_agent.worker.groups import process_groups
+    from swift_agent.worker.tracked import ddp_buckets
 
-    groups = process_group.install()
+    groups = process_groups.install()
     watch(groups, generation)
     address = ("", 0) if solo else store_of(generation)
     groups.init_default_group(
         "gloo", address, generation, rank(), world_size(), timeout=LONG, solo=solo, store_token=TOKEN
     )
     model = build(variant)
-    assert ddp.sync_buffers_after_forward(model) == (variant == "batchnorm")
-    keeper = ddp.BucketKeeper(model)
+    assert ddp_buckets.sync_buffers_after_forward(model) == (variant == "batchnorm")
+    keeper = ddp_buckets.BucketKeeper(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     t, aborted = 0, solo
     pids = os.getpid()
@@ -184,7 +185,7 @@ def survive(variant: str, failures: list[list[Any]], generation: int = 1, solo: 
             dist.broadcast(tensor, source)
         solo = aborted = False
         arm(model, failures, keeper, generation)
-    return {"digest": digest(model), "pid": pids, "layout": ddp.bucket_layout(model), "generation": generation}
+    return {"digest": digest(model), "pid": pids, "layout": ddp_buckets.bucket_layout(model), "generation": generation}
 
 
 def state_of(model: DDP, optimizer: torch.optim.Optimizer, has_stepped: bool) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous.etcd import EtcdConfig, EtcdStore, parse_endpoints
-from swift_rendezvous.kv import (
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig, parse_endpoints
+from swift_rendezvous.store.kv import (
     AuthenticationFailed,
     Compacted,
     Compare,
@@ -22,7 +25,6 @@ from swift_rendezvous.kv import (
     LeaseLost,
     PermissionDenied,
     Put,
-    RendezvousError,
     StoreUnavailable,
     Watch,
 )
@@ -420,7 +422,7 @@ def test_a_watch_whose_history_is_gone_says_so(one: EtcdCluster) -> None:
 
 def test_importing_starts_no_thread() -> None:
     code = (
-        "import threading, swift_rendezvous.etcd as e\n"
+        "import threading, swift_rendezvous.store.etcd as e\n"
         "store = e.EtcdStore(e.EtcdConfig(('a:1',)))\n"
         "print(threading.active_count())"
     )
@@ -429,6 +431,8 @@ def test_importing_starts_no_thread() -> None:
 
 
 def test_children_and_client_do_not_disturb_each_other(one: EtcdCluster) -> None:
+    # Of gloo's and c10d's stores, in tests before this one.
+    of_others = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)}
     with connect(one) as store:
         reader = Reader(store.watch_prefix("/job/"))
         store.put("/job/a", b"")
@@ -441,7 +445,8 @@ def test_children_and_client_do_not_disturb_each_other(one: EtcdCluster) -> None
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
                                   stdin=subprocess.DEVNULL, close_fds=False)
             assert "/dev/null" in done.stdout, done.stderr
-            assert "socket:" not in done.stdout, f"a child has inherited a connection: {done.stdout}"
+            inherited = {line for line in done.stdout.splitlines() if line.startswith("socket:")}
+            assert inherited <= of_others, f"a child has inherited a connection: {done.stdout}"
         reader.wait_for_revision(store.put("/job/b", b""))
         reader.stop()
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from swift_rendezvous import tenure
-from swift_rendezvous._etcd_members import MembersWatch, reach, worst
-from swift_rendezvous.etcd import EtcdConfig, EtcdStore
+from swift_rendezvous.store import tenure
+from swift_rendezvous.store._etcd_members import MembersWatch, reach, worst
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.support.etcd_cluster import EtcdCluster, make_tls, wait_for
 from tests.support.relay import Relay
 

@@ -19,15 +19,16 @@ import pytest
 import torch
 from torch import nn
 
-from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
-from swift_logging_store import hdfs
-from swift_logging_store import helper as helper_process
-from swift_logging_store.archive import Archive, directory_name
-from swift_logging_store.store import Store, open_store
-from swift_recovery import state_file
-from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
-from swift_recovery.checksum import checksum
-from swift_recovery.state import TrainingState
+from swift_logging_store.log.archive import Archive, directory_name
+from swift_logging_store.stores import hdfs
+from swift_logging_store.stores import helper as helper_process
+from swift_logging_store.stores.contract import Store
+from swift_logging_store.stores.open import open_store
+from swift_recovery.checkpoint.directory import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.checkpoint.writer import CheckpointError, Checkpoints, Settings
+from swift_recovery.state.checksum import checksum
+from swift_recovery.state.training_state import TrainingState
+from swift_recovery.transfer import state_file
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.ports import free_ports
 from tests.support.relay import Relay
@@ -58,7 +59,7 @@ def helpers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [process] if "swift_logging_store.hdfs_helper" in process.cmdline() else []
+            found += [process] if "swift_logging_store.stores.hdfs_helper" in process.cmdline() else []
     return found
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import hdfs_native
 import pytest
 
-from swift_logging_store import helper
-from swift_logging_store.hdfs import ENV_CLIENT
-from swift_logging_store.libhdfs_helper import address_of
-from swift_logging_store.store import StoreUnknown, check_url, open_store
-from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
-from swift_recovery.state_file import Written
+from swift_logging_store.stores import helper
+from swift_logging_store.stores.contract import StoreUnknown
+from swift_logging_store.stores.hdfs import ENV_CLIENT
+from swift_logging_store.stores.libhdfs_helper import address_of
+from swift_logging_store.stores.open import check_url, open_store
+from swift_recovery.checkpoint.directory import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.transfer.state_file import Written
 from tests.support.hdfs_cluster import CLASSPATH, HdfsCluster, why_not
 from tests.support.stores import (
     check_files_come_and_go,

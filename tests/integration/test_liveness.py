@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous._handshake import TIMEOUT_S
-from swift_rendezvous.keys import NodeRecord
-from swift_rendezvous.liveness import Limits, Liveness, ring_targets
+from swift_rendezvous.node._handshake import TIMEOUT_S
+from swift_rendezvous.node.liveness import Limits, Liveness, ring_targets
+from swift_rendezvous.roster.records import NodeRecord
 from tests.support.etcd_cluster import wait_for
 from tests.support.limits import without_descriptors
 from tests.support.network import Network
@@ -355,7 +355,7 @@ def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch
     def refuse(*args: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("swift_rendezvous.liveness.thread", refuse)
+    monkeypatch.setattr("swift_rendezvous.node.liveness.thread", refuse)
     liveness.update([record, NodeRecord("b", "b", "127.0.0.1", 9, 1)])
     assert "swift-liveness has ended by RuntimeError: can't start new thread" in told.get(timeout=5.0)
     liveness.stop()

@@ -100,7 +100,7 @@ def test_a_failed_build_installs_nothing(compiler: str, message: str, tmp_path: 
 def test_a_forward_without_backend_says_why(native_library: None) -> None:  # noqa: F811
     code = """
 import torch, torch.distributed as dist
-from swift_agent import native, torch_private
+from swift_agent import native; from swift_agent.torch_private import groups as torch_private
 forward = native.load().Forward(0, 1, "gloo")
 def attempt():
     try:
@@ -125,7 +125,7 @@ SEED_BOTH_WAYS = """
 import random
 import numpy, torch
 from swift_agent import native
-from swift_recovery.randomness import capture_generators, compiled_seeder, seed_generators
+from swift_recovery.state.randomness import capture_generators, compiled_seeder, seed_generators
 
 def disturb(case):
     if case == 1:
@@ -173,8 +173,8 @@ import random
 import torch
 from torch import nn
 from swift_agent import native
-from swift_recovery.snapshot import Snapshot
-from swift_recovery.state import TrainingState
+from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.training_state import TrainingState
 
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 groups = [{"params": list(layer.parameters())} for layer in model]

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from swift_agent.channel import Channel
 from swift_agent.errors import UsageError
-from swift_agent.overlap import OverlappedUpdates
-from swift_agent.reductions import Reductions
-from swift_agent.supervisor import Supervisor
-from swift_agent.tracking import Tracked
-from swift_recovery.lamb import Lamb
+from swift_agent.wire.channel import Channel
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_agent.worker.updates.device_reductions import Reductions
+from swift_agent.worker.updates.overlapped import OverlappedUpdates
+from swift_recovery.undo.lamb import Lamb
 from tests.support.gloo_job import (  # noqa: F401 - fixtures
     TOKEN,
     Job,
@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def join(backend: str = "gloo") -> None:
-    from swift_agent.generation_store import StoreClient
+    from swift_agent.wire.store_client import StoreClient
 
     limit = timedelta(seconds=25)
     store = StoreClient(*store_of(1), TOKEN, limit)

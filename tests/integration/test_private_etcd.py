@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_rendezvous import private_etcd
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.kv import RendezvousError
-from swift_rendezvous.private_etcd import PrivateEtcd, find_etcd
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.store import private_etcd
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.private_etcd import PrivateEtcd, find_etcd
 from tests.support.etcd_cluster import etcd_binary, wait_for
 from tests.support.ports import free_ports
 
@@ -122,7 +122,7 @@ def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path, guard: str) -> Non
     home.mkdir()
     code = (
         "import sys, signal, threading\n"
-        "from swift_rendezvous.private_etcd import PrivateEtcd\n"
+        "from swift_rendezvous.store.private_etcd import PrivateEtcd\n"
         # From a thread that ends at once: the server must outlive it.
         "server = PrivateEtcd(directory=sys.argv[1])\n"
         "thread = threading.Thread(target=server.start); thread.start(); thread.join()\n"

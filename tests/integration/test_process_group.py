@@ -37,7 +37,7 @@ LONG = timedelta(seconds=25)
 
 def connect(generation: int, solo: bool = False) -> Any:
     """The default group of the generation, and its watcher."""
-    from swift_agent import process_group
+    from swift_agent.worker.groups import process_groups as process_group
 
     groups = process_group.install()
     assert groups.is_native == (os.environ["SWIFT_NATIVE"] == "1")
@@ -244,7 +244,7 @@ def set_up_and_die_or_live(generation: int, solo: bool = False) -> dict[str, Any
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    from swift_agent import process_group
+    from swift_agent.worker.groups import process_groups as process_group
 
     report: dict[str, Any] = {}
     groups = connect(generation, solo)
@@ -347,7 +347,7 @@ def new_group_without_partner() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from swift_agent import process_group
+    from swift_agent.worker.groups import process_groups as process_group
 
     groups = connect(1)
     names = [dist.new_group([0, 1]).group_name]
@@ -401,9 +401,10 @@ def test_a_group_that_cannot_be_created_leaves_nothing(make_job: MakeJob, mechan
 
 def meet_late() -> dict[str, Any]:
     """The last rank comes when the others would have given up; then again, and is not waited for any more."""
-    from swift_agent import process_group, rebuilding
+    from swift_agent.worker.groups import connecting
+    from swift_agent.worker.groups import process_groups as process_group
 
-    rebuilding._TELL = timedelta(seconds=0.4)
+    connecting._TELL = timedelta(seconds=0.4)
     groups, notes, short, meeting = connect(1), [], timedelta(seconds=1), control()
     meet(meeting, 0)  # nobody cuts what another still uses
     groups.abort("1")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift_recovery.replica import Chunk, plan_chunks
-from swift_recovery.tensors import Layout, layout_of
+from swift_recovery.state.tensors import Layout, layout_of
+from swift_recovery.transfer.replica import Chunk, plan_chunks
 
 WORKER = Path(__file__).parents[1] / "support" / "replica_worker.py"
 TIMEOUT_S = 60

@@ -29,11 +29,12 @@ def keep_and_repeat(directory: str) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-    from swift_agent import log_serving, process_group
-    from swift_agent.log_serving import LogServer
-    from swift_agent.messages import Messages
+    from swift_agent.worker.groups import process_groups
+    from swift_agent.worker.messages.messages import Messages
+    from swift_recovery.replay import serving
+    from swift_recovery.replay.serving import LogServer
 
-    me, groups, meeting = rank(), process_group.install(), control()
+    me, groups, meeting = rank(), process_groups.install(), control()
     groups.init_default_group("gloo", store_of(1), 1, me, 3, timeout=LONG, store_token=TOKEN)
     outer = dist.new_group([0, 2])
 
@@ -87,7 +88,7 @@ def keep_and_repeat(directory: str) -> dict[str, Any]:
     wrong, refused = [], ""
     if me == 2:
         again = new_messages()
-        again.take({0: partial(log_serving.taken, meeting.get("where").decode(), 0, lambda: False)})
+        again.take({0: partial(serving.taken, meeting.get("where").decode(), 0, lambda: False)})
         again.begin_replay([2])
         for iteration in range(NUM_ITERATIONS):
             again.begin(iteration, 2)

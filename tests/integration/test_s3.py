@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from swift_agent.checkpoints import CheckpointError, Checkpoints, Settings
-from swift_logging_store import store as stores
-from swift_logging_store.archive import Archive, directory_name
-from swift_logging_store.store import Store, open_store
-from swift_recovery import state_file
-from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
-from swift_recovery.checksum import checksum
+from swift_logging_store.log.archive import Archive, directory_name
+from swift_logging_store.stores import s3
+from swift_logging_store.stores.contract import Store
+from swift_logging_store.stores.open import open_store
+from swift_recovery.checkpoint.directory import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.checkpoint.writer import CheckpointError, Checkpoints, Settings
 from swift_recovery.errors import StateError
-from swift_recovery.state import TrainingState
+from swift_recovery.state.checksum import checksum
+from swift_recovery.state.training_state import TrainingState
+from swift_recovery.transfer import state_file
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.stores import (
     check_copies_outlive_a_frozen_server,
@@ -102,7 +103,7 @@ def test_a_wrong_secret_and_a_bucket_that_is_not_there_are_said_before_anything_
 
 def test_a_frozen_server_ends_in_an_error(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("REQUEST_TIMEOUT_S", 1.0), ("CONNECT_TIMEOUT_S", 1.0), ("MAX_ATTEMPTS", 1)):
-        monkeypatch.setattr(stores, name, value)
+        monkeypatch.setattr(s3, name, value)
     store = open_store(f"s3://{BUCKET}/run-3")
     commit(store, 10, make(1))
     server.freeze()

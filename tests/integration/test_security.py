@@ -17,12 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_agent.hosting import GenerationStores
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.job_key import JobKey
-from swift_rendezvous.keys import JobRecord, Keys, StoreRecord, decode
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_agent.agent.store_hosting import GenerationStores
+from swift_rendezvous.node.job_key import JobKey
+from swift_rendezvous.roster.codec import decode
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import JobRecord, StoreRecord
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.etcd_cluster import EtcdCluster, Tls, etcd_binary, make_tls, wait_for
 from tests.support.job import ROOT, Agents
 

@@ -33,12 +33,12 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    from swift_agent import process_group
-    from swift_agent.collectives import REFUSED
     from swift_agent.errors import UsageError
-    from swift_agent.messages import Messages
+    from swift_agent.worker.groups import process_groups
+    from swift_agent.worker.messages.collective_counts import REFUSED
+    from swift_agent.worker.messages.messages import Messages
 
-    me, groups, meeting = rank(), process_group.install(), control()
+    me, groups, meeting = rank(), process_groups.install(), control()
     groups.init_default_group("gloo", store_of(1), 1, me, 3, timeout=LONG, store_token=TOKEN)
     pairs = [None, dist.new_group([2, 1, 0])]
     (Path(directory) / str(me)).mkdir()

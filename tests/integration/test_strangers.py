@@ -33,9 +33,9 @@ def connect_late() -> float:
     import torch
     import torch.distributed as dist
 
-    from swift_agent import process_group
+    from swift_agent.worker.groups import process_groups
 
-    groups = process_group.install()
+    groups = process_groups.install()
     watch(groups, 1)
     if rank() == world_size() - 1:
         hear("strangers are there")

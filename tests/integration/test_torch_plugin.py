@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_rendezvous.etcd import EtcdConfig, EtcdStore
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.group_nodes import SCRIPT, Nodes
 from tests.support.job import ROOT, SOURCE_ROOTS
@@ -133,7 +134,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize("first", ["import torch", "import swift_agent.torch_rendezvous_backend"])
+@pytest.mark.parametrize("first", ["import torch", "import swift_agent.torchrun_plugin.backend"])
 def test_torch_finds_it_whatever_is_imported_first(first: str, entry_point_path: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS.format(first=first)],

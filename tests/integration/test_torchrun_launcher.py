@@ -16,8 +16,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.run import main
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.launchers import SWIFT_RUN, TORCHRUN, environment, launch
 
 BOTH = (TORCHRUN, SWIFT_RUN)

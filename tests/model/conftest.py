@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous import keys, view
+from swift_rendezvous.roster import codec, view
 
 
 @pytest.fixture(autouse=True)
 def records_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: Any = functools.cache(keys.decode)
+    known: Any = functools.cache(codec.decode)
     monkeypatch.setattr(view, "decode", known)

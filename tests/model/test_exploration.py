@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from swift_agent import lifecycle, records
-from swift_rendezvous import coordinator, draining, membership, mending, tenure, view
+from swift_agent.agent import transactions
+from swift_agent.agent.lifecycle import machine
+from swift_rendezvous.node import coordinator
+from swift_rendezvous.roster import draining, losses, membership, mending, view
+from swift_rendezvous.store import tenure
 from tests.model import world as model
 from tests.model.explore import explore
 from tests.model.world import Action, World
@@ -157,7 +160,7 @@ def patched(thing: Any, old: str, new: str, names: dict[str, Any]) -> Any:
 # What is changed (owner, function), how, where the search begins.
 MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "no fence on the generation": (
-        records, "fence",
+        transactions, "fence",
         'Compare.mod_revision(keys.generation, "==", view.generation_revision),', "",
         lambda: training(faults=2, kinds=("late", "kill"))),
     "no guard on the coordinator": (
@@ -169,7 +172,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         "if any(isinstance(command, PublishGeneration) for command in commands):", "if False:",
         lambda: training(faults=2, kinds=("crash",))),
     "a stale view writes progress": (
-        records, "transaction_of",
+        transactions, "transaction_of",
         "    return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)",
         "    guards = [] if what == 'progress' else fence(keys, view, me)\n"
         "    return Transaction(what, guards, [Put(key, value)], lost_peer)",
@@ -186,18 +189,18 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         draining, "boundary", "return max(view", "return min(view",
         lambda: training(faults=1, kinds=("drain",), target=2, ordered=False)),
     "a newcomer without state is believed": (
-        membership, "believed", "if not holders or not all(", "if True or not all(",
+        losses, "believed", "if not holders or not all(", "if True or not all(",
         lambda: joining(faults=1, kinds=("part",))),
     "who was a newcomer in an earlier generation is believed": (
         membership, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
         "for slot, ranks in ()",
         lambda: joining_again(faults=1, kinds=("part",))),
     "who is given up for what it said takes its place again": (
-        lifecycle, "reconcile", "for o in absent(view).values()",
+        machine, "reconcile", "for o in absent(view).values()",
         "for s, o in enumerate(generation.slots if generation else ()) if s not in view.failures",
         lambda: joining(faults=1, kinds=("part",), ordered=False)),
     "what a spare once saw is told when it gets a slot": (
-        lifecycle, "_age", "> EVIDENCE_S and", "> 1e9 and",
+        machine, "_age", "> EVIDENCE_S and", "> 1e9 and",
         lambda: training(faults=2, kinds=(model.ALARM, "crash"))),
     "what a record was is compared with, not what is stored": (
         view, "_unread", "view = replace(view, generation_revision=revision)", "pass",
@@ -209,13 +212,13 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         view, "_read", "if view.generation is not None and view.job is not None:", "if False:",
         lambda: training(faults=2, kinds=("remove", "kill"))),
     "what cannot be read is not written again": (
-        lifecycle, "_written_again", "issued=state.issued & {RECLAIM}, ", "",
+        machine, "_written_again", "issued=state.issued & {RECLAIM}, ", "",
         lambda: training(faults=2, kinds=("garble", "kill"))),
     "who hears a peer goes on without etcd": (
-        lifecycle, "pausing", "if not holds:", "if False:",
+        machine, "pausing", "if not holds:", "if False:",
         lambda: given_away(4, 2)),
     "a single node goes on without etcd": (
-        lifecycle, "pausing", "if not holds:", "if False:",
+        machine, "pausing", "if not holds:", "if False:",
         lambda: cut_off(2, 1, faults=1, kinds=("cut",))),
     "an etcd that does not answer is taken for one that is away": (
         tenure, "_seen", "if event.sight in PROVEN:", "if True:",

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from swift_agent import records
-from swift_rendezvous import coordinator
-from swift_rendezvous.keys import AS_LONG_AS_IT_ADVANCES
+from swift_agent.agent import transactions
+from swift_rendezvous.node import coordinator
+from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES
 from tests.model.test_exploration import patched
 from tests.model.world import World
 
@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_advance_ends_the_job_wherever_it_is(seed: int) -> 
 
 MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "a node that was given up still writes": (
-        records, "fence", 'Compare.value(keys.node(me.node_id), "==", encode(me)),', ""),
+        transactions, "fence", 'Compare.value(keys.node(me.node_id), "==", encode(me)),', ""),
     "a generation is written over another": (
         coordinator.Coordinator, "_execute",
         'guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))\n'
@@ -131,7 +131,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_the_walks_find_a_mistake(mutant: tuple[Any, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, old, new = mutant
-    module = owner if owner is records else coordinator
+    module = owner if owner is transactions else coordinator
     monkeypatch.setattr(owner, name, patched(getattr(owner, name), old, new, vars(module)))
     with pytest.raises((AssertionError, KeyError)):
         for seed in range(3000):

@@ -24,33 +24,36 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from swift_agent import lifecycle as lc
-from swift_agent import lifecycle_messages as msg
-from swift_agent.agent import Agent
-from swift_agent.planning import plan_generation
-from swift_agent.writer import Write
-from swift_recovery.plan import Plan
-from swift_recovery.progress import ranges_of
-from swift_rendezvous import registration, tenure
-from swift_rendezvous.coordinator import Coordinator
-from swift_rendezvous.keys import (
+from swift_agent.agent.lifecycle import events as msg
+from swift_agent.agent.lifecycle import machine as lc
+from swift_agent.agent.lifecycle import state as state_module
+from swift_agent.agent.lifecycle.planning import plan_generation
+from swift_agent.agent.loop import Agent
+from swift_agent.agent.record_writer import Write
+from swift_recovery.planning.plan import Plan
+from swift_recovery.planning.reports import ranges_of
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.node import registration
+from swift_rendezvous.node.coordinator import Coordinator
+from swift_rendezvous.node.registration import JobOver, PlaceLost, enter_job, leave_job
+from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.roster.decision import Rules
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.losses import losses
+from swift_rendezvous.roster.records import (
     DrainRecord,
     GenerationRecord,
     JobRecord,
-    Keys,
     NodeRecord,
     ResultRecord,
     StoreRecord,
     WorkerExit,
-    decode,
-    encode,
 )
-from swift_rendezvous.kv import Compare, Delete, Op, Put, RendezvousError, TransactionResult
-from swift_rendezvous.membership import Rules, losses
-from swift_rendezvous.memory import MemoryLease, MemoryStore
-from swift_rendezvous.registration import JobOver, PlaceLost, enter_job, leave_job
-from swift_rendezvous.setbacks import MOST
-from swift_rendezvous.view import Change, View, apply, apply_all
+from swift_rendezvous.roster.setbacks import MOST
+from swift_rendezvous.roster.view import Change, View, apply, apply_all
+from swift_rendezvous.store import tenure
+from swift_rendezvous.store.kv import Compare, Delete, Op, Put, TransactionResult
+from swift_rendezvous.store.memory import MemoryLease, MemoryStore
 
 KEYS = Keys("job")
 EVENTS = KEYS.prefix + "events/"
@@ -145,7 +148,7 @@ class Node:
     job: int = 0
     view: View = field(default_factory=View)
     queue: tuple[Response, ...] = ()
-    state: lc.AgentState = None  # type: ignore[assignment]
+    state: state_module.AgentState = None  # type: ignore[assignment]
     writes: tuple[Pending, ...] = ()
     decided: tuple[Pending, ...] = ()
     dirty: bool = False
@@ -339,7 +342,7 @@ class World:
             if node.online and not self.away:
                 if node.paused and node.lease_id in self.store._leases and node.asked != self._answer(node):
                     mine.append(("ask", index, 0))
-                away = node.lease_id not in self.store._leases or lc.RECLAIM in node.state.issued
+                away = node.lease_id not in self.store._leases or state_module.RECLAIM in node.state.issued
                 if away and "generation" not in self.view.damaged:  # else it is tried again later
                     mine.append(("notice", index, 0))
                 if node.decided:
@@ -536,7 +539,9 @@ class World:
             self._gone(node)
             return
         node.lease_id, node.job = entry.lease.id, entry.job
-        node.state = lc.AgentState(node.name, node.record.incarnation, self.max_restarts, 10.0, restarts_used=used)
+        node.state = state_module.AgentState(
+            node.name, node.record.incarnation, self.max_restarts, 10.0, restarts_used=used
+        )
         node.where, node.queue, node.writes, node.decided = "up", (), (), ()
         node.doubted = node.paused = False
         node.asked = (0, 0)
@@ -1003,7 +1008,7 @@ def _content(view: View) -> int:
     ))  # fmt: skip
 
 
-def _worker_key(w: lc.Worker) -> tuple[Any, ...]:
+def _worker_key(w: state_module.Worker) -> tuple[Any, ...]:
     return (w.local_rank, w.generation, w.pid, w.hello, w.current, w.stop_sent, w.stopped,
             repr(w.report) if w.report else "", w.resumed, w.resumed_iteration, w.finished is not None, w.released,
             w.unfit, w.killed, w.exit and w.exit.exit_code, w.asked, w.promised_in, w.promised, w.told,

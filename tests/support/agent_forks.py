@@ -34,10 +34,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift_agent import nursery, standby, worker_main
-from swift_agent.process import die_with_parent
+from swift_agent.agent.processes import forked_main, standby, standby_server
+from swift_agent.agent.processes.linux import die_with_parent
 
-IMPORTED = ("swift_agent.run", "swift_agent.launch", *nursery.PRELOAD)
+IMPORTED = ("swift_agent.run", "swift_agent.agent.main", *standby_server.PRELOAD)
 
 
 class Fork:
@@ -184,11 +184,11 @@ def leave_with(run: Callable[[dict[str, Any]], None], order: dict[str, Any]) -> 
     try:
         run(order)
     except SystemExit as stop:
-        code = worker_main._exit_code(stop)
+        code = forked_main._exit_code(stop)
     except BaseException:
         traceback.print_exc()
         code = 1
-    os._exit(worker_main._finish(code))
+    os._exit(forked_main._finish(code))
 
 
 class ServerFork:
@@ -243,7 +243,7 @@ def _be_server(handover: socket.socket, agent_pid: int) -> None:
     )
     sys.path = sys.path[1:]  # where the module given with -m is
     sys.argv = ["nursery", str(descriptors[0]), str(agent_pid)]
-    nursery.main()
+    standby_server.main()
     os._exit(0)
 
 

@@ -14,18 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swift_agent import lifecycle as lc
-from swift_agent import lifecycle_messages as msg
-from swift_agent import records
-from swift_agent.planning import plan_generation
-from swift_recovery.plan import Plan
-from swift_recovery.progress import ranges_of
-from swift_rendezvous.coordinator import Coordinator
-from swift_rendezvous.keys import (
+from swift_agent.agent import transactions
+from swift_agent.agent.lifecycle import commands, events, state
+from swift_agent.agent.lifecycle import events as msg
+from swift_agent.agent.lifecycle import machine as lc
+from swift_agent.agent.lifecycle.planning import plan_generation
+from swift_recovery.planning.plan import Plan
+from swift_recovery.planning.reports import ranges_of
+from swift_rendezvous.node.coordinator import Coordinator
+from swift_rendezvous.node.registration import enter_job
+from swift_rendezvous.node.watcher import Scope, followed_before, knows_coordinator, scope_of
+from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.roster.decision import Rules
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.losses import told_losses
+from swift_rendezvous.roster.records import (
     ExitedRecord,
     GenerationRecord,
     JobRecord,
-    Keys,
     NodeRecord,
     ParkedRecord,
     PositionRecord,
@@ -34,15 +40,10 @@ from swift_rendezvous.keys import (
     ResumedRecord,
     StoreRecord,
     WorkerExit,
-    decode,
-    encode,
 )
-from swift_rendezvous.kv import Compare, Op, Put
-from swift_rendezvous.membership import Rules, told_losses
-from swift_rendezvous.memory import MemoryStore
-from swift_rendezvous.registration import enter_job
-from swift_rendezvous.view import Change, View, apply, apply_all
-from swift_rendezvous.watcher import Scope, followed_before, knows_coordinator, scope_of
+from swift_rendezvous.roster.view import Change, View, apply, apply_all
+from swift_rendezvous.store.kv import Compare, Op, Put
+from swift_rendezvous.store.memory import MemoryStore
 
 MAX_STEPS = 6000
 STOP_DEADLINE_S = 5.0
@@ -67,7 +68,7 @@ class Proc:
     hung: bool = False
     unfit: bool = False
     inbox: deque[tuple[Any, ...]] = field(default_factory=deque)
-    outbox: deque[lc.Event] = field(default_factory=deque)
+    outbox: deque[events.Event] = field(default_factory=deque)
     go: int = 0
     told: int = 0
     plan: Plan | None = None
@@ -113,21 +114,21 @@ class SimNode:
         self.record = NodeRecord(self.name, f"{self.name}.{self.life}", "127.0.0.1", 1, sim.num_workers, "c")
         self.lease = enter_job(sim.store, sim.keys, sim.job, self.record, 5).lease
         sim.sync()
-        self.state = lc.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
+        self.state = state.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
         self.coordinator = Coordinator(
             sim.store, sim.keys, self.record, self.lease.id, plan_generation, Rules(1e6, last_call_s=0.0), sim.say)
         self.writes: deque[tuple[str, list[Compare], list[Op], Callable[[], bool]]] = deque()
         self.orders: list[tuple[int, int]] = []  # warm starts on their way: local rank, generation
-        self.peers_lost: list[lc.PeerLost] = []
+        self.peers_lost: list[events.PeerLost] = []
         self.given: set[tuple[Any, ...]] = set()
         self.scope = Scope.FORMING
         self.list_job()
         self.dirty = True
-        self.event(lc.ViewChanged(self.view))
+        self.event(events.ViewChanged(self.view))
 
     # ---- events and commands ----
 
-    def event(self, event: lc.Event) -> None:
+    def event(self, event: events.Event) -> None:
         if self.dead or self.ended:
             return
         step = lc.on_event(self.state, event, now_s=self.sim.now_s)
@@ -163,7 +164,7 @@ class SimNode:
             self.scope = max(self.scope, wanted)
             self.list_job()
         self.dirty = True
-        self.event(lc.ViewChanged(self.view))
+        self.event(events.ViewChanged(self.view))
 
     def coordinate(self) -> None:
         self.dirty = False
@@ -179,11 +180,11 @@ class SimNode:
         assert key not in self.given, f"{self.name} was told twice: {key}"
         self.given.add(key)
 
-    def execute(self, command: lc.Command) -> None:
+    def execute(self, command: commands.Command) -> None:
         sim, keys = self.sim, self.sim.keys
         generation = self.state.view.generation
         match command:
-            case lc.StartWorkers(local_ranks, number, warm):
+            case commands.StartWorkers(local_ranks, number, warm):
                 assert generation is not None and number == generation.number
                 for local_rank in local_ranks:
                     self.once("start", number, local_rank)
@@ -193,37 +194,37 @@ class SimNode:
                         self.orders.append((local_rank, number))
                     else:
                         self.started(local_rank, number)
-            case lc.KillWorkers(local_ranks, _, graceful):
+            case commands.KillWorkers(local_ranks, _, graceful):
                 for local_rank in local_ranks:
                     proc = self.proc(local_rank)
                     if proc is not None:
                         self.once("kill", proc.pid)
                         proc.dying = -15 if graceful else -9
-            case lc.SendStop(local_ranks, number, _):
+            case commands.SendStop(local_ranks, number, _):
                 for local_rank in local_ranks:
                     proc = self.spoken_to(local_rank)
                     if proc is not None:
                         self.once("stop", proc.pid, number)
                         proc.inbox.append(("stop", number))
-            case lc.SendGo(local_ranks, number):
+            case commands.SendGo(local_ranks, number):
                 self.send_go(local_ranks, number)
-            case msg.SendPause(local_ranks, number):
+            case commands.SendPause(local_ranks, number):
                 for proc in map(self.spoken_to, local_ranks):
                     if proc is not None:
                         self.once("pause", proc.pid, number)
                         proc.inbox.append(("pause", number))
-            case msg.SendBoundary(local_ranks, number, iteration):
+            case commands.SendBoundary(local_ranks, number, iteration):
                 for proc in map(self.spoken_to, local_ranks):
                     if proc is not None:
                         self.once("boundary", proc.pid, number)
                         proc.inbox.append(("boundary", number, iteration))
-            case msg.WritePosition(number, slot, iteration):
+            case commands.WritePosition(number, slot, iteration):
                 position = PositionRecord(slot, self.record.incarnation, iteration)
                 self.write("position", [Put(keys.position(number, slot), encode(position))])
-            case msg.WriteParked(number, slot):
+            case commands.WriteParked(number, slot):
                 parked = ParkedRecord(slot, self.record.incarnation)
                 self.write("parked", [Put(keys.parked(number, slot), encode(parked))])
-            case msg.SendKeep(local_ranks, number):
+            case commands.SendKeep(local_ranks, number):
                 view = self.state.view
                 assert view.plan is not None and not told_losses(view)
                 for proc in map(self.spoken_to, local_ranks):
@@ -231,50 +232,50 @@ class SimNode:
                         self.once("keep", proc.pid, number)
                         proc.inbox.append(("keep", number, Plan.from_json(view.plan.content)))
                         proc.go = number
-            case msg.DropKept():
+            case commands.DropKept():
                 assert self.files
                 self.files.clear()
-            case lc.SendRelease(local_ranks):
+            case commands.SendRelease(local_ranks):
                 assert self.state.view.released
                 for local_rank in local_ranks:
                     proc = self.spoken_to(local_rank)
                     if proc is not None:
                         self.once("release", proc.pid)
                         proc.inbox.append(("release",))
-            case lc.HostStore(number):
+            case commands.HostStore(number):
                 self.once("store", number)
                 self.write("store", [Put(keys.store(number), encode(StoreRecord("127.0.0.1", number)))])
-            case lc.WriteTracked():
+            case commands.WriteTracked():
                 self.write("tracked", [Put(keys.tracked, b"1")])
-            case lc.WriteFailure(number, failure):
+            case commands.WriteFailure(number, failure):
                 self.write("failure", [Put(keys.failure(number, failure.slot), encode(failure))])
-            case lc.WriteProgress(number, slot, reports):
+            case commands.WriteProgress(number, slot, reports):
                 self.once("progress", number)
                 self.check_progress(slot, reports)
                 record = ProgressRecord(slot, self.record.incarnation, tuple(dict(r) for r in reports))
                 self.write("progress", [Put(keys.progress(number, slot), encode(record))])
-            case lc.WriteResumed(number, slot, iteration, phases_s):
+            case commands.WriteResumed(number, slot, iteration, phases_s):
                 self.once("resumed", number)
                 resumed = ResumedRecord(slot, iteration, dict(phases_s))
                 self.write("resumed", [Put(keys.resumed(number, slot), encode(resumed))])
-            case lc.WriteFinished(number, record):
+            case commands.WriteFinished(number, record):
                 self.once("finished", number)
                 for proc in self.procs:
                     if not proc.reaped:
                         assert proc.finished_in == number or not sim.tracked, "finished before it is"
                 self.write("finished", [Put(keys.finished(number, record.slot), encode(record))])
-            case lc.WriteExited(number, slot):
+            case commands.WriteExited(number, slot):
                 self.once("exited", number)
                 assert all(self.proc(r) is None for r in range(sim.num_workers)), "exited while processes live"
                 exited = ExitedRecord(slot, self.record.incarnation)
                 self.write("exited", [Put(keys.exited(number, slot), encode(exited))])
-            case lc.ForgetSpare():
-                forget = records.transaction_of(command, keys, self.state.view, self.record)
+            case commands.ForgetSpare():
+                forget = transactions.transaction_of(command, keys, self.state.view, self.record)
                 assert forget is not None
                 self.write("forget", list(forget.ops), list(forget.guards))
-            case lc.Rejoin(_):
+            case commands.Rejoin(_):
                 self.rejoin()
-            case lc.EndJob():
+            case commands.EndJob():
                 self.end()
 
     def send_go(self, local_ranks: tuple[int, ...], number: int) -> None:
@@ -352,7 +353,7 @@ class SimNode:
         rank = slot * self.sim.num_workers + local_rank
         proc = Proc(self, local_rank, rank, number, next(self.sim.pids))
         self.procs.append(proc)
-        self.event(lc.WorkerStarted(local_rank, number, proc.pid))
+        self.event(events.WorkerStarted(local_rank, number, proc.pid))
         worker = self.state.workers.get(local_rank)
         if worker is None or worker.generation != number or worker.killed:
             proc.dying = -9
@@ -364,7 +365,7 @@ class SimNode:
     def reap(self, proc: Proc) -> None:
         proc.reaped = True
         proc.outbox.clear()
-        self.event(lc.WorkerExited(WorkerExit(proc.rank, proc.local_rank, proc.pid, proc.exit_code, self.name)))
+        self.event(events.WorkerExited(WorkerExit(proc.rank, proc.local_rank, proc.pid, proc.exit_code, self.name)))
 
     def end_processes(self) -> None:
         for proc in self.procs:
@@ -393,7 +394,7 @@ class SimNode:
         self.sim.graves.append(self)
         for other in self.sim.living():
             if self.sim.rng.random() < 0.6:
-                other.peers_lost.append(lc.PeerLost(self.record.incarnation, "connection closed", is_dead=True))
+                other.peers_lost.append(events.PeerLost(self.record.incarnation, "connection closed", is_dead=True))
 
 
 class Sim:
@@ -520,7 +521,7 @@ class Sim:
 
     def say_hello(self, proc: Proc) -> None:
         proc.hello = True
-        proc.outbox.append(lc.HelloReceived(proc.local_rank, proc.pid))
+        proc.outbox.append(events.HelloReceived(proc.local_rank, proc.pid))
 
     def enter(self, proc: Proc) -> None:
         assert proc.plan is not None
@@ -560,7 +561,7 @@ class Sim:
         """Checksums are compared: nobody trains before all hold the state."""
         proc.verified = proc.live
         proc.outbox.append(
-            lc.WorkerResumed(proc.local_rank, proc.pid, proc.live, proc.iteration, {"regroup": 0.1}))
+            events.WorkerResumed(proc.local_rank, proc.pid, proc.live, proc.iteration, {"regroup": 0.1}))
 
     def can_reduce(self, proc: Proc) -> bool:
         """Iteration t needs the gradients of all: each has given them, and gone on, or stands there and lives."""
@@ -581,7 +582,7 @@ class Sim:
     def finish(self, proc: Proc) -> None:
         proc.finished_in = proc.entered
         end = {"iteration": proc.iteration, "checksum": "aa", "replicas": ranges_of(range(self.worlds[proc.entered]))}
-        proc.outbox.append(lc.WorkerFinished(proc.local_rank, proc.pid, proc.entered, end))
+        proc.outbox.append(events.WorkerFinished(proc.local_rank, proc.pid, proc.entered, end))
 
     def exit(self, proc: Proc, code: int) -> None:
         proc.alive, proc.exit_code = False, code
@@ -593,7 +594,7 @@ class Sim:
         match message:
             case ("stop", number):
                 proc.stopped = max(proc.stopped, number)
-                proc.outbox.append(lc.ReportReceived(proc.local_rank, proc.pid, number, proc.report()))
+                proc.outbox.append(events.ReportReceived(proc.local_rank, proc.pid, number, proc.report()))
             case ("go", number, plan):
                 proc.told, proc.plan = number, plan
             case ("release",):
@@ -620,7 +621,7 @@ class Sim:
             if node.dirty:
                 found.append(node.coordinate)
             if node.stale:
-                found.append(lambda n=node: n.event(lc.ViewChanged(n.stale.pop())))  # type: ignore[misc]
+                found.append(lambda n=node: n.event(events.ViewChanged(n.stale.pop())))  # type: ignore[misc]
             found += [lambda n=node, o=order: n.order_done(o) for order in node.orders]  # type: ignore[misc]
             if node.peers_lost:
                 found.append(lambda n=node: n.event(n.peers_lost.pop()))  # type: ignore[misc]
@@ -672,7 +673,7 @@ class Sim:
         if kind == "node" and len(self.living()) > 1:
             node.die()
         elif kind == "accuse":
-            self.rng.choice(self.living()).peers_lost.append(lc.PeerLost(node.record.incarnation, "cannot connect"))
+            self.rng.choice(self.living()).peers_lost.append(events.PeerLost(node.record.incarnation, "cannot connect"))
         elif procs:
             proc = self.rng.choice(procs)
             training = proc.hello and proc.entered > max(proc.stopped, proc.finished_in)
@@ -681,7 +682,7 @@ class Sim:
                 self.exit_peer(proc)
             elif kind == "unfit" and training:
                 proc.unfit = True
-                proc.outbox.append(lc.WorkerUnfit(proc.local_rank, proc.pid, "a collective was cut"))
+                proc.outbox.append(events.WorkerUnfit(proc.local_rank, proc.pid, "a collective was cut"))
             else:
                 self.exit(proc, self.rng.choice([1, -9, -11]))
         self.happened.append(kind)
@@ -696,7 +697,7 @@ class Sim:
     def tick(self) -> None:
         self.now_s += 1.0
         for node in self.living():
-            node.event(lc.Tick())
+            node.event(events.Tick())
 
     def run(self) -> ResultRecord:
         """Walk until all agents have ended; raises if nothing more happens before that."""
@@ -722,7 +723,7 @@ class Sim:
         return self.result
 
     def describe(self) -> str:
-        nodes = [f"{n.name}.{n.life} {[(lc.phase_of(w), w.current, w.stopped) for w in n.state.workers.values()]} "
+        nodes = [f"{n.name}.{n.life} {[(state.phase_of(w), w.current, w.stopped) for w in n.state.workers.values()]} "
                  f"{[(p.rank, p.alive, p.status, p.iteration, p.entered, p.stopped, p.go) for p in n.procs]}"
                  for n in self.living()]
         view = self.living()[0].view

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import swift_agent as swift
-from swift_agent.overlap import OverlappedUpdates
+from swift_agent.worker.updates.overlapped import OverlappedUpdates
 
 OUT = Path(os.environ["OUT"])
 NUM_SAMPLES, BATCH, NUM_EPOCHS = 360, 4, 2

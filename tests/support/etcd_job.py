@@ -10,9 +10,12 @@ from pathlib import Path
 
 import psutil
 
-from swift_rendezvous.etcd import EtcdConfig, EtcdStore
-from swift_rendezvous.keys import GenerationRecord, Keys, decode
-from swift_rendezvous.kv import KeyValue
+from swift_rendezvous.roster.codec import decode
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import GenerationRecord
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import KeyValue
 from tests.support.etcd_cluster import wait_for
 from tests.support.job import Agents, Outcome
 

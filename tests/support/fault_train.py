@@ -175,7 +175,9 @@ def arm_private_places() -> None:
     """Places inside our own code and torch's, reached by wrapping: only in this script, never in the product."""
     from torch.optim import adam
 
-    from swift_agent import process_group, rejoin, session
+    from swift_agent.worker.groups import process_groups
+    from swift_agent.worker.job import job as session
+    from swift_agent.worker.rejoin import rejoin
 
     def before(owner: object, name: str, at: str) -> None:
         original = getattr(owner, name)
@@ -186,8 +188,8 @@ def arm_private_places() -> None:
 
         setattr(owner, name, wrapped)
 
-    before(process_group.ProcessGroups, "init_default_group", "init")
-    before(process_group.ProcessGroups, "rebuild", "rebuild")
+    before(process_groups.ProcessGroups, "init_default_group", "init")
+    before(process_groups.ProcessGroups, "rebuild", "rebuild")
     before(rejoin.Rejoin, "_exchange_state", "transfer")
     before(rejoin.Rejoin, "_compare", "verify")
     before(session.Job, "_begin", "begin")
@@ -216,7 +218,8 @@ def arm_private_places() -> None:
 
 def arm_agreement() -> None:
     """Places right before and after all ranks agree to make an update."""
-    from swift_agent import tracking, transfer
+    from swift_agent.worker.groups import transfer
+    from swift_agent.worker.tracked import tracked
 
     def armed() -> None:
         fault("agree")
@@ -226,23 +229,23 @@ def arm_agreement() -> None:
     class Transfer:
         agree = staticmethod(armed)
 
-    tracking.transfer = Transfer  # type: ignore[assignment]
+    tracked.transfer = Transfer  # type: ignore[assignment]
 
 
 def arm_checkpoints() -> None:
     """Places in the thread that writes a checkpoint."""
-    from swift_agent import checkpoints
-    from swift_logging_store import store
-    from swift_recovery import state_file
-    from swift_recovery.checkpoint import CheckpointDirectory
+    from swift_logging_store.stores import open as store
+    from swift_recovery.checkpoint import writer
+    from swift_recovery.checkpoint.directory import CheckpointDirectory
+    from swift_recovery.transfer import state_file
 
-    settle, settled = checkpoints.Checkpoints._settle, {"iteration": -1}
+    settle, settled = writer.Checkpoints._settle, {"iteration": -1}
 
-    def settling(self: checkpoints.Checkpoints, task: Any) -> None:
+    def settling(self: writer.Checkpoints, task: Any) -> None:
         settled["iteration"] = task.iteration
         settle(self, task)
 
-    checkpoints.Checkpoints._settle = settling  # type: ignore[method-assign]
+    writer.Checkpoints._settle = settling  # type: ignore[method-assign]
 
     def armed(owner: Any, name: str, label: str) -> None:
         original = getattr(owner, name)
@@ -255,7 +258,7 @@ def arm_checkpoints() -> None:
 
         setattr(owner, name, wrapped)
 
-    armed(checkpoints.Checkpoints, "_write", "write")
+    armed(writer.Checkpoints, "_write", "write")
     armed(CheckpointDirectory, "commit", "commit")
     armed(CheckpointDirectory, "remove", "remove")
     # The mark of one that is removed is gone by then.
@@ -277,7 +280,7 @@ def arm_checkpoints() -> None:
         replace(source, target)
 
     state_file._FileLink.write = writing  # type: ignore[method-assign]
-    store.os.replace = replacing  # type: ignore[assignment]
+    os.replace = replacing  # type: ignore[assignment]
 
 
 def take_checkpoints(job: swift.Job) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 
-from swift_agent.generation_store import StoreClient, StoreServer
+from swift_agent.wire.store_client import StoreClient
+from swift_agent.wire.store_server import StoreServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NATIVE_DIR = REPOSITORY / ".cache" / "native"

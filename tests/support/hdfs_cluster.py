@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from swift_agent.process import Guard
+from swift_agent.agent.processes.linux import Guard
 from tests.support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,10 +6,11 @@ import json
 import threading
 from typing import Any
 
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import Keys
-from swift_rendezvous.kv import Event, RendezvousError
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import Event
 
 
 class History:

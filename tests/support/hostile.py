@@ -23,10 +23,10 @@ from types import TracebackType
 
 import psutil
 
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.etcd_config import EtcdConfig
-from swift_rendezvous.keys import Keys
-from swift_rendezvous.kv import RendezvousError
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 
 SCANNER = Path(__file__).with_name("hostile_scanner.py")
 GARBAGE: Mapping[str, bytes] = {

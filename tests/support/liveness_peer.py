@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import sys
 
-from swift_rendezvous.keys import NodeRecord
-from swift_rendezvous.liveness import Liveness
+from swift_rendezvous.node.liveness import Liveness
+from swift_rendezvous.roster.records import NodeRecord
 
 
 def main(incarnation: str, key: str, host: str = "127.0.0.1") -> None:

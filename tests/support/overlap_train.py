@@ -33,9 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import swift_agent as swift
-from swift_agent.overlap import OverlappedUpdates
-from swift_agent.rejoin import Rejoin
-from swift_recovery.lamb import Lamb
+from swift_agent.worker.rejoin.rejoin import Rejoin
+from swift_agent.worker.updates.overlapped import OverlappedUpdates
+from swift_recovery.undo.lamb import Lamb
 from tests.support.split_layers import Sum
 
 ORDERS = json.loads(os.environ["FAULT_ORDERS"])

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import swift_agent as swift
-from swift_agent import rejoin, running
+from swift_agent.worker.loop import protected as running
+from swift_agent.worker.rejoin import rejoin
 from tests.support.fault_train import (
     DIR,
     ITERATIONS,
@@ -266,16 +267,16 @@ def lose_log(job: swift.Job) -> None:
 
 def arm_logs() -> None:
     """Places where copies of a log are made and go, and where what a checkpoint covers goes from the node."""
-    from swift_agent import log_transfer
-    from swift_agent.sent_log import SentLog
-    from swift_logging_store.archive import Archive
-    from swift_logging_store.writer import LogWriter
+    from swift_logging_store.log import transfer
+    from swift_logging_store.log.archive import Archive
+    from swift_logging_store.log.log import SentLog
+    from swift_logging_store.log.writer import LogWriter
 
     running.TELL_S = ORDERS.get("progress_s", running.TELL_S)
     rejoin.TELL_S = ORDERS.get("waits_s", rejoin.TELL_S)
     do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
-    pieces = log_transfer._pieces
-    log_transfer.PIECE_BYTES = ORDERS.get("piece_bytes", log_transfer.PIECE_BYTES)
+    pieces = transfer._pieces
+    transfer.PIECE_BYTES = ORDERS.get("piece_bytes", transfer.PIECE_BYTES)
 
     def slow(*args: Any) -> Any:
         for number, piece in enumerate(pieces(*args)):
@@ -300,7 +301,7 @@ def arm_logs() -> None:
             fault("log: in drop")
         return delete(self, segments)
 
-    log_transfer._pieces = slow
+    transfer._pieces = slow
     Archive._do = doing  # type: ignore[method-assign]
     SentLog.drop = dropping  # type: ignore[method-assign]
     LogWriter._delete = deleting  # type: ignore[method-assign]

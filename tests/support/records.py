@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swift_rendezvous.keys import (
+from swift_rendezvous.roster.records import (
     CoordinatorRecord,
     FailureKind,
     FailureRecord,
@@ -17,7 +17,7 @@ from swift_rendezvous.keys import (
     PlanRecord,
     WorkerExit,
 )
-from swift_rendezvous.view import View
+from swift_rendezvous.roster.view import View
 
 
 def node(name: str, life: int = 1, *, port: int = 1000, workers: int = 2) -> NodeRecord:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_recovery.checksum import checksum
-from swift_recovery.replica import GroupLink, Pending, receive_state, send_state
-from swift_recovery.snapshot import Snapshot
-from swift_recovery.state import TrainingState
+from swift_recovery.state.checksum import checksum
+from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.training_state import TrainingState
+from swift_recovery.transfer.replica import GroupLink, Pending, receive_state, send_state
 
 # Small, so that the small model needs several chunks of both kinds.
 CHUNK_BYTES = 64 << 10

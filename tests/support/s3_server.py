@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from swift_agent.process import Guard
+from swift_agent.agent.processes.linux import Guard
 from tests.support.ports import free_ports
 
 BUCKET = "checkpoints"

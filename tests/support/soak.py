@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.history import History
 from tests.support.hostile import Neighbours

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from swift_logging_store import archive as archives
-from swift_logging_store.archive import Archive, directory_name
-from swift_logging_store.store import Store
-from swift_recovery.checkpoint import Checkpoint, CheckpointDirectory, Part
-from swift_recovery.state_file import Written
-from swift_recovery.timelines import Entry, Superseded, Timeline
+from swift_logging_store.log import archive as archives
+from swift_logging_store.log.archive import Archive, directory_name
+from swift_logging_store.stores.contract import Store
+from swift_recovery.checkpoint.directory import Checkpoint, CheckpointDirectory, Part
+from swift_recovery.checkpoint.timelines import Entry, Superseded, Timeline
+from swift_recovery.transfer.state_file import Written
 
 
 def check_files_come_and_go(store: Store) -> None:

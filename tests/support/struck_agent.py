@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_agent import launch  # noqa: F401 - what takes time to import, before the node may enter
+from swift_agent.agent import main  # noqa: F401 - what takes time to import, before the node may enter
 from swift_agent.run import cli
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.kv import Compare, Op, Put, RendezvousError, TransactionResult
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.kv import Compare, Op, Put, TransactionResult
 
 ORDERS = json.loads(os.environ["AGENT_ORDERS"])
 DIR = Path(ORDERS["dir"])

@@ -455,7 +455,7 @@ def digest(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], oth
 
 def arm_transfer() -> None:
     """A place inside the recovery, reached by wrapping: only in this script."""
-    from swift_agent import rejoin
+    from swift_agent.worker.rejoin import rejoin
 
     original = rejoin.Rejoin._exchange_state
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from swift_agent import supervisor
-from swift_agent.channel import Channel
-from swift_agent.patience import PROBE_AFTER_S, Patience
-from swift_agent.supervisor import Supervisor
+from swift_agent.agent.patience import PROBE_AFTER_S, Patience
+from swift_agent.wire.channel import Channel
+from swift_agent.worker.line import agent_line
+from swift_agent.worker.line.agent_line import Supervisor
 
 
 class Agent:
@@ -75,8 +75,8 @@ def test_a_proof_says_nothing_about_a_later_failure() -> None:
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Channel]]:
     """A worker's supervisor that has a second of patience, and its agent's end."""
-    monkeypatch.setattr(supervisor, "CONFIRM_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(supervisor, "CONFIRM_SLICE_S", 0.1)
+    monkeypatch.setattr(agent_line, "CONFIRM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(agent_line, "CONFIRM_SLICE_S", 0.1)
     ours, theirs = socket.socketpair()
     worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)
     worker.start({}, dict, lambda why, generation: None)
@@ -102,10 +102,10 @@ def test_an_error_that_nobody_confirms_is_the_workers_own(line: tuple[Supervisor
 def test_who_cannot_be_connected_asks_for_another_try_but_not_for_ever(
     line: tuple[Supervisor, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "AGAIN_AFTER_S", 0.1)
+    monkeypatch.setattr(agent_line, "AGAIN_AFTER_S", 0.1)
     worker, agent = line
     assert agent.receive()["op"] == "hello"
-    for generation in range(1, supervisor.MOST_AGAIN + 1):
+    for generation in range(1, agent_line.MOST_AGAIN + 1):
         worker._entered, worker.interrupted = generation, False
         answers: list[bool] = []
         thread = threading.Thread(target=lambda found=answers: found.append(worker.reconnect(OSError("reset"))))
@@ -121,9 +121,9 @@ def test_who_cannot_be_connected_asks_for_another_try_but_not_for_ever(
 
 
 def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "CONFIRM_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(supervisor, "CONFIRM_SLICE_S", 0.1)
-    monkeypatch.setattr(supervisor, "AGAIN_AFTER_S", 0.1)
+    monkeypatch.setattr(agent_line, "CONFIRM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(agent_line, "CONFIRM_SLICE_S", 0.1)
+    monkeypatch.setattr(agent_line, "AGAIN_AFTER_S", 0.1)
     ours, theirs = socket.socketpair()
     worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)  # its threads are not started
     try:
@@ -134,7 +134,7 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
         assert worker._stood_still()
         worker._entered = 2
         assert not worker._stood_still()  # its groups are others
-        for number in range(supervisor.MOST_AGAIN + 1):
+        for number in range(agent_line.MOST_AGAIN + 1):
             worker._looked_s = time.monotonic() - 10.0
             assert not worker.confirm(RuntimeError("timed out"))
             assert agent.receive()["op"] == "suspect"
@@ -142,7 +142,7 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
             told = [agent.receive()["op"]]
             if told != ["next"]:
                 told.append(agent.receive()["op"])
-            assert told == (["again", "next"] if number < supervisor.MOST_AGAIN else ["next"])
+            assert told == (["again", "next"] if number < agent_line.MOST_AGAIN else ["next"])
     finally:
         ours.close()
         theirs.close()

@@ -20,14 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
-from swift_agent import lifecycle_messages as msg
-from swift_agent import supervisor
-from swift_agent.agent import Agent
-from swift_agent.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
-from swift_agent.patience import Patience
-from swift_agent.standing import Standings
-from swift_agent.supervisor import Supervisor
-from swift_agent.worker_channels import WorkerChannels
+from swift_agent.agent.lifecycle import events as msg
+from swift_agent.agent.loop import Agent
+from swift_agent.agent.patience import Patience
+from swift_agent.agent.worker_channels import WorkerChannels
+from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
+from swift_agent.wire.standing import Standings
+from swift_agent.worker.line import agent_line
+from swift_agent.worker.line.agent_line import Supervisor
 from tests.support.limits import without_descriptors
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,14 +141,14 @@ def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatc
         thread.start()
     line.until(lambda: len(answers) == 2)
     assert answers == {1: "", 2: "generation 2 is over"}
-    monkeypatch.setattr(supervisor, "ASK_PLACE_S", 0.2)
+    monkeypatch.setattr(agent_line, "ASK_PLACE_S", 0.2)
     assert "has not said within 0.2 s" in worker.ask_place(1)
     worker.close()
 
 
 _HELLO = """
 import sys, time
-from swift_agent.channel import connect
+from swift_agent.wire.channel import connect
 channel = connect(sys.argv[1])
 channel.send({"op": "hello", "local_rank": 0, "generation": 1})
 channel.receive()
@@ -215,9 +215,9 @@ def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog:
 
 STANDING = """
 import os, sys, time
-from swift_agent.channel import connect
-from swift_agent.standing import MyStanding
-from swift_agent.supervisor import Supervisor
+from swift_agent.wire.channel import connect
+from swift_agent.wire.standing import MyStanding
+from swift_agent.worker.line.agent_line import Supervisor
 worker = Supervisor(connect(sys.argv[1]), 0, MyStanding(os.path.dirname(sys.argv[1]), 0))
 worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
 if len(sys.argv) > 2:  # an update that is under way for so long when the stop comes
@@ -306,8 +306,8 @@ def test_what_is_said_twice_a_second_leaves_nothing_for_a_worker_that_does_not_r
 
 PAUSED = """
 import sys, time
-from swift_agent.channel import connect
-from swift_agent.supervisor import Supervisor
+from swift_agent.wire.channel import connect
+from swift_agent.worker.line.agent_line import Supervisor
 worker = Supervisor(connect(sys.argv[1]), 0)
 worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
 worker._entered = 1
@@ -329,7 +329,7 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
         line.processes[0].pid = process.pid
         line.until(lambda: len(line.events) == 2)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(supervisor.STOOD_S + 1.0)
+        time.sleep(agent_line.STOOD_S + 1.0)
         process.send_signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 30
         while not any(isinstance(event, msg.WorkerApart) for event in line.events):
@@ -395,7 +395,7 @@ def test_stores_that_cannot_be_opened_for_long_are_hosted_by_another_node(monkey
 
     agent: Any = object.__new__(Agent)
     agent._stores, agent._no_store, agent._rejoin = SimpleNamespace(open=full), None, left.append
-    monkeypatch.setattr("swift_agent.agent.time", SimpleNamespace(monotonic=lambda: at_s[0]))
+    monkeypatch.setattr("swift_agent.agent.loop.time", SimpleNamespace(monotonic=lambda: at_s[0]))
     for second in range(21):
         at_s[0] = 100.0 + second
         agent._host_store(3)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from swift_agent.generation_store import StoreServer
-from swift_agent.presence import Presence
-from swift_rendezvous import private_etcd
-from swift_rendezvous.etcd import EtcdStore
-from swift_rendezvous.keys import NodeRecord
-from swift_rendezvous.kv import RendezvousError
-from swift_rendezvous.liveness import Limits, Liveness
-from swift_rendezvous.private_etcd import PrivateEtcd
+from swift_agent.agent.presence import Presence
+from swift_agent.wire.store_server import StoreServer
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.node.liveness import Limits, Liveness
+from swift_rendezvous.roster.records import NodeRecord
+from swift_rendezvous.store import private_etcd
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.private_etcd import PrivateEtcd
 from swift_rendezvous.threads import NoThread, has_started, only_logged, start, thread
 
 
@@ -119,7 +119,7 @@ def test_a_lease_that_nothing_can_keep_is_given_back_and_another_one_asked_for(
             revoked.append(self.id)
 
     numbers = itertools.count(1)
-    monkeypatch.setattr("swift_agent.presence.reclaim_place", lambda *args: Lease(next(numbers)))
+    monkeypatch.setattr("swift_agent.agent.presence.reclaim_place", lambda *args: Lease(next(numbers)))
     begin = threading.Thread.start
     monkeypatch.setattr(
         threading.Thread, "start", lambda self: refused(self) if self.name in ("keeps-1", "keeps-2") else begin(self)

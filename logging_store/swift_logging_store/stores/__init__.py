@@ -1,0 +1,1 @@
+"""Where files may lie: a shared directory, S3, HDFS."""

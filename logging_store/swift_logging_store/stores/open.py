@@ -1,0 +1,65 @@
+"""Files that all nodes see: below a directory of a shared filesystem or of HDFS, or below a prefix of an S3 bucket.
+
+A file has its name when it is complete and durable, and not before. Paths are relative, with `/` between their parts; a
+directory is there as long as a file is in it. Everything raises OSError if the filesystem or the server does.
+
+Must never decide what is written, or for how long it is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from swift_logging_store.stores import hdfs
+from swift_logging_store.stores.contract import Store, StoreUnknown
+from swift_logging_store.stores.local import LocalStore
+from swift_logging_store.stores.s3 import S3Store
+
+
+def check_url(url: str) -> None:
+    """Raises `StoreUnknown` for what `open_store` would not open; makes nothing, and loads no library."""
+    if "://" not in url and not re.match(r"[A-Za-z][A-Za-z0-9+]+:/", url):
+        return
+    parts = urlsplit(url)
+    # What could hold a secret is not repeated.
+    is_plain = not parts.query and "@" not in parts.netloc
+    if parts.scheme == "file" and not parts.netloc and is_plain:
+        return
+    if parts.scheme == "s3" and parts.netloc and is_plain:
+        if importlib.util.find_spec("pyarrow") is None:
+            raise StoreUnknown(f"s3://{parts.netloc} needs pyarrow: pip install 'swift-agent[s3]'")
+    elif parts.scheme == "hdfs" and parts.netloc and is_plain:
+        try:
+            package, extra = {"hdfs-native": ("hdfs_native", "hdfs"), "libhdfs": ("pyarrow", "s3")}[hdfs.client()]
+        except ValueError as error:
+            raise StoreUnknown(str(error)) from None
+        if importlib.util.find_spec(package) is None:
+            raise StoreUnknown(
+                f"hdfs://{parts.netloc} needs {package.replace('_', '-')}: pip install 'swift-agent[{extra}]'"
+            )
+    else:
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        raise StoreUnknown(
+            f"{shown}: a directory that all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or s3://BUCKET/PREFIX is "
+            "wanted; credentials come from the environment"
+        )
+
+
+def open_store(url: str) -> Store:
+    """*url*: a path, `file://` and a path, `hdfs://HOST:PORT/PATH` (or a service's name for host and port), or
+    `s3://BUCKET/PREFIX`. Raises `StoreUnknown`; asks no server yet."""
+    check_url(url)
+    if "://" not in url:
+        return LocalStore(Path(url))
+    parts = urlsplit(url)
+    match parts.scheme:
+        case "s3":
+            return S3Store(parts.netloc, parts.path.strip("/"))
+        case "hdfs":
+            return hdfs.HdfsStore(parts.netloc, parts.path)
+    return LocalStore(Path(parts.path))
+
+

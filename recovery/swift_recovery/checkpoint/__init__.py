@@ -1,0 +1,1 @@
+"""Checkpoints of a job: the directory, and the workers' part."""

@@ -1,0 +1,1 @@
+"""From reports to a plan. Pure."""

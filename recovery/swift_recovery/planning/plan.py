@@ -1,0 +1,120 @@
+"""From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
+
+Order of preference per replica set: roll forward to the newest state that a survivor has finished,
+or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
+survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
+all have updated: these are undone (see `half_done_updates`; `lossy` has other ways, for who asks for them). Ranks of
+which nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent,
+since the newest checkpoint if there is one; then survivors stay in the middle of the iteration that was cut, unless one
+of them cannot. Where nothing of that is possible all workers start again, with that checkpoint.
+
+This module must never look at tensors, clocks or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from swift_recovery.planning.half_done_updates import Patch
+from swift_recovery.planning.lossy import Deviation
+from swift_recovery.planning.reports import ranges_of, ranks_of
+from swift_recovery.planning.sentences import _deviation_of
+
+PlanKind = Literal["fresh", "copy", "restart"]
+# What becomes of a half-done update (`--recovery`): see `half_done_updates` and `lossy`.
+Way = Literal["exact", "immediate-rollback", "lossy-forward"]
+# What a status says, where the report says no more.
+_LACKS = {"setup": "were cut before their training loop began", "empty": "had no state yet"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank does to enter a generation.
+
+    `fresh`: nobody holds state yet; all create their process groups together and run their set-up together.
+    `copy`: training goes on with the state of *iteration*; `sources[rank]` is the rank that sends its state to *rank*,
+    ranks that are no key hold it already. *handovers*: ranks that get it from their own predecessors instead, processes
+    of the same rank on a node that is leaving. *sections*: how many `@job.resilient` calls count as finished.
+    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over (of a rank in *handovers*: its predecessor's);
+    a rank that is no key leads its replica set.
+    *undone*, *patches*: how survivors cut in the middle of an update leave it, before anything else is sent: each rank
+    undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
+    *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
+    the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
+    *checkpoint*: the newest that a rank knows to count. *stays*: survivors that are in the middle of *iteration* stay
+    there, and whoever begins it is given what they had sent in it; else all begin it anew.
+    `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or anew. *keepers*,
+    *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
+    workers keeps its state in a file (or that it is there already), and the ranks that load one.
+    """
+
+    kind: PlanKind
+    why: str
+    iteration: int = 0
+    sections: int = 0
+    sources: Mapping[int, int] = field(default_factory=dict)
+    layouts: Mapping[int, int] = field(default_factory=dict)
+    handovers: tuple[int, ...] = ()
+    keepers: Mapping[int, int] = field(default_factory=dict)
+    loads: tuple[int, ...] = ()
+    undone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    patches: tuple[Patch, ...] = ()
+    deviation: Deviation = field(default_factory=Deviation)
+    replays: tuple[int, ...] = ()
+    checkpoint: int = 0
+    stays: bool = False
+
+    def targets_of(self, rank: int) -> list[int]:
+        """Ranks that *rank* sends its state to, in ascending order."""
+        return sorted(target for target, source in self.sources.items() if source == rank)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "why": self.why,
+            "iteration": self.iteration,
+            "sections": self.sections,
+            "sources": {str(rank): source for rank, source in self.sources.items()},
+            "layouts": {str(rank): source for rank, source in self.layouts.items()},
+            "handovers": list(self.handovers),
+            "keepers": {str(slot): local_rank for slot, local_rank in self.keepers.items()},
+            "loads": list(self.loads),
+            "undone": {str(rank): ranges_of(parameters) for rank, parameters in self.undone.items()},
+            "patches": [
+                {"parameters": ranges_of(patch.parameters), "source": patch.source, "targets": list(patch.targets)}
+                for patch in self.patches
+            ],
+            "deviation": {
+                "keeps": list(self.deviation.keeps),
+                "resumed": {str(rank): ranges_of(numbers) for rank, numbers in self.deviation.resumed.items()},
+                "silent": list(self.deviation.silent),
+            },
+            "replays": ranges_of(self.replays),
+        } | {name: value for name in ("checkpoint", "stays") if (value := getattr(self, name))}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        return cls(
+            kind=data["kind"],
+            why=data["why"],
+            iteration=int(data["iteration"]),
+            sections=int(data["sections"]),
+            sources={int(rank): int(source) for rank, source in data["sources"].items()},
+            layouts={int(rank): int(source) for rank, source in data["layouts"].items()},
+            handovers=tuple(int(rank) for rank in data.get("handovers", ())),
+            keepers={int(slot): int(local_rank) for slot, local_rank in data.get("keepers", {}).items()},
+            loads=tuple(int(rank) for rank in data.get("loads", ())),
+            undone={int(rank): ranks_of(parameters) for rank, parameters in data.get("undone", {}).items()},
+            patches=tuple(
+                Patch(ranks_of(one["parameters"]), int(one["source"]), tuple(int(rank) for rank in one["targets"]))
+                for one in data.get("patches", ())
+            ),
+            deviation=_deviation_of(data.get("deviation", {})),
+            replays=ranks_of(data.get("replays", "")),
+            checkpoint=int(data.get("checkpoint", 0)),
+            stays=bool(data.get("stays", False)),
+        )
+
+

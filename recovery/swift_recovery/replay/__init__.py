@@ -1,0 +1,1 @@
+"""Iterations that are repeated from logs."""

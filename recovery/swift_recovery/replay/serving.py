@@ -1,0 +1,84 @@
+"""A rank hands on its log, over a connection for each replacement, in threads: training has nothing to do with it.
+
+That outlives a failure of somebody else: who takes a log repeats its iterations meanwhile, and joins after them. Must
+never decide what is sent, or to whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from swift_logging_store.errors import LinkLost, LogError
+from swift_logging_store.log.prefetch import Stopped
+from swift_logging_store.log.transfer import BytesLink
+from swift_recovery.transfer.socket_link import Listener, SocketLink, connected
+from swift_rendezvous.threads import has_started, thread
+
+Gift = Callable[[BytesLink, Callable[[], None]], None]
+# How long the giver may be silent when there was a failure: it may be the one that is lost. A living one says something
+# much more often (`transfer.ALIVE_S`).
+SILENT_S = 30.0
+
+
+class LogServer:
+    """Of one rank. *note* tells people."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._threads: dict[int, threading.Thread] = {}  # by the rank that is given something
+        self._is_closed: dict[int, threading.Event] = {}
+
+    def serve(self, rank: int, address: str, gift: Gift) -> str:
+        """Call *gift* with the link to that rank when it connects there (`taken`), where the address is that by which
+        others reach this machine, and with what raises `Stopped` when this is closed. Raises OSError if nobody could.
+        """
+        self.close([rank])
+        listener, is_closed = Listener(address), threading.Event()
+        args = (rank, listener, gift, is_closed)
+        new = thread(f"swift-log-to-{rank}", self._run, self._note, *args)
+        if not has_started(new):
+            listener.close()
+            raise OSError(f"there is no thread to give rank {rank} what it was sent")
+        self._threads[rank], self._is_closed[rank] = new, is_closed
+        return listener.where
+
+    def close(self, ranks: Collection[int] | None = None) -> None:
+        """These ranks, all by default, have what they were given, or are lost."""
+        closing = set(self._threads if ranks is None else ranks).intersection(self._threads)
+        for rank in closing:
+            self._is_closed.pop(rank).set()
+        for rank in closing:
+            self._threads.pop(rank).join()
+
+    def _run(self, rank: int, listener: Listener, gift: Gift, is_closed: threading.Event) -> None:
+        def check() -> None:
+            if is_closed.is_set():
+                raise Stopped
+
+        try:
+            # The other side notices, or was told, and says why.
+            with contextlib.suppress(Stopped, LinkLost, LogError), listener, listener.accepted(check) as link:
+                gift(link, check)
+        except Exception as error:  # whatever it is: the thread must not end without a word
+            self._note(f"rank {rank} cannot be given what it was sent: {error!r}")
+
+
+@contextlib.contextmanager
+def taken(
+    where: str, rank: int, has_failed: Callable[[], bool], check: Callable[[], None]
+) -> Iterator[SocketLink]:
+    """The link to the log of *rank*. *has_failed*: whether somebody has since. Raises `LinkLost`, and what *check*
+    does."""
+    links: list[SocketLink] = []
+
+    def impatient() -> None:
+        check()
+        if has_failed() and links and time.monotonic() - links[0].active_at_s > SILENT_S:
+            raise LinkLost(f"rank {rank} has sent nothing for {SILENT_S:g} s")
+
+    with connected(where, f"rank {rank}", impatient) as link:
+        links.append(link)
+        yield link

@@ -1,0 +1,1 @@
+"""The training state of one worker: described, copied, compared."""

@@ -1,0 +1,445 @@
+"""The small part of a training state at one point of the loop, so that an interrupted iteration can be repeated.
+
+Kept: buffers of models, hyper-parameters of optimizers, state of the other objects, which gradients did not exist and,
+when asked, the generators; gradients, where ``TrainingState.carried`` says that an update is yet to use them. Never
+kept: parameters and optimizer state, which an iteration changes at its end only.
+Taken at every iteration, so it must never wait for a device and must cost microseconds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from swift_recovery.errors import StateError
+from swift_recovery.state import stateful
+from swift_recovery.state.by_hand import ByHand
+from swift_recovery.state.codec import join_path
+from swift_recovery.state.incoming import replace_values
+from swift_recovery.state.randomness import capture_generators, restore_generators
+from swift_recovery.state.sharded import local_of
+from swift_recovery.state.tensors import copy_all, same_bits, unexpanded
+from swift_recovery.state.training_state import TrainingState
+
+# Buffers up to this size are copied every time. Larger ones (masks, tables) only when their version or their memory
+# changed: a kernel may write without telling the version (BatchNorm does), but such buffers are small.
+ALWAYS_COPIED_BYTES = 1 << 20
+
+
+class _Buffer:
+    """One buffer: the tensor object the module had, and a copy of its values."""
+
+    def __init__(self, live: Tensor) -> None:
+        self.live = live
+        self.shape = live.shape
+        self.target = unexpanded(live.detach())
+        self.copy = torch.empty_like(self.target)
+        self.small = live.nbytes <= ALWAYS_COPIED_BYTES
+        self.memory = live.data_ptr()
+        self.version = -1
+
+    def is_current(self) -> bool:
+        """Whether the copy still has the values; if not, the caller copies ``target`` into it."""
+        memory = self.live.data_ptr()
+        if memory != self.memory:
+            # Somebody assigned to ``data``.
+            self.target, self.memory, self.version = unexpanded(self.live.detach()), memory, -1
+        if self.small or self.live.is_inference():
+            return False
+        version, self.version = self.version, self.live._version
+        return version == self.version
+
+    def is_lost(self) -> bool:
+        """It has other values than the copy, and nobody can say since when (a change by way of ``data``)."""
+        if self.small or self.live.is_inference() or self.live._version != self.version:
+            return False
+        target = unexpanded(self.live.detach())
+        is_alike = target.shape == self.copy.shape and target.dtype == self.copy.dtype
+        return is_alike and self.live.data_ptr() == self.memory and not same_bits(target, self.copy)
+
+    def restored(self) -> Tensor:
+        """The memory that the caller is to copy ``copy`` into; it is that of ``live`` whatever happened to it."""
+        target = unexpanded(self.live.detach())
+        if target.shape != self.copy.shape or target.dtype != self.copy.dtype:
+            self.live.data = target = torch.empty_like(self.copy)
+        return target
+
+
+class Change:
+    """One buffer (by where its module has it) or parameter that an iteration had changed when it was cut: *before*,
+    where the iteration began, and *values*, when it was cut."""
+
+    def __init__(
+        self, name: str, live: Callable[[], Tensor | None], put: Callable[[Tensor, bool], None],
+        before: Tensor | None, values: Tensor, since_step: bool | None = None,
+    ) -> None:  # fmt: skip
+        """*since_step*: whether it had been changed since the last step; None: that is not known."""
+        self.name, self._live, self._put = name, live, put
+        self._before, self._values, self._since_step = before, values, since_step
+        self.when: Literal["after", "before", "unknown", ""] = ""
+        """It had been changed with regard to the update; "unknown": before it and perhaps after it. Empty: there was
+        no update yet."""
+
+    def at_step(self) -> None:
+        """The iteration is run once more, with nobody else, and has made a step."""
+        if self._since_step is not None:
+            self.when = "after" if self._since_step else "before"
+            self._put(self._values, False)
+            return
+        if not self.when:
+            alike = self._is_alike
+            self.when = "after" if alike(self._before) else "before" if alike(self._values) else "unknown"
+        elif not self._is_alike(self._values):
+            self.when = "unknown"  # between two steps, too
+        if self.when != "before":
+            self._put(self._values, False)
+
+    def at_end(self) -> bool:
+        """False if it is not known whether all has been changed."""
+        if self.when == "before":
+            return True  # what was to come after the update had not been made, and has been now
+        is_known = self.when != "unknown" or self._is_alike(self._values)
+        self._put(self._values, True)
+        return is_known
+
+    def _is_alike(self, values: Tensor | None) -> bool:
+        live = self._live()
+        if live is None or values is None:
+            return live is values
+        live = unexpanded(live.detach())
+        values = unexpanded(values)
+        return live.shape == values.shape and live.dtype == values.dtype and same_bits(live, values)
+
+
+class Changed:
+    """What an iteration had changed when it was cut after its update, for when it is run once more for its result.
+
+    What it changes after the update it may or may not have changed by then. If it changes the same before that as well,
+    the version of a parameter tells (`ByHand.note_step`). For the others their values have to: if they come out as
+    they were at the update. They may not, where other ranks, or parameters that the update has changed, go into them.
+    """
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        self._changes = changes
+        self.unknown: list[str] = []
+        """After `at_end`: what may lack a change that comes after the update."""
+
+    @torch.no_grad()
+    def at_step(self) -> None:
+        """After each step. Versions stay, as a backward that is yet to come may need what is put back."""
+        for change in self._changes:
+            change.at_step()
+
+    @torch.no_grad()
+    def at_end(self) -> None:
+        self.unknown = [change.name for change in self._changes if not change.at_end()]
+
+
+class Snapshot:
+    """Small state of the objects of *state*; empty until :meth:`take` or :meth:`install`.
+
+    Modules with buffers are looked up once, here; a module that registers its first buffer later is not seen.
+    A scheduler and the learning rate that it wrote into an optimizer are kept together. *watch*: the class `Watch` of
+    swift-agent's native library, which makes taking faster. *by_hand*: with parameters that no optimizer updates, as
+    far as they change; these are restored, but in no :meth:`tree`.
+    """
+
+    def __init__(self, state: TrainingState, watch: Any | None = None, *, by_hand: bool = False) -> None:
+        self._state = state
+        self.by_hand = ByHand(state.loose_parameters() if by_hand else ())
+        self._buffers: list[tuple[str, dict[str, Tensor | None], dict[str, _Buffer | None]]] = [
+            (join_path(name, path) if path else name, module._buffers, {})
+            for name, model in state.models.items()
+            for path, module in model.named_modules()
+            if module._buffers
+        ]
+        self._parameters = state.parameters()
+        self._devices = {parameter.device for parameter in self._parameters}
+        self._groups: dict[str, list[dict[str, Any]]] = {}
+        self._others: dict[str, Any] = {}
+        self._no_gradient: list[bool] = []
+        self._gradients: list[Tensor | None] | None = None
+        self._carried = 0
+        self._generators: dict[str, Any] | None = None
+        self._taken = False
+        self._watch = watch(self._parameters, list(state.optimizers.values())) if watch else None
+        self.is_current: Callable[[], bool] = _never
+        """Whether `take`, without generators, would keep what is kept already. Cheaper than to take it; may be false
+        although it is so."""
+        if self._watch is not None and not self._buffers and not state.others and not self.by_hand:
+            self.is_current = self._watch.is_same
+
+    def take(self, rng: bool = False) -> None:
+        """Keep the state as it is now, with the generators if *rng*. Replaces what was kept before.
+
+        With *watch* under 2 us if there are neither buffers nor other objects and nothing has changed, otherwise 10 us
+        (a few times that where an iteration has just emptied the caches); a buffer adds about 1 us and the time to copy
+        it.
+        """
+        self._taken = False
+        if self._buffers:
+            self._take_buffers()
+        if self.by_hand:
+            self.by_hand.take()
+        if self._watch is None or not self._watch.is_same():
+            self._take_groups_and_gradients()
+        if self._state.carried or self._carried:
+            self._take_carried()
+        if self._state.others:
+            self._others = {n: stateful.copy_tree(stateful.capture(other)) for n, other in self._state.others.items()}
+        self._generators = capture_generators(self._devices) if rng else None
+        self._taken = True
+
+    def _take_buffers(self) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for _, owner, saved in self._buffers:
+            if saved.keys() != owner.keys():
+                saved.clear()
+            for key, live in owner.items():
+                if live is None:
+                    saved[key] = None
+                    continue
+                buffer = saved.get(key)
+                if buffer is None or buffer.live is not live or buffer.shape != live.shape:
+                    buffer = saved[key] = _Buffer(live)
+                if not buffer.is_current():
+                    targets.append(buffer.copy)
+                    sources.append(buffer.target)
+        if targets:
+            copy_all(targets, sources)
+
+    def _take_groups_and_gradients(self) -> None:
+        optimizers = self._state.optimizers
+        self._groups = {name: [_values(group) for group in each.param_groups] for name, each in optimizers.items()}
+        self._no_gradient = [parameter.grad is None for parameter in self._parameters]
+        if self._watch is not None:
+            values = (value for groups in self._groups.values() for group in groups for value in group.values())
+            if all(map(_is_immutable, values)):
+                self._watch.keep()
+            else:
+                self._watch.forget()  # a tensor, for one, may change in place
+
+    def _take_carried(self) -> None:
+        self._carried = self._state.carried
+        self._gradients = gradients_of(self._parameters) if self._carried else None
+        self.forget()
+
+    def forget(self) -> None:
+        """What is kept may not be current, whatever `is_current` would say."""
+        if self._watch is not None:
+            self._watch.forget()
+
+    def changed(self) -> Changed:
+        """What the iteration has changed so far of buffers, and of parameters that no optimizer updates."""
+        self._check_taken()
+        changes = [
+            _change_of_buffer(join_path(path, key), owner, key, live, saved.get(key))
+            for path, owner, saved in self._buffers
+            for key, live in owner.items()
+            if live is not None and not _has_values_of(live, saved.get(key))
+        ]
+        names = self._state.parameter_names()
+        known = {id(local_of(parameter)): names[id(parameter)] for parameter in self._parameters}
+        for live, before, values, since in self.by_hand.changed():
+            changes.append(_change_of_parameter(known.get(id(live), ""), live, before, values, since))
+        return Changed(changes)
+
+    def is_spoilt(self) -> bool:
+        """Something has changed since the last :meth:`take` that cannot be put back: what it was is not kept, or may be
+        of before that."""
+        buffers = (buffer for _, _, saved in self._buffers for buffer in saved.values() if buffer is not None)
+        return self.by_hand.is_spoilt() or any(buffer.is_lost() for buffer in buffers)
+
+    def restore(self, *, buffers: bool = True) -> None:
+        """Put everything back; the snapshot stays as it is and can be restored again. *buffers* False: all but these,
+        and parameters.
+
+        Buffers and tensors of hyper-parameters are written in place. A gradient that did not exist becomes None; one
+        that existed becomes zero, because its sum is spoilt and an iteration that does not clear it first left it zero
+        (and None is not the same: an optimizer skips such a parameter, but decays one whose gradient is zero), unless
+        it was carried into the iteration: then it is what it was.
+        A ``GradScaler`` forgets that it has unscaled. Generators are put back if the snapshot has them.
+        Raises :class:`StateError` if nothing has been taken.
+        """
+        self._check_taken()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for _, owner, saved in self._buffers if buffers else ():
+            for key in [key for key in owner if key not in saved]:
+                del owner[key]
+            for key, buffer in saved.items():
+                # The tensor object as well: the iteration may have put another one in its place.
+                owner[key] = None if buffer is None else buffer.live
+                if buffer is not None:
+                    targets.append(buffer.restored())
+                    sources.append(buffer.copy)
+        copy_all(targets, sources)
+        if buffers:
+            self.by_hand.put_back()
+        # Before the hyper-parameters: a scheduler's load_state_dict may write a learning rate of its own.
+        for name, tree in self._others.items():
+            stateful.apply(self._state.others[name], stateful.copy_tree(tree))
+        for name, groups in self._groups.items():
+            for group, saved_values in zip(self._state.optimizers[name].param_groups, groups, strict=True):
+                _put_values(group, saved_values)
+        for parameter, had_none in zip(self._parameters, self._no_gradient, strict=True):
+            if had_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach().zero_()
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+        if self._gradients is not None:
+            put_gradients(self._parameters, self._gradients)
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Put back the generators alone, if the snapshot has them."""
+        if self._generators is not None:
+            restore_generators(self._generators)
+
+    def tree(self) -> dict[str, Any]:
+        """The snapshot as a tree for the codec. Its tensors are those of the snapshot: send it before the next take."""
+        self._check_taken()
+        buffers = {
+            path: {key: None if buffer is None else buffer.copy for key, buffer in saved.items()}
+            for path, _, saved in self._buffers
+        }
+        return {
+            "buffers": buffers,
+            "groups": self._groups,
+            "others": self._others,
+            "no_gradient": self._no_gradient,
+            "gradients": self._gradients,
+            "carried": self._carried,
+            "generators": self._generators,
+        }
+
+    def install(self, tree: Mapping[str, Any], rng: bool = True) -> None:
+        """Take over a :meth:`tree` from another worker and put it in force, generators only if *rng*.
+
+        Raises :class:`StateError` if it is of another model or script; then live state has not been changed.
+        """
+        self.take()
+        self._taken = False
+        self.forget()
+        mine = {path: (owner, saved) for path, owner, saved in self._buffers}
+        _check_same("buffers", tree["buffers"], mine)
+        _check_same("optimizers", tree["groups"], self._groups)
+        _check_same("others", tree["others"], self._others)
+        for name, groups in self._groups.items():
+            if len(tree["groups"][name]) != len(groups):
+                raise StateError(f"snapshot: optimizer '{name}' has another number of parameter groups at its source")
+        if {len(tree["no_gradient"]), len(tree.get("gradients") or self._parameters)} != {len(self._parameters)}:
+            raise StateError("snapshot: another number of parameters at its source")
+        for path, (owner, saved) in mine.items():
+            for key, values in tree["buffers"][path].items():
+                saved[key] = None if values is None else _received(owner.get(key), values)
+            for key in [key for key in saved if key not in tree["buffers"][path]]:
+                del saved[key]
+        self._groups = stateful.copy_tree(tree["groups"])
+        self._others = stateful.copy_tree(tree["others"])
+        self._no_gradient = list(tree["no_gradient"])
+        self._gradients = tree.get("gradients")
+        self._carried = self._state.carried = tree.get("carried", 0)
+        self._generators = tree["generators"] if rng else None
+        self._taken = True
+        self.restore()
+
+    def _check_taken(self) -> None:
+        if not self._taken:
+            raise StateError("this snapshot is empty: nothing has been taken since it was made")
+
+
+@torch.no_grad()
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """A copy of them, for `put_gradients`."""
+    return [None if p.grad is None else local_of(p.grad.detach()).clone() for p in parameters]
+
+
+@torch.no_grad()
+def put_gradients(parameters: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Make the gradients of *parameters* these; of sharded ones the part that is here."""
+    for parameter, value in zip(parameters, values, strict=True):
+        if value is None:
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        local_of(parameter.grad.detach()).copy_(value)
+
+
+def _never() -> bool:
+    return False
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    # As few calls as can be: this runs with cold caches, after an iteration.
+    values = group.copy()
+    del values["params"]
+    for key, value in values.items():
+        if type(value) not in stateful.SCALARS:
+            values[key] = stateful.copy_tree(value)
+    return values
+
+
+def _is_immutable(value: Any) -> bool:
+    kind = type(value)
+    return kind in stateful.SCALARS or (kind is tuple and stateful.SCALARS.issuperset(map(type, value)))
+
+
+def _put_values(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    values = {}
+    for key, value in saved.items():
+        live = group.get(key)
+        if isinstance(value, Tensor) and isinstance(live, Tensor) and live.shape == value.shape:
+            live.detach().copy_(value)
+            values[key] = live
+        else:
+            values[key] = stateful.copy_tree(value)
+    replace_values(group, values)
+
+
+def _change_of_buffer(
+    name: str, owner: dict[str, Tensor | None], key: str, live: Tensor, kept: _Buffer | None
+) -> Change:
+    def put(values: Tensor, counted: bool) -> None:
+        now = owner.get(key)
+        if now is None or now.shape != values.shape or now.dtype != values.dtype:
+            owner[key] = values.clone()
+        else:
+            (now.detach() if counted else now.data).copy_(values)
+
+    before = None if kept is None else kept.copy
+    return Change(name, lambda: owner.get(key), put, before, live.detach().clone())
+
+
+def _change_of_parameter(name: str, live: Tensor, before: Tensor, values: Tensor, since: bool | None) -> Change:
+    def put(new: Tensor, counted: bool) -> None:
+        (live.detach() if counted else live.data).copy_(new)
+
+    return Change(name, lambda: live, put, before, values, since)
+
+
+def _received(live: Tensor | None, values: Tensor) -> _Buffer:
+    """A buffer with the given *values*: over the memory of *live* where they fit, else over memory of its own."""
+    if live is None or live.dtype != values.dtype or unexpanded(live).shape != values.shape:
+        live = torch.empty_like(values, device=live.device if live is not None else values.device)
+    buffer = _Buffer(live)
+    buffer.copy.copy_(values)
+    return buffer
+
+
+def _has_values_of(live: Tensor, kept: _Buffer | None) -> bool:
+    mine = unexpanded(live.detach())
+    if kept is None or mine.shape != kept.copy.shape or mine.dtype != kept.copy.dtype:
+        return False
+    return torch.equal(mine, kept.copy)
+
+
+def _check_same(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    different = sorted(set(theirs) ^ set(mine))
+    if different:
+        raise StateError(f"snapshot: {what} {', '.join(different)} exist on one side only; start every worker alike")

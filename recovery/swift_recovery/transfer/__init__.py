@@ -1,0 +1,1 @@
+"""A state on its way: over a group, a socket, a file."""

@@ -1,0 +1,1 @@
+"""One node in its job."""

@@ -1,0 +1,121 @@
+"""Names of everything a job keeps in etcd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Of all keys of swift-agent; the id of a job follows.
+ROOT = "/swift/"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key names of one job."""
+
+    job_id: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{ROOT}{self.job_id}/"
+
+    @property
+    def for_coordinator(self) -> str:
+        """What every slot writes in every generation, and only the coordinator reads. Sorts behind all other keys, so
+        that who is not the coordinator follows everything *before* this."""
+        return self.prefix + "~"
+
+    @property
+    def for_members(self) -> str:
+        """Before its first generation a node follows only what sorts before this: who decides, the generation, the end.
+        Behind it are the nodes: all of them hearing of all the others was work for the square of their number."""
+        return self.prefix + "job"
+
+    @property
+    def job(self) -> str:
+        return self.prefix + "job"
+
+    @property
+    def generation(self) -> str:
+        return self.prefix + "generation"
+
+    @property
+    def coordinator(self) -> str:
+        return self.prefix + "coordinator"
+
+    @property
+    def tracked(self) -> str:
+        return self.prefix + "tracked"
+
+    @property
+    def preload(self) -> str:
+        return self.prefix + "preload"
+
+    @property
+    def result(self) -> str:
+        return self.prefix + "end"
+
+    @property
+    def nodes(self) -> str:
+        return self.prefix + "nodes/"
+
+    def node(self, node_id: str) -> str:
+        return f"{self.prefix}nodes/{node_id}"
+
+    def failure(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}failure/{generation}/{slot}"
+
+    def progress(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}progress/{generation}/{slot}"
+
+    def store(self, generation: int) -> str:
+        return f"{self.prefix}store/{generation}"
+
+    def plan(self, generation: int) -> str:
+        return f"{self.prefix}plan/{generation}"
+
+    def resumed(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}resumed/{generation}/{slot}"
+
+    def finished(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}finished/{generation}/{slot}"
+
+    def release(self, generation: int) -> str:
+        return f"{self.prefix}release/{generation}"
+
+    def exited(self, generation: int, slot: int) -> str:
+        return f"{self.prefix}exited/{generation}/{slot}"
+
+    @property
+    def rate(self) -> str:
+        return self.prefix + "rate"
+
+    def drain(self, node_id: str) -> str:
+        return f"{self.prefix}drain/{node_id}"
+
+    def pause(self, generation: int) -> str:
+        return f"{self.prefix}pause/{generation}"
+
+    def position(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}position/{generation}/{slot}"
+
+    def parked(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}parked/{generation}/{slot}"
+
+    def handover(self, generation: int, slot: int) -> str:
+        return f"{self.for_coordinator}handover/{generation}/{slot}"
+
+    def taken(self, generation: int, slot: int) -> str:
+        """Looked at by all, unlike `resumed`: until then the loss of the drained node is a loss."""
+        return f"{self.prefix}taken/{generation}/{slot}"
+
+    @property
+    def events(self) -> str:
+        return self.prefix + "events/"
+
+    def event(self, generation: int) -> str:
+        """Its begin, in the history. In the order of the keys that of `recovery` follows it."""
+        return f"{self.events}{generation:08d}"
+
+    def recovery(self, generation: int) -> str:
+        """The history's entry for the moment in which the job ran again."""
+        return f"{self.event(generation)}.recovered"

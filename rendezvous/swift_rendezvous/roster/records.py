@@ -1,0 +1,361 @@
+"""Names and records of everything a job keeps in etcd.
+
+One job lives under `/swift/{job_id}/`. Every record is a frozen dataclass, stored as JSON with a version field; nothing
+is ever pickled. Values that belong to one generation carry its number in their key, so a process of an older generation
+cannot overwrite what a newer one reads.
+
+This module must never talk to a store: it turns keys and values into Python objects and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# In the place of --max-restarts: what ends the job is a rank that fails again and again (see `setbacks`). For a script
+# that tracks nothing it is 0, torchrun's default.
+AS_LONG_AS_IT_ADVANCES = -1
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One agent that is alive. Stored under the agent's lease, so it goes away with it.
+
+    *fingerprint*: of its command. *role*: what its workers are, empty for torchrun's default. *node_rank*: where it
+    shall stand among the first nodes.
+    """
+
+    node_id: str
+    incarnation: str
+    host: str
+    watch_port: int
+    num_workers: int
+    fingerprint: str = ""
+    role: str = ""
+    node_rank: int = 0
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
+    *num_workers*: of the first node; of another one if its record says so.
+
+    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
+    *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
+    *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
+    """
+
+    num_nodes: int
+    num_workers: int
+    fingerprint: str
+    max_restarts: int = 0
+    secret_proof: str = ""
+    max_nodes: int = 0
+    recovery: str = ""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The node incarnation that holds a slot. *num_workers*: of this slot, 0: as many as most have. *role*: of its
+    workers, empty for torchrun's default."""
+
+    node_id: str
+    incarnation: str
+    host: str
+    num_workers: int = 0
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker process ended. *exit_code* is negative for a signal, as in `subprocess`.
+
+    *error_file*: where, on its host, it has written how it failed. *place*: the exception and the line of the script
+    that raised it, where that is known. *generation*: in which it was started. *iteration*: the last that it had begun,
+    or with which it was to join the others; -1 if that is not known. *begun*: it had begun one of its own;
+    *num_iterations*: so many of these it had finished. *excused*: it asked to be replaced because another one failed.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    host: str
+    message: str = ""
+    timestamp_s: int = 0
+    error_file: str = ""
+    place: str = ""
+    generation: int = 0
+    iteration: int = -1
+    begun: bool = False
+    num_iterations: int = 0
+    excused: bool = False
+
+
+@dataclass(frozen=True)
+class Setback:
+    """One failure of a rank: what `setbacks` compares, and *what* it was, for people. *is_replacement*: of a process
+    that replaced another one and had not begun an iteration; *is_own*: it was not killed from outside."""
+
+    generation: int
+    what: str
+    place: str = ""
+    iteration: int = -1
+    num_iterations: int = 0
+    is_replacement: bool = False
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Failures of one rank since it last made progress, whatever node it was on. *tried*: what was done about it
+    beside replacing it. *since_s*, *num_since*: begin of the hour (Unix time), and its failures in that."""
+
+    rank: int
+    setbacks: tuple[Setback, ...] = ()
+    tried: str = ""
+    since_s: int = 0
+    num_since: int = 0
+
+
+GenerationMode = Literal["start", "replace", "restart", "resize"]
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """The roster of one generation: `slots[i]` owns the ranks `ranks_of(i)`, which follow those of the slot before. A
+    slot has *num_workers* of them, unless its owner says otherwise.
+
+    *lost* maps a slot to the local ranks whose processes were lost before this generation and have to be started;
+    a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
+    a process that is older must not live on. *handover* maps a slot to the drained node that had it and still keeps
+    its workers: they hold the state until the new owner has it. With mode `resize` all workers are started anew, but
+    the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
+    are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
+    *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`.
+    """
+
+    number: int
+    mode: GenerationMode
+    slots: tuple[Owner, ...]
+    num_workers: int
+    store_slot: int
+    why: str
+    epoch: int = 1
+    lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    num_restarts: int = 0
+    handover: dict[int, Owner] = field(default_factory=dict)
+    bare: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    recovery: str = ""
+    troubles: tuple[Trouble, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.first_rank(len(self.slots))
+
+    def workers_of(self, slot: int) -> int:
+        return self.slots[slot].num_workers or self.num_workers
+
+    def first_rank(self, slot: int) -> int:
+        return sum(owner.num_workers or self.num_workers for owner in self.slots[:slot])
+
+    def ranks_of(self, slot: int) -> range:
+        first = self.first_rank(slot)
+        return range(first, first + self.workers_of(slot))
+
+    def slot_with(self, rank: int) -> int:
+        return next(slot for slot in range(len(self.slots)) if rank < self.first_rank(slot + 1))
+
+    def role_of(self, slot: int) -> tuple[int, int]:
+        """Among the workers of the same role: the number of this slot's first, and how many there are."""
+        same = [other for other, owner in enumerate(self.slots) if owner.role == self.slots[slot].role]
+        before = sum(self.workers_of(other) for other in same if other < slot)
+        return before, sum(self.workers_of(other) for other in same)
+
+    @property
+    def asks(self) -> bool:
+        """Its plan follows from what the workers of its nodes hold."""
+        return self.mode in ("replace", "resize")
+
+    def slot_of(self, incarnation: str) -> int | None:
+        for slot, owner in enumerate(self.slots):
+            if owner.incarnation == incarnation:
+                return slot
+        return None
+
+
+FailureKind = Literal["node", "workers", "restart", "again"]
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What was lost in one slot during one generation.
+
+    `node`: the whole node; *is_dead*: its kernel has closed the connection and refuses another one; *is_empty*: the
+    reporter's workers hold no state. `workers`: processes of a healthy
+    node. `restart`: the processes live, but the job cannot go on in place (a collective outside an iteration was cut,
+    for example). `again`: nothing is lost, but processes could not be connected with each other.
+    """
+
+    kind: FailureKind
+    slot: int
+    incarnation: str
+    local_ranks: tuple[int, ...]
+    evidence: str
+    reporter: str
+    restarts_left: int = 0
+    exits: tuple[WorkerExit, ...] = ()
+    is_dead: bool = False
+    is_empty: bool = False
+    is_final: bool = False
+    """Of a `restart`: the workers would come to the same, so that the job ends."""
+
+
+@dataclass(frozen=True)
+class ProgressRecord:
+    """What the living workers of a slot hold on their way into a generation; the reports are opaque to this room."""
+
+    slot: int
+    incarnation: str
+    reports: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class StoreRecord:
+    """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call
+    `init_process_group`;
+    *session_port* serves workers that call `swift_agent.init()` and know the token, which follows from the job's key
+    and the public *nonce*."""
+
+    host: str
+    port: int
+    session_port: int = 0
+    nonce: str = ""
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """How a generation gets its state. *content* is the recovery room's business; this room only carries it.
+
+    *restart*: it cannot; all workers have to be started again.
+    """
+
+    generation: int
+    content: dict[str, Any]
+    why: str
+    restart: bool = False
+
+
+@dataclass(frozen=True)
+class ResumedRecord:
+    """All workers of a slot train again. *phases_s*: the slowest worker's seconds per phase."""
+
+    slot: int
+    iteration: int
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FinishedRecord:
+    """All workers of a slot have reached their end. *checksums*: rank -> iteration, checksum, and its replica set as
+    text.
+    """
+
+    slot: int
+    incarnation: str
+    checksums: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExitedRecord:
+    """All workers of a slot have exited with code 0."""
+
+    slot: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    """How the job ended. *exits*: the root cause first, if a worker caused it. *advice*: what was tried, what is safe,
+    what to type; a line each."""
+
+    state: Literal["succeeded", "failed", "stopped"]
+    why: str
+    exits: tuple[WorkerExit, ...] = ()
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class DrainRecord:
+    """An operator's order: this incarnation of a node shall leave the job without loss of work."""
+
+    node_id: str
+    incarnation: str
+    why: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class PauseRecord:
+    """All workers of a generation stop before iteration *boundary*; while it is None they are asked where they are."""
+
+    boundary: int | None = None
+
+
+@dataclass(frozen=True)
+class PositionRecord:
+    """No worker of a slot begins iteration *iteration* before the boundary is known."""
+
+    slot: int
+    incarnation: str
+    iteration: int
+
+
+@dataclass(frozen=True)
+class ParkedRecord:
+    """All workers of a slot wait at the boundary."""
+
+    slot: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class TakenRecord:
+    """The new owner of a drained node's slot trains with its state: the old one is not needed any more."""
+
+    slot: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class RateRecord:
+    """How fast the job trains, as rank 0's node sees it; under that node's lease.
+
+    *iteration*: the first that rank 0 has not begun; *per_s*: iterations per second, None where it was seen only once.
+    """
+
+    iteration: int
+    per_s: float | None
+    generation: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class CoordinatorRecord:
+    """Who turns events into generations. Stored under that agent's lease."""
+
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One line of the job's history, for people and `swiftctl`."""
+
+    generation: int
+    what: str
+    why: str
+    time_s: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+

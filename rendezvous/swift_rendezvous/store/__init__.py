@@ -1,0 +1,1 @@
+"""etcd, and its stand-in for tests."""

@@ -1,0 +1,264 @@
+"""What an agent does: the commands of `machine`. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swift_rendezvous.roster.records import FailureRecord, FinishedRecord, ResultRecord
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """*warm*: from the standby server. Cold processes are what torchrun would start."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+    warm: bool
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    """*graceful*: SIGTERM first, as torchrun; otherwise SIGKILL at once."""
+
+    local_ranks: tuple[int, ...]
+    why: str
+    graceful: bool
+
+
+@dataclass(frozen=True)
+class SendStop:
+    local_ranks: tuple[int, ...]
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class SendGo:
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendLeave:
+    """As `SendGo`, to workers of a drained node: they hand their state over and take no further part."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendKeep:
+    """To an old worker when the job changes its size: it writes its state into the file of this node."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class DropKept:
+    """Remove that file."""
+
+
+@dataclass(frozen=True)
+class SendPause:
+    """Ask where they are; they promise to go no further than they say (see `swift_rendezvous.roster.draining`)."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class SendBoundary:
+    """They stop before *iteration*."""
+
+    local_ranks: tuple[int, ...]
+    generation: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class AskIteration:
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TellRate:
+    """Have the speed of the job written. *per_s*: iterations per second."""
+
+    generation: int
+    iteration: int
+    per_s: float | None
+
+
+@dataclass(frozen=True)
+class SendRelease:
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostStore:
+    """Start the c10d store of a generation on this node and publish its address."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class WriteTracked:
+    """Some worker uses `swift.init()`: from now on failures are recovered in place."""
+
+
+@dataclass(frozen=True)
+class WriteFailure:
+    generation: int
+    failure: FailureRecord
+
+
+@dataclass(frozen=True)
+class WriteProgress:
+    generation: int
+    slot: int
+    reports: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class WriteResumed:
+    generation: int
+    slot: int
+    iteration: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WriteFinished:
+    generation: int
+    record: FinishedRecord
+
+
+@dataclass(frozen=True)
+class WriteExited:
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class WritePosition:
+    generation: int
+    slot: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class WriteParked:
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class WriteHandover:
+    """What the workers of a drained node hold."""
+
+    generation: int
+    slot: int
+    reports: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class WriteTaken:
+    """The slot of a drained node trains here."""
+
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class ForgetSpare:
+    """A node without a slot is lost: nobody may choose it as a replacement."""
+
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class LookAgain:
+    """What was seen of a peer is too old to be acted on, and was not told: it is watched again."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class PauseWorkers:
+    """Nobody can be asked whether the slot of this node was given away: its workers stand still, with their state."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class ReadPlace:
+    """Ask etcd which generation the job is in; `PlaceRead` is the answer, if there is one."""
+
+
+@dataclass(frozen=True)
+class ResumeWorkers:
+    """Etcd has answered: the slot is still that of this node."""
+
+
+@dataclass(frozen=True)
+class Reclaim:
+    """The record of this node is gone, but nobody has its slot: get another lease. The workers train on."""
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """The slot was given to another node: come back as a spare, under a new incarnation."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class LeaveJob:
+    """For good: workers of this node failed too often, and another node has its slot; or it was drained."""
+
+    result: ResultRecord
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """The job has a result."""
+
+
+Command = (
+    StartWorkers
+    | KillWorkers
+    | SendStop
+    | SendGo
+    | SendLeave
+    | SendKeep
+    | DropKept
+    | SendPause
+    | SendBoundary
+    | AskIteration
+    | TellRate
+    | SendRelease
+    | HostStore
+    | WriteTracked
+    | WriteFailure
+    | WriteProgress
+    | WriteResumed
+    | WriteFinished
+    | WriteExited
+    | WritePosition
+    | WriteParked
+    | WriteHandover
+    | WriteTaken
+    | ForgetSpare
+    | LookAgain
+    | PauseWorkers
+    | ReadPlace
+    | ResumeWorkers
+    | Reclaim
+    | Rejoin
+    | LeaveJob
+    | EndJob
+)

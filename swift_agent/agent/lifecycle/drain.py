@@ -1,0 +1,72 @@
+"""The agent's part in a drain: brings its workers to the common boundary, and says when a drained node may go. Pure.
+
+    pause/{g} --> SendPause --> promised --> ~position/{g}/{slot}
+    its boundary --> SendBoundary --> parked --> ~parked/{g}/{slot}
+
+See `swift_rendezvous.roster.draining` for the whole. Must never read a clock, touch a process, a socket or the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from swift_agent.agent.lifecycle.commands import Command, SendBoundary, SendPause, WriteParked, WritePosition
+from swift_rendezvous.roster.draining import is_ordered
+from swift_rendezvous.roster.losses import told_losses
+from swift_rendezvous.roster.records import GenerationRecord
+from swift_rendezvous.roster.view import View
+
+if TYPE_CHECKING:
+    from swift_agent.agent.lifecycle.state import Worker
+
+
+def messages(view: View, workers: Mapping[int, Worker]) -> Iterator[tuple[tuple[int, ...], dict[str, Any], Command]]:
+    """What the workers have to be told now: to whom, what is then known of them, and the message."""
+    pause, number = view.pause, view.number
+    if pause is None or told_losses(view):
+        return
+    here = [w for w in workers.values() if w.alive and w.hello and w.current == number and w.stop_sent < number]
+    unasked = tuple(sorted(w.local_rank for w in here if w.asked < number))
+    if unasked:
+        yield unasked, {"asked": number}, SendPause(unasked, number)
+    untold = tuple(sorted(w.local_rank for w in here if w.told < number))
+    if untold and pause.boundary is not None:
+        yield untold, {"told": number}, SendBoundary(untold, number, pause.boundary)
+
+
+def writes(view: View, slot: int, workers: Mapping[int, Worker]) -> Iterator[tuple[str, Command]]:
+    """What this slot has to say, each with a name: once per generation."""
+    generation, pause = view.generation, view.pause
+    if generation is None or pause is None or len(workers) < generation.workers_of(slot):
+        return
+    number, local = generation.number, list(workers.values())
+    if all(w.promised_in == number for w in local):
+        yield "position", WritePosition(number, slot, max(w.promised for w in local))
+    if pause.boundary is not None and all(w.parked == number for w in local):
+        yield "parked", WriteParked(number, slot)
+
+
+def slot_left(generation: GenerationRecord, incarnation: str) -> int | None:
+    """The slot that this node was drained from and for which it still keeps its workers."""
+    for slot, owner in generation.handover.items():
+        if owner.incarnation == incarnation:
+            return slot
+    return None
+
+
+def reason_to_go(view: View, node_id: str, incarnation: str, workers: Mapping[int, Worker]) -> str:
+    """Why this node, which has no slot or was given up, leaves the job for good; empty if it does not."""
+    generation = view.generation
+    slot = slot_left(generation, incarnation) if generation is not None else None
+    node = view.nodes.get(node_id)
+    if generation is None or slot is None or node is None or node.incarnation != incarnation:
+        ordered = slot is not None or is_ordered(view, node_id, incarnation)
+        return f"node {node_id} was drained: it leaves the job" if ordered else ""
+    spoilt = sorted(w.local_rank for w in workers.values() if not w.alive or w.killed or w.unfit)
+    if spoilt:
+        return f"node {node_id} was drained: it leaves the job; local ranks {spoilt} were lost in the handover"
+    if slot not in view.taken:
+        return ""
+    owner = generation.slots[slot].node_id
+    return f"node {node_id} was drained: {owner} has slot {slot} and its state; it leaves the job"

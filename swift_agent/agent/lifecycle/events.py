@@ -1,0 +1,220 @@
+"""What happens to an agent and what it does: the events and commands of `machine`. Pure data.
+
+Events are facts in the past tense, commands are orders; neither knows how it came about or how it is carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swift_rendezvous.roster.records import WorkerExit
+from swift_rendezvous.roster.view import View
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ViewChanged:
+    view: View
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    local_rank: int
+    generation: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class HelloReceived:
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class ReportReceived:
+    local_rank: int
+    pid: int
+    generation: int
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerHolds:
+    """It has got the state, compared with that of the other replicas; it does not train yet."""
+
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerResumed:
+    local_rank: int
+    pid: int
+    generation: int
+    iteration: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WorkerFinished:
+    local_rank: int
+    pid: int
+    generation: int
+    end: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerPromised:
+    """It begins no iteration beyond *iteration* before it knows the boundary."""
+
+    local_rank: int
+    pid: int
+    generation: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class WorkerParked:
+    """It waits at the boundary."""
+
+    local_rank: int
+    pid: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class WorkerKept:
+    """The file of this node has the state of *iteration*, after *sections* `@job.resilient` calls."""
+
+    local_rank: int
+    pid: int
+    iteration: int
+    sections: int
+
+
+@dataclass(frozen=True)
+class WorkerAt:
+    """The answer to `AskIteration`: the first iteration that it has not begun."""
+
+    local_rank: int
+    pid: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class WorkerUnfit:
+    """The worker lives but cannot go on in place. *is_hopeless*: nor would workers that are started again."""
+
+    local_rank: int
+    pid: int
+    why: str
+    is_hopeless: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerDeaf:
+    """It has taken nothing of what it was told for that long, though it is not paused."""
+
+    local_rank: int
+    pid: int
+    for_s: float
+
+
+@dataclass(frozen=True)
+class WorkerApart:
+    """It could not be connected with the others in that generation, or got a state that was altered on its way, and no
+    peer is known to have failed."""
+
+    local_rank: int
+    pid: int
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    exit: WorkerExit
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """*is_dead*: its kernel has closed the connection and refuses another; else only the way to it may be closed.
+    *age_s*: how long ago that was seen."""
+
+    incarnation: str
+    evidence: str
+    is_dead: bool = False
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PeerDoubted:
+    """Its loss could not be told in time, and may be a thing of the past: it has to be seen again."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class PlaceReclaimed:
+    """This node has another lease. What it wrote while it had none may have been refused."""
+
+
+@dataclass(frozen=True)
+class StoodStill:
+    """This agent was frozen for so long. What its workers have said meanwhile is not heard yet."""
+
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed. *holds*, *is_away*: see `isolation.pausing`; *why*: if it does not hold, for people."""
+
+    holds: bool = True
+    is_away: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class PlaceRead:
+    """etcd was asked which generation the job is in: the revision of its record."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class RateTick:
+    """Time has passed for the meter of the job's speed."""
+
+
+Event = (
+    ViewChanged
+    | WorkerStarted
+    | HelloReceived
+    | ReportReceived
+    | WorkerHolds
+    | WorkerResumed
+    | WorkerFinished
+    | WorkerPromised
+    | WorkerParked
+    | WorkerKept
+    | WorkerAt
+    | WorkerUnfit
+    | WorkerApart
+    | WorkerDeaf
+    | WorkerExited
+    | PeerLost
+    | PeerDoubted
+    | PlaceReclaimed
+    | StoodStill
+    | Tick
+    | PlaceRead
+    | RateTick
+)
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+

@@ -1,0 +1,85 @@
+"""Runs one node of a job: its etcd, shared or private, and its agent. Must hold no policy."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from swift_agent.agent.loop import Agent
+from swift_agent.agent.processes.linux import many_descriptors
+from swift_agent.launch import secret
+from swift_agent.launch.config import AgentConfig
+from swift_agent.launch.console import show_decisions
+from swift_agent.launch.directories import Directories
+from swift_agent.launch.signals import CaughtSignals
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from swift_rendezvous.store.kv import PermissionDenied
+from swift_rendezvous.store.private_etcd import PrivateEtcd
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_ours: bool = False) -> None:
+    """Run one node of the job to its end. *signals* have been entered by the caller. *all_children_are_ours*: this
+    process has no other purpose, so that all its children are waited for; else only those that the agent has made.
+
+    Returns when all workers of the job have succeeded. Raises `ChildFailedError` with the root cause if a worker ended
+    it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
+    signalled. In every case no process, socket or key of this agent is left, and no directory but the error files of
+    the workers that failed: `ChildFailedError` names them.
+    """
+    closing = _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent")
+    with many_descriptors() as raised, closing as directories:
+        signals.raise_first()
+        show_decisions(config.node_id)
+        if raised:
+            log.info("%s", raised)
+        open_to_all = secret.warning(config.key)
+        if open_to_all:
+            log.warning("%s", open_to_all)
+        try:
+            with contextlib.ExitStack() as stack:
+                etcd = config.etcd
+                if etcd is None:
+                    etcd = stack.enter_context(_closed_at_last(PrivateEtcd(loopback=False), "the private etcd")).config
+                    log.info("a private etcd runs for this job: swiftctl status --rdzv-endpoint %s", *etcd.endpoints)
+                store = stack.enter_context(_closed_at_last(EtcdStore(etcd), "the connection to etcd"))
+                signals.raise_first()
+                Agent(config, store, directories, signals, all_children_are_ours).run()
+        except ChildFailedError as error:
+            directories.keep(failure.error_file for failure in error.failures.values())
+            raise
+        except PermissionDenied as error:
+            if config.etcd is None:
+                raise
+            raise PermissionDenied(_describe_denied(error, config.etcd, Keys(config.job_id).prefix)) from None
+
+
+@contextlib.contextmanager
+def _closed_at_last(resource: AbstractContextManager[T], what: str) -> Iterator[T]:
+    """Within *resource*. How the job ended is not hidden by what goes wrong when that is closed."""
+    opened = resource.__enter__()
+    try:
+        yield opened
+    finally:
+        try:
+            resource.__exit__(None, None, None)
+        except Exception as error:
+            log.warning("%s could not be closed: %s: %s", what, type(error).__name__, error)
+
+
+def _describe_denied(error: PermissionDenied, etcd: EtcdConfig, prefix: str) -> str:
+    who = f"user {etcd.user!r}" if etcd.user else "the user of this client certificate"
+    return (
+        f"{error}: {who} needs a role that may read and write {prefix}; "
+        f"type `etcdctl role grant-permission ROLE --prefix=true readwrite {prefix}` (docs/security.md)"
+    )

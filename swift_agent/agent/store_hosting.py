@@ -1,0 +1,106 @@
+"""The c10d stores that an agent hosts, one pair per generation: torch's own for scripts that call `init_process_group`,
+and ours, with a token, for workers that call `swift_agent.init()`. Both listen on the job's interface only.
+
+Must never decide who hosts, and must never let a token into a record or a message to anybody but a worker."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import socket
+from dataclasses import replace
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from swift_agent.launch.host import is_own, resolves_to_loopback
+from swift_agent.wire.store_server import StoreServer
+from swift_rendezvous.node.job_key import JobKey
+from swift_rendezvous.roster.records import StoreRecord
+from swift_rendezvous.threads import OnFailure, only_logged
+
+log = logging.getLogger(__name__)
+
+_TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+
+
+class PortTaken(RuntimeError):
+    """Nothing can listen where workers are to meet."""
+
+
+class GenerationStores:
+    """Keeps the stores of the newest generation, and of the one before while its workers may still be leaving it.
+
+    *master_addr*, *master_port*: where torch's store is to be, as far as that can be had on this machine. *on_failure*:
+    see `swift_rendezvous.threads`.
+    """
+
+    def __init__(
+        self, host: str, key: JobKey, on_failure: OnFailure = only_logged, master_addr: str | None = None,
+        master_port: int | None = None,
+    ) -> None:  # fmt: skip
+        self._host, self._key, self._on_failure = host, key, on_failure
+        self._master_addr, self._master_port = master_addr, master_port
+        self._open: dict[int, tuple[StoreRecord, TCPStore | None, StoreServer]] = {}
+
+    def open(self, generation: int) -> StoreRecord:
+        """Start the stores of *generation*, so that no key of an older one can be read again. Those that run already
+        are named again. Raises `PortTaken` if the first generation cannot have its port; a later one has another then,
+        with a line: those that train shall not end for it. Raises OSError or RuntimeError where it cannot be otherwise.
+        In each case none is open."""
+        if generation in self._open:
+            return self._open[generation][0]
+        self.close_before(generation - 1)
+        host, torch_store = self._torch_store(generation)
+        record = StoreRecord(host, 0, nonce=secrets.token_hex(16))
+        token = self.token(generation, record).encode()
+        session_store = StoreServer(host, token=token, on_failure=self._on_failure)
+        record = replace(record, port=torch_store.port, session_port=session_store.port)
+        self._open[generation] = (record, torch_store, session_store)
+        return record
+
+    def _torch_store(self, generation: int) -> tuple[str, TCPStore]:
+        host = self._host
+        if self._master_addr is not None and is_own(self._master_addr):
+            if resolves_to_loopback(self._master_addr) and not resolves_to_loopback(host):
+                log.warning("--master-addr %s: loopback; workers meet at %s instead", self._master_addr, host)
+            else:
+                host = self._master_addr
+        if self._master_port is None:
+            return host, _listening_on(host, 0)
+        # An older one has the port. Its workers are gone, or do not need it: those that stay have a store of ours.
+        # It closes the port when nothing refers to it any more.
+        self._open = {number: (kept[0], None, kept[2]) for number, kept in self._open.items()}
+        try:
+            return host, _listening_on(host, self._master_port)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            what = f"--master-port {self._master_port}: nothing can listen at {host}:{self._master_port}: "
+            what += error.strerror or str(error)
+            if generation == 1:
+                raise PortTaken(f"{what}; type another port") from error
+            log.warning("%s; workers meet at another port", what)
+            return host, _listening_on(host, 0)
+
+    def close_before(self, generation: int) -> None:
+        """No worker is in an older one any more."""
+        for number in [number for number in self._open if number < generation]:
+            self._open.pop(number)[2].close()
+
+    def token(self, generation: int, record: StoreRecord) -> str:
+        """What a worker needs for the session store of *record*, whoever hosts it."""
+        return self._key.store_token(generation, record.nonce)
+
+    def close(self) -> None:
+        for _, _, session_store in self._open.values():
+            session_store.close()
+        self._open.clear()
+
+
+def _listening_on(host: str, port: int) -> TCPStore:
+    """torch's store opens its own port on all interfaces, whatever host it is given; not one that it is handed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=4096)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,208 @@
+"""The agent's end of the sockets of its workers: who is at the other end, and what it said.
+
+    connect --> (stranger) --first message names the worker--> bound to a local rank --> closed
+
+The channel of a local rank belongs to the process that the agent has started for it, as the kernel tells, or to one
+that this has started: scripts are run by wrappers (a shell, numactl). The first that says hello has it, as long as it
+lives; so a child of the script, as of a data loader, cannot take it.
+
+Every message becomes an event of the `machine`, or a call of *tell*. Must never start or end a process, nor wait for
+a worker: what that does not take is kept for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Callable
+
+from swift_agent.agent.lifecycle import events as msg
+from swift_agent.agent.patience import Patience
+from swift_agent.agent.processes.linux import descends_from
+from swift_agent.agent.processes.workers import Workers
+from swift_agent.wire.channel import Channel, ChannelClosed, Listener, Message
+
+log = logging.getLogger(__name__)
+
+
+class WorkerChannels:
+    """Registers its sockets with *selector*, whose keys' data are called when they are readable.
+
+    *on_event* takes events; *on_modules* a local rank and what it has imported. *why_not*: why the place of this node
+    in a generation is not its own, '' if it is.
+    """
+
+    def __init__(
+        self, directory: str, selector: selectors.BaseSelector, workers: Workers, patience: Patience,
+        on_event: Callable[[msg.Event], None], on_modules: Callable[[int, list[str]], None],
+        why_not: Callable[[int], str],
+    ) -> None:  # fmt: skip
+        self._selector, self._workers, self._patience = selector, workers, patience
+        self._on_event, self._on_modules, self._why_not = on_event, on_modules, why_not
+        self._listener = Listener(directory)
+        self._channels: dict[int, Channel] = {}  # by local rank
+        self._pids: dict[int, int] = {}
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._is_deaf = False
+
+    @property
+    def path(self) -> str:
+        """Where workers connect to."""
+        return self._listener.path
+
+    def send(self, local_ranks: tuple[int, ...], message: Message, *, may_skip: bool = False) -> None:
+        """To those that are connected. Who is gone is heard of through its process. *may_skip*: it comes again, and
+        need not be kept for who has not taken what was sent before."""
+        for local_rank in local_ranks:
+            channel = self._channels.get(local_rank)
+            if channel is None or (may_skip and channel.stuck_since_s is not None):
+                continue
+            try:
+                channel.post(message)
+            except ChannelClosed:
+                self.drop(local_rank)
+            else:
+                self._watch(local_rank, channel)
+
+    def tick(self, now_s: float, deadline_s: float, paused: bool) -> None:
+        """Tell of workers that have taken nothing for *deadline_s*, once each. *paused*: they cannot."""
+        if self._is_deaf:
+            self._is_deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for local_rank, channel in self._channels.items():
+            if channel.stuck_since_s is None:
+                continue
+            if paused:
+                channel.stuck_since_s = now_s
+            elif now_s - channel.stuck_since_s >= deadline_s:
+                channel.stuck_since_s = now_s
+                self._on_event(msg.WorkerDeaf(local_rank, self._pids[local_rank], deadline_s))
+
+    def put_off(self, for_s: float) -> None:
+        """Nobody has written to them for so long."""
+        for channel in self._channels.values():
+            if channel.stuck_since_s is not None:
+                channel.stuck_since_s += for_s
+
+    def _watch(self, local_rank: int, channel: Channel) -> None:
+        """Be called when it can be read, and written if something is kept for it."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.stuck_since_s is not None else 0)
+        key = self._selector.get_key(channel)
+        if key.events != wanted:
+            self._selector.modify(channel, wanted, key.data)
+
+    def drop(self, local_rank: int) -> None:
+        channel = self._channels.pop(local_rank, None)
+        if channel is not None:
+            self._selector.unregister(channel)
+            channel.close()
+
+    def drop_all(self) -> None:
+        for local_rank in list(self._channels):
+            self.drop(local_rank)
+
+    def close(self) -> None:
+        """The selector may be closed already."""
+        self._listener.close()
+        for channel in self._channels.values():
+            channel.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted = self._listener.accept()
+        except OSError as error:
+            # No descriptors, or no memory: the worker waits in the kernel's queue until the next tick.
+            log.warning("a connection of a worker cannot be accepted (%s); trying on", error.strerror or error)
+            self._selector.unregister(self._listener)
+            self._is_deaf = True
+            return
+        if accepted is None:
+            log.warning("refused a connection from another user")
+            return
+        channel, pid = accepted
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel, pid))
+
+    def _on_stranger(self, channel: Channel, peer: int) -> None:
+        """The first message of a worker says which one it is; until then nothing else is taken from it."""
+        try:
+            messages = channel.receive_ready()
+            if not messages:
+                return  # only a part of it so far
+            local_rank, generation = int(messages[0]["local_rank"]), int(messages[0]["generation"])
+        except (ChannelClosed, KeyError, TypeError, ValueError):
+            self._selector.unregister(channel)
+            channel.close()
+            return
+        self._selector.unregister(channel)
+        process = self._workers.processes.get(local_rank)
+        if process is None or process.generation != generation or process.exit_code is not None:
+            log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
+            channel.close()
+            return
+        pid, bound = process.pid, self._channels.get(local_rank)
+        if not descends_from(peer, pid) or (bound is not None and bound.is_open()):
+            why = "another process has that channel" if descends_from(peer, pid) else "it was not started by that"
+            log.warning("refused process %d as local rank %d (process %d): %s", peer, local_rank, pid, why)
+            channel.close()
+            return
+        self.drop(local_rank)
+        self._channels[local_rank], self._pids[local_rank] = channel, pid
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
+        self._on_event(msg.HelloReceived(local_rank, pid))
+        for message in messages[1:]:
+            self._on_message(local_rank, pid, message)
+
+    def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
+        try:
+            channel.flush()
+            self._watch(local_rank, channel)
+            messages = channel.receive_ready()
+        except ChannelClosed:
+            self.drop(local_rank)  # its death is seen through its pidfd
+            return
+        for message in messages:
+            self._on_message(local_rank, pid, message)
+
+    def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
+        match message.get("op"):
+            case "report":
+                generation = int(message["generation"])
+                self._patience.settled(local_rank)
+                self._on_event(msg.ReportReceived(local_rank, pid, generation, message["report"]))
+            case "holds":
+                self._on_event(msg.WorkerHolds(local_rank, pid))
+            case "resumed":
+                generation, iteration = int(message["generation"]), int(message["iteration"])
+                self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, message["phases_s"]))
+            case "finished":
+                self._on_event(msg.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
+            case "promised":
+                generation, iteration = int(message["generation"]), int(message["iteration"])
+                self._on_event(msg.WorkerPromised(local_rank, pid, generation, iteration))
+            case "parked":
+                self._on_event(msg.WorkerParked(local_rank, pid, int(message["generation"])))
+            case "kept":
+                iteration, sections = int(message["iteration"]), int(message["sections"])
+                self._on_event(msg.WorkerKept(local_rank, pid, iteration, sections))
+            case "at":
+                self._on_event(msg.WorkerAt(local_rank, pid, int(message["iteration"])))
+            case "unfit":
+                is_hopeless = bool(message.get("hopeless"))
+                self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"]), is_hopeless))
+            case "suspect":
+                log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
+                self._patience.suspected(local_rank, time.monotonic())
+            case "again":
+                generation, why = int(message["generation"]), str(message["why"])
+                self._patience.suspected(local_rank, time.monotonic())  # it waits for the next generation
+                self._on_event(msg.WorkerApart(local_rank, pid, generation, why))
+            case "place":
+                why = self._why_not(int(message["generation"]))
+                self.send((local_rank,), {"op": "place", "number": int(message["number"]), "why": why})
+            case "modules":
+                self._on_modules(local_rank, message["names"])
+            case "note":
+                log.info("rank %s: %s", message.get("rank"), message.get("text"))
+            case other:
+                log.warning("local rank %d sent an unknown message %r", local_rank, other)

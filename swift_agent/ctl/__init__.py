@@ -1,0 +1,1 @@
+"""`swiftctl`: one module per command."""

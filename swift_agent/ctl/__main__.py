@@ -1,0 +1,5 @@
+"""`python -m swift_agent.ctl`."""
+
+from swift_agent.ctl.main import cli
+
+cli()

@@ -1,0 +1,1 @@
+"""What the records of jobs say, in words. Pure."""

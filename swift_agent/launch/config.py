@@ -1,0 +1,187 @@
+"""One frozen configuration of an agent, read once from the command line and the environment.
+
+`AgentConfig.from_args` looks at everything before it gives up, so that a user corrects all mistakes at once. This
+module must never open a connection or start a process, and must not let a password into a `repr` or a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args
+
+from swift_agent.launch import secret as job_secret
+from swift_agent.launch.checks import (
+    ConfigError,
+    EntryKind,
+    _check_entry,
+    _check_name,
+    _check_numbers,
+    _check_streams,
+    _directory,
+    _entry_kind,
+    _etcd,
+    _join_timeouts_s,
+    _num_nodes,
+    _num_workers,
+    _preload,
+    _store,
+)
+from swift_recovery.planning.plan import Way
+from swift_rendezvous.node.job_key import JobKey
+from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES
+from swift_rendezvous.store.etcd_config import EtcdConfig
+
+# torchrun's.
+DEFAULT_ROLE = "default"
+DEFAULT_MASTER_ADDR = "127.0.0.1"
+
+OnEtcdLoss = Literal["pause", "train"]
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What one agent is to run, and how. Times in seconds.
+
+    *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
+    it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
+    `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
+    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
+    *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
+    `swift_rendezvous.roster.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the
+    directory for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own;
+    they may take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are
+    copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
+    which of the first nodes this one shall be.
+    """
+
+    launch: LaunchConfig
+    entrypoint: Callable[..., Any] | str
+    entry_args: tuple[str, ...]
+    entry_kind: EntryKind
+    training_script: str
+    training_script_args: tuple[str, ...]
+    job_id: str
+    nnodes: int
+    max_nodes: int
+    nproc: int
+    spares: int
+    max_restarts: int
+    etcd: EtcdConfig | None
+    node_id: str
+    local_addr: str | None
+    role: str
+    standalone: bool
+    num_standbys: int
+    preload: tuple[str, ...]
+    replacement_timeout_s: float
+    join_timeout_s: float
+    last_call_s: float
+    lease_ttl_s: int
+    on_etcd_loss: OnEtcdLoss
+    heartbeat_s: float
+    stop_deadline_s: float
+    recovery: str
+    key: JobKey = field(repr=False)
+    keep_logs: bool = True
+    journal: str | None = None
+    message_log: str | None = None
+    message_log_bytes: int | None = None
+    log_store: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    node_rank: int = 0
+
+    @classmethod
+    def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:
+        """Check *ns*, a namespace of `swift_agent.launch.options.parse_args`, and *environ* (default: `os.environ`).
+
+        Raises `ConfigError` with every mistake that was found. On success `OMP_NUM_THREADS` may have been set in
+        `os.environ` and the log directory made, both by torch and as under torchrun. *ns* is left as it is.
+        """
+        environ = os.environ if environ is None else environ
+        mistakes: list[str] = []
+        nnodes, max_nodes = _num_nodes(ns, mistakes)
+        nproc = _num_workers(ns, mistakes)
+        _check_numbers(ns, mistakes)
+        _check_streams(ns, mistakes)
+        kind = _entry_kind(ns, mistakes)
+        _check_entry(kind, ns.training_script, environ, mistakes)
+        preload = _preload(ns.preload, mistakes)
+        if ns.recovery not in get_args(Way):
+            mistakes.append(f"--recovery {ns.recovery}: there is no such way; type one of {', '.join(get_args(Way))}")
+        if ns.on_etcd_loss not in get_args(OnEtcdLoss):
+            ways = " or ".join(get_args(OnEtcdLoss))
+            mistakes.append(f"--on-etcd-loss {ns.on_etcd_loss}: there is no such way; type {ways}")
+        etcd = _etcd(ns, max_nodes, environ, mistakes)
+        host = socket.gethostname()
+        node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
+        _check_name("--node-id", node_id, mistakes)
+        # As torchrun: a job that nobody else can join gets an id of its own, so that two of them never meet.
+        own_id = ns.standalone or (etcd is None and ns.rdzv_id == "none")
+        job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
+        _check_name("--rdzv-id", job_id, mistakes)
+        join_timeout_s, last_call_s = _join_timeouts_s(ns, mistakes)
+        secret = job_secret.read(environ, ns.job_secret_file, mistakes)
+        journal = _directory("--journal", ns.journal or environ.get("SWIFT_JOURNAL") or None, mistakes)
+        logs = _directory("--message-log", ns.message_log or environ.get("SWIFT_MESSAGE_LOG") or None, mistakes)
+        log_store = _store("--log-store", ns.log_store or environ.get("SWIFT_LOG_STORE") or None, mistakes)
+        if mistakes:
+            raise ConfigError(mistakes)
+
+        # torch warns about --master-addr when it sees no endpoint; a private etcd has none yet.
+        endpoint = ",".join(etcd.endpoints) if etcd else "localhost:0"
+        changes = {"rdzv_endpoint": endpoint, "rdzv_id": job_id, "max_restarts": ns.max_restarts or 0}
+        resolved = argparse.Namespace(**{**vars(ns), **changes})
+        try:
+            launch, entrypoint, entry_args = config_from_args(resolved)
+        except (AssertionError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError([str(error)]) from error
+        return cls(
+            launch=launch,
+            entrypoint=entrypoint,
+            entry_args=tuple(entry_args),
+            entry_kind=kind,
+            training_script=ns.training_script,
+            training_script_args=tuple(ns.training_script_args),
+            job_id=job_id,
+            nnodes=nnodes,
+            max_nodes=max_nodes,
+            nproc=nproc,
+            spares=ns.spares,
+            max_restarts=AS_LONG_AS_IT_ADVANCES if ns.max_restarts is None else ns.max_restarts,
+            etcd=etcd,
+            node_id=node_id,
+            local_addr=ns.local_addr,
+            role=ns.role,
+            standalone=ns.standalone,
+            num_standbys=ns.standbys,
+            preload=preload,
+            replacement_timeout_s=ns.replacement_timeout,
+            join_timeout_s=join_timeout_s,
+            last_call_s=last_call_s,
+            lease_ttl_s=ns.lease_ttl,
+            on_etcd_loss=ns.on_etcd_loss,
+            heartbeat_s=ns.heartbeat,
+            stop_deadline_s=ns.stop_deadline,
+            recovery=ns.recovery,
+            key=job_secret.key(secret, job_id, alone=etcd is None),
+            keep_logs=ns.log_dir is not None,
+            journal=journal,
+            message_log=logs,
+            message_log_bytes=None if ns.message_log_limit is None else int(ns.message_log_limit * 1e9),
+            log_store=log_store,
+            # As under torchrun: who asks for a job of its own may share this machine with others that do.
+            master_addr=None if ns.standalone or ns.master_addr == DEFAULT_MASTER_ADDR else ns.master_addr,
+            master_port=None if ns.standalone else ns.master_port or None,
+            node_rank=ns.node_rank,
+        )
+
+

@@ -1,0 +1,73 @@
+"""Turns the result of a job into what the caller of `swift-run` sees: nothing, `ChildFailedError` or `JobStopped`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from swift_agent.errors import JobStopped
+from swift_agent.launch.config import AgentConfig
+from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES, ResultRecord, WorkerExit
+from swift_rendezvous.roster.setbacks import MOST, PER_HOUR, WINDOW
+
+log = logging.getLogger(__name__)
+
+
+def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
+    """Return if the job succeeded; otherwise raise. The root cause is the earliest failure, on whatever node it was."""
+    if result.state == "succeeded":
+        return
+    if result.state == "failed" and result.exits:
+        failures = {exit_.rank: _failure(exit_) for exit_ in result.exits}
+        if result.advice:
+            _append(failures[result.exits[0].rank], f"\n\n{result.why}\n{result.advice}")
+        raise ChildFailedError(name=config.training_script, failures=failures)
+    raise JobStopped(f"job '{config.job_id}' {result.state}: {result.why}")
+
+
+def _append(failure: ProcessFailure, text: str) -> None:
+    """To what torch's summary shows of it: its message, or the traceback in what the worker has recorded."""
+    message: Any = failure.message
+    if isinstance(message, dict):
+        extra = message.get("extraInfo") or {}
+        shown = extra.get("py_callstack") or message.get("message", "")
+        failure.message = {**message, "extraInfo": {**extra, "py_callstack": f"{shown}{text}"}}  # type: ignore[assignment]
+    else:
+        failure.message = f"{message}{text}"
+
+
+def limit_of(config: AgentConfig) -> str:
+    """What `--max-restarts` means to a script that is recovered in place; one line, said at the start."""
+    number = config.max_restarts
+    if number == AS_LONG_AS_IT_ADVANCES:
+        return (
+            "a lost worker is replaced in place, as often as it takes. A rank that does not advance ends the job: "
+            f"{MOST} failures within {WINDOW} iterations, or the same exception twice at the same place; or {PER_HOUR} "
+            "failures in an hour. --max-restarts N counts the failures of a node instead, whatever lies in between"
+        )
+    end = "ends the job, unless a spare node takes over" if config.spares else "ends the job"
+    if number == 0:
+        return f"--max-restarts 0: the first worker that fails {end}. Without the option it would be replaced in place"
+    return (
+        f"--max-restarts {number}: so many times the workers of a node that have failed are replaced in place; "
+        f"the next failure {end}. A lost node does not count. Without the option only those without progress count"
+    )
+
+
+def _failure(exit_: WorkerExit) -> ProcessFailure:
+    """As torch's launcher has it where the worker was one of this machine, and has recorded how it failed."""
+    if exit_.error_file and exit_.message:
+        try:
+            failure = ProcessFailure(exit_.local_rank, exit_.pid, exit_.exit_code, exit_.error_file)
+        except Exception as error:  # torch reads it less patiently than we do
+            log.debug("%s is not what torch writes: %s", exit_.error_file, error)
+        else:
+            if failure.error_file == exit_.error_file:
+                return failure
+    failure = ProcessFailure(exit_.local_rank, exit_.pid, exit_.exit_code, error_file="<N/A>")
+    failure.timestamp = exit_.timestamp_s
+    where = f"host {exit_.host}"
+    failure.message = f"{exit_.message}\n({where})" if exit_.message else f"{failure.message} ({where})"
+    return failure

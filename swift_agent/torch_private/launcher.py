@@ -1,0 +1,43 @@
+"""Private parts of torchrun's launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
+
+if TYPE_CHECKING:
+    pass
+
+
+def bind_command_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:
+    """The command of a worker with torch's `--numa-binding` applied, as its own launcher does."""
+    from torch.numa import binding
+
+    return list(binding._maybe_wrap_command_args_with_numa_binding(
+        tuple(command), gpu_index=local_rank, numa_options=options
+    ))  # fmt: skip
+
+
+def parse_rendezvous_config(text: str) -> dict[str, str]:
+    """`--rdzv-conf` as `torch.distributed.run` reads it. Raises ValueError."""
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    return _parse_rendezvous_config(text)
+
+
+class FileTimers(FileTimerServer):
+    """torch's server of timers, which kills a worker that lets one run out. torch's kills its own process as well."""
+
+    def stop(self) -> None:
+        self._stop_signaled = True  # first: it must not begin to read while a writer is there
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                # Its thread waits for a first writer, in the opening of the pipe.
+                stack.callback(os.close, os.open(self._file_path, os.O_RDWR | os.O_NONBLOCK))
+            super().stop()
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        return worker_pid == os.getpid() or bool(super()._reap_worker(worker_pid, signal))

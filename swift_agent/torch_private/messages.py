@@ -1,0 +1,149 @@
+"""Operations of process groups, wrapped; and ways past them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    pass
+
+
+def wrap_messages(send: Callable[..., Any], recv: Callable[..., Any], recv_from_any: Callable[..., Any]) -> None:
+    """From now on Python's point-to-point operations of all groups are `send(original, group, tensors, dst, tag)`,
+    `recv(original, group, tensors, src, tag)` and `recv_from_any(original, group, tensors, tag)`; ranks are the
+    group's. C++ callers are not affected."""
+    _wrap_operation("send", send, ("tensors", "dstRank", "tag"))
+    _wrap_operation("recv", recv, ("tensors", "srcRank", "tag"))
+    _wrap_operation("recv_anysource", recv_from_any, ())
+
+
+def _wrap_operation(name: str, wrapper: Callable[..., Any], keywords: Sequence[str]) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def operation(group: Any, *args: Any, **named: Any) -> Any:
+        return wrapper(original, group, *args, *(named[keyword] for keyword in keywords[len(args) :]))
+
+    setattr(dist.ProcessGroup, name, operation)
+
+
+# Collectives after which all members of the group have the same, by the methods of ProcessGroup that Python calls. Logs
+# have their places in this list: new ones go to its end.
+ALIKE = (
+    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "barrier",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
+)  # fmt: skip
+
+_OUTPUT_KEYWORDS = ("tensors", "tensor", "output_tensors", "output_tensor", "output", "output_lists", "outputs")
+
+
+def wrap_collectives(wrapper: Callable[[str, Any, Callable[[], list[torch.Tensor]], Callable[[], Any]], Any]) -> None:
+    """From now on those of `ALIKE` that Python calls, of all groups, are `wrapper(name, group, outputs, call)`, where
+    `call()` makes them and returns torch's work, or None where that waits by itself, and `outputs()` are the tensors
+    that they fill. C++ callers are not affected."""
+    for name in ALIKE:
+        if hasattr(dist.ProcessGroup, name):  # the `single` ones are new in torch 2.13
+            _wrap_collective(name, wrapper)
+
+
+_NOT_ALIKE = (
+    "reduce", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base",
+    "all_to_all_single",
+)  # fmt: skip
+
+
+def wrap_all_collectives(wrapper: Callable[[str, Any, bool, Callable[[], Any]], Any]) -> None:
+    """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call)`; only of
+    a barrier it is known whether it *is_async*. C++ callers are not affected."""
+    for name in (*ALIKE, *_NOT_ALIKE):
+        if hasattr(dist.ProcessGroup, name):
+            _wrap_any(name, wrapper)
+
+
+def _wrap_any(name: str, wrapper: Callable[[str, Any, bool, Callable[[], Any]], Any]) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def operation(group: Any, *args: Any, **named: Any) -> Any:
+        is_async = bool(getattr(named.get("opts"), "asyncOp", False))
+        return wrapper(name, group, is_async, lambda: original(group, *args, **named))
+
+    setattr(dist.ProcessGroup, name, operation)
+
+
+def _wrap_collective(name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def operation(group: Any, *args: Any, **named: Any) -> Any:
+        return wrapper(name, group, lambda: _outputs(name, args, named), lambda: original(group, *args, **named))
+
+    setattr(dist.ProcessGroup, name, operation)
+
+
+def _outputs(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
+    if name == "barrier":
+        return []
+    return _tensors(args[0] if args else next(named[keyword] for keyword in _OUTPUT_KEYWORDS if keyword in named))
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """A tensor, a list of them, or a list of lists."""
+    return [given] if isinstance(given, torch.Tensor) else [tensor for one in given for tensor in _tensors(one)]
+
+
+@contextlib.contextmanager
+def plain_messages() -> Iterator[None]:
+    """Inside, point-to-point operations are torch's own."""
+    names = ("send", "recv", "recv_anysource")
+    wrapped = {name: getattr(dist.ProcessGroup, name) for name in names}
+    for name, operation in wrapped.items():
+        setattr(dist.ProcessGroup, name, _method(inspect.unwrap(operation)))
+    try:
+        yield
+    finally:
+        for name, operation in wrapped.items():
+            setattr(dist.ProcessGroup, name, operation)
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    # What a class gives of a compiled method is no method of another class, nor of the same one.
+    return lambda group, *args, **named: function(group, *args, **named)
+
+
+_symmetric_memory_is_used = False
+
+
+def watch_symmetric_memory() -> None:
+    """From now on it is known when memory is shared between ranks; see `ways_past_c10d`."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    original = _SymmetricMemory.rendezvous
+
+    def rendezvous(*args: Any, **named: Any) -> Any:
+        global _symmetric_memory_is_used
+        _symmetric_memory_is_used = True
+        return original(*args, **named)
+
+    _SymmetricMemory.rendezvous = staticmethod(rendezvous)  # type: ignore[method-assign]
+
+
+def ways_past_c10d() -> list[str]:
+    """What of torch this process has set up that sends without process groups."""
+    found = []
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    if rpc is not None and rpc._is_current_rpc_agent_set():
+        found.append("torch.distributed.rpc")
+    symmetric = sys.modules.get("torch.distributed._symmetric_memory")
+    if _symmetric_memory_is_used or (symmetric is not None and symmetric._group_name_to_store):
+        found.append("symmetric memory")
+    return found

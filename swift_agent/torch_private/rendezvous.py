@@ -1,0 +1,22 @@
+"""Private parts of torch's dynamic rendezvous."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+def new_rendezvous_state() -> Any:
+    """The state of torch's dynamic rendezvous, before anybody has joined."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    return dynamic_rendezvous._RendezvousState()
+
+
+def rendezvous_node(address: str, pid: int, local_id: int) -> Any:
+    """A node in such a state."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    return dynamic_rendezvous._NodeDesc(address, pid, local_id)

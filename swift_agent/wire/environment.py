@@ -1,0 +1,151 @@
+"""The environment of a worker: the variables that torchrun sets, with the same meaning, and ours. Pure.
+
+Follows `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch; a test compares the result with what a
+real torchrun gives its workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Template
+
+from swift_agent.wire.channel import ENV_SOCKET
+
+ENV_GENERATION = "SWIFT_GENERATION"
+"""The generation in which the process was started; a message of an older process of the same rank is not mistaken
+for it.
+"""
+
+ENV_STARTED = "SWIFT_STARTED"
+"""When a replacement was ordered, seconds since the epoch: the begin of its part of the recovery's timeline."""
+
+
+ENV_TIMERS = "TORCHELASTIC_TIMER_FILE"
+"""torch's: the pipe of the server of `torch.distributed.elastic.timer`; see `watchdog`."""
+
+ENV_LOCAL_RANK = "SWIFT_LOCAL_RANK"
+"""The local rank also where `--virtual-local-rank` has all of them see 0."""
+
+ENV_RUN = "SWIFT_RUN"
+"""Which run of this job it is: a letter and a number, larger for a later run with the same letter; see `run_name`."""
+
+ENV_SIZES = "SWIFT_SIZES"
+"""`--nnodes`, if it is a range: workers are started again when the size of the job changes, all of them."""
+
+ENV_MESSAGE_LOG = "SWIFT_MESSAGE_LOG_DIR"
+"""The directory for logs of messages, local to the node and gone with its agent."""
+
+ENV_MESSAGE_LOG_BYTES = "SWIFT_MESSAGE_LOG_BYTES"
+"""What the logs of one rank may take there; not set: half of what is free, over the ranks of the node."""
+
+ENV_LOG_STORE = "SWIFT_LOG_STORE_URL"
+"""Where these logs are copied to, for `swift_logging_store.stores.open`; not set: nowhere."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a set of workers stands in the job. *first_rank*, *world_size*: None where all slots have *num_workers*.
+    *first_role_rank*, *num_of_role*: among the workers of this role, None where all are of it. *sizes*: see
+    `ENV_SIZES`, empty for a job of one size. *message_log*: see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers
+    together, None if there is no limit. *log_store*: see `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`.
+    *timers*: see `ENV_TIMERS`, empty if no server runs."""
+
+    slot: int
+    num_slots: int
+    num_workers: int
+    role: str
+    run_id: str
+    master_addr: str
+    master_port: int
+    restart_count: int
+    max_restarts: int
+    generation: int
+    socket_path: str
+    virtual_local_rank: bool = False
+    sizes: str = ""
+    message_log: str = ""
+    message_log_bytes: int | None = None
+    log_store: str = ""
+    run: str = ""
+    timers: str = ""
+    first_rank: int | None = None
+    world_size: int | None = None
+    first_role_rank: int | None = None
+    num_of_role: int | None = None
+
+    def rank(self, local_rank: int) -> int:
+        return (self.slot * self.num_workers if self.first_rank is None else self.first_rank) + local_rank
+
+    def role_rank(self, local_rank: int) -> int:
+        return self.rank(local_rank) if self.first_role_rank is None else self.first_role_rank + local_rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_slots * self.num_workers if self.world_size is None else self.world_size
+
+    @property
+    def role_world_size(self) -> int:
+        return self.num_ranks if self.num_of_role is None else self.num_of_role
+
+
+def run_name(job: int, started_s: float | None) -> str:
+    """For `ENV_RUN`. *job*: the revision in etcd with which the job began, the same on all nodes. *started_s*: of a job
+    of one node with an etcd of its own, in which all jobs begin alike: when its agent began, on that node's clock."""
+    return f"e{job}" if started_s is None else f"t{int(started_s * 1000)}"
+
+
+def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """All variables of one worker, on top of those that the agent has *inherited*."""
+    env = {
+        **inherited,
+        "RANK": str(place.rank(local_rank)),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(place.slot),
+        "ROLE_RANK": str(place.role_rank(local_rank)),
+        "ROLE_NAME": place.role,
+        "LOCAL_WORLD_SIZE": str(place.num_workers),
+        "WORLD_SIZE": str(place.num_ranks),
+        "GROUP_WORLD_SIZE": str(place.num_slots),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ENV_SOCKET: place.socket_path,
+        ENV_GENERATION: str(place.generation),
+        ENV_LOCAL_RANK: str(local_rank),
+        ENV_RUN: place.run,
+        ENV_MESSAGE_LOG: place.message_log,
+    }
+    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE):
+        env.pop(name, None)  # of a job that this one is part of
+    if place.message_log_bytes is not None:
+        env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
+    if place.log_store:
+        env[ENV_LOG_STORE] = place.log_store
+    if place.timers:
+        env[ENV_TIMERS] = place.timers
+    if place.sizes:
+        env[ENV_SIZES] = place.sizes
+    if place.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _visible_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    return env
+
+
+def _visible_device(visible: str | None, local_rank: int) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(f"local rank {local_rank} has no device: CUDA_VISIBLE_DEVICES={visible}")
+    return devices[local_rank].strip()
+
+
+def log_prefix(template: str, role: str, rank: int, local_rank: int) -> str:
+    """A console line prefix, as `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE` describes it."""
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)

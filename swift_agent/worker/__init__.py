@@ -1,0 +1,1 @@
+"""Inside a training process. Imports nothing of `agent`."""

@@ -1,0 +1,1 @@
+"""What a script gets: `init()` and the `Job`."""

@@ -1,0 +1,505 @@
+"""What a training script gets from `init()`: the `Job`.
+
+    init --> set-up (models, track) --> loop over batches: iteration, iteration, ... --> end
+                                         '-- a peer fails --> recover --'
+
+The loop has two kinds of places. At a *point* (a batch is asked for, a section or the end is reached) user code is
+between two steps, and a replacement that starts its script there sees what the survivors see; what is small is kept
+there as the point's snapshot. Inside an *iteration* (or a `@job.resilient` section) user code may be cut and is run
+again. This module walks the loop; `protected` runs what is inside.
+
+Without an agent (plain `torchrun`, plain `python`) the same script runs, unprotected. It must never communicate, nor
+decide what is done about a failure.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils.data import DataLoader
+
+from swift_agent.errors import UsageError
+from swift_agent.torch_private import pipelining
+from swift_agent.wire.channel import ENV_SOCKET
+from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES
+from swift_agent.wire.given import Given, GivenPage
+from swift_agent.worker.data import accelerated, own_epochs
+from swift_agent.worker.data.batches import Draws, Looping, Passes
+from swift_agent.worker.data.inputs import Inputs
+from swift_agent.worker.data.made_before import MadeBefore
+from swift_agent.worker.job.set_up import SetUp
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.outside import Outside
+from swift_agent.worker.loop.unprotected import Running
+from swift_agent.worker.rejoin.witness import Witnesses, witnesses_of
+from swift_agent.worker.tracked import tracked as tracking
+from swift_agent.worker.tracked import unsupported
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_logging_store.stores.contract import StoreUnknown
+from swift_logging_store.stores.open import open_store
+from swift_recovery.checkpoint.directory import CheckpointDirectory
+from swift_recovery.checkpoint.writer import Settings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+_BEGINS_ANEW = (
+    "no job.checkpoint: should all workers have to start again (nobody is left who holds the state of a lost rank, or "
+    "a collective outside an iteration was cut), training begins at iteration 0, or with what the script loads itself. "
+    "With job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint; job.epochs(n, start=...) or "
+    "iterations(n, start=...) says that the script has snapshots of its own"
+)
+
+_BEGINS_WITH_A_SNAPSHOT = (
+    "no job.checkpoint: should all workers have to start again, training begins with the snapshot that the script "
+    "loads then, or at iteration 0 if it loads none (a script that does so only when it is told to resume). With "
+    "job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint"
+)
+
+
+def what_a_restart_begins_with(tracked: Tracked, start: int | None) -> str:
+    """To be said at the begin, if it may be the begin. *start*: that of the loop, None if the script gives none."""
+    if start or not begins_anew(tracked):
+        return ""
+    return _BEGINS_ANEW if start is None else _BEGINS_WITH_A_SNAPSHOT
+
+
+def begins_anew(tracked: Tracked) -> bool:
+    """Whether nothing says that the script would go on from somewhere if all workers started again."""
+    if tracked.checkpoints is not None or tracked.has_shards_alone:  # that is told in words of its own
+        return False
+    return not any(optimizer.state for optimizer in tracked.state.optimizers.values())  # a snapshot of its own
+
+
+@dataclass(frozen=True)
+class JobPosition:
+    """*iteration*, *epoch*: their numbers; *passes*: so many passes over loaders are done; *batch*: and so many batches
+    of the current one."""
+
+    iteration: int
+    epoch: int
+    passes: int
+    batch: int
+
+
+class Job:
+    """One worker's part in the job. Made by `init()`; there is one per process.
+
+    Attributes: *rank*, *local_rank*, *world_size* as in torch; *device*, the one this worker should use;
+    *is_replacement*: this process takes the place of a lost one, and its set-up runs alone.
+    """
+
+    def __init__(
+        self, rank: int, local_rank: int, world_size: int, device: torch.device, place: Place, running: Running,
+        supervisor: Supervisor | None,
+    ) -> None:  # fmt: skip
+        self.rank, self.local_rank, self.world_size, self.device = rank, local_rank, world_size, device
+        self._place, self._running, self._supervisor = place, running, supervisor
+        self._pending: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "others": {}}
+        self._replicas: Sequence[int] | None = None
+        self._overlap_update = self._exact = self._is_stage = False
+        self._log_messages: bool | None = None
+        self._checkpoints: Settings | None = None
+        self._begun = False
+        self._loops = 0
+        self._closed = False
+        self._failed = False
+        self._start: int | None = None  # where the loop begins with a snapshot of the script's own
+        self._set_up: SetUp | None = None
+        self.is_replacement = place.status == "empty"
+        watches = supervisor is not None
+        self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
+        self._draws = Draws(place, self._inputs.drawn)
+        self._passes = Passes(
+            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note, self._is_state,
+            self._is_elsewhere,
+        )  # fmt: skip
+        own_epochs.watch()
+
+    # ---- set-up ----
+
+    @property
+    def iteration_number(self) -> int:
+        """Number of finished iterations of the job."""
+        place = self._place
+        if place.ghost is not None:
+            return place.ghost
+        # Its update may still be on its way from a replica: the script has finished it all the same.
+        owes = place.owed is not None and place.inside != "iteration"
+        return place.here.iteration + owes
+
+    @property
+    def position(self) -> JobPosition:
+        """Where the training loop stands; of a replacement, where it has to get to. Its state is that of the others
+        then: all of it must have been tracked, as the loop begins with this."""
+        self._begin()
+        at = self._place.target or self._place.here
+        return JobPosition(at.iteration, at.epoch, at.passes, at.batch)
+
+    def track(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        loader: Any = None,
+        scaler: Any = None,
+        replicas: Sequence[int] | None = None,
+        overlap_update: bool = False,
+        exact: bool = False,
+        log_messages: bool | None = None,
+        deterministic: bool = False,
+        **others: Any,
+    ) -> None:
+        """Name the state of this job, before its first iteration. May be called several times.
+
+        *model* and *optimizer*: one, a list, or a dict of names; of an optimizer in a wrapper (Accelerate's,
+        Lightning's) the one inside, with the wrapper's scaler. *scheduler*, *scaler* and any keyword argument:
+        objects with `state_dict` and `load_state_dict`; a module among them (an average) is tracked as a model.
+        *loader* is accepted for the record: `job.batches` positions it.
+        *replicas*: the global ranks that hold the same parameters, this one included; found out for
+        DistributedDataParallel, otherwise all ranks.
+        *overlap_update*: the parameters of each DDP bucket are updated as soon as its all-reduce is done, while the
+        backward goes on; `optimizer.step()` then has nothing left to do, and cannot be left out. What looks at all
+        gradients first (clipping, a GradScaler) raises. An update that a failure cuts in the middle is completed or
+        taken back, the latter within the rounding of a step for parameters that all survivors have updated. *exact*:
+        bit for bit there too, by a copy of parameters and optimizer state while an iteration's update is under way.
+        *log_messages*: where this rank alone holds its part of the model (*replicas* names it alone): what it sends in
+        iterations is logged, so that a lost neighbour can repeat them. The default for a `PipelineStage` as *model*.
+        *deterministic*: operations that may give other results when they are repeated raise a RuntimeError that names
+        them, in the first iteration that has one (`torch.use_deterministic_algorithms`); for this whole process.
+
+        Raises `UsageError` for state that could not be recovered (an optimizer over parameters of no tracked model,
+        sharded parameters, LBFGS, FSDP1, averaging now and then, objects without `state_dict`) and after the first
+        iteration.
+        """
+        if self._begun:
+            raise UsageError("job.track() after the first iteration: name all state before the training loop begins.")
+        if deterministic:
+            tracking.make_deterministic()
+        named = tracking.named
+        models = named("model", model)
+        modules = {name: pipelining.pipeline_stage(one) for name, one in models.items()}
+        self._is_stage = self._is_stage or any(module is not None for module in modules.values())
+        self._log_messages = self._log_messages if log_messages is None else log_messages
+        self._pending["models"].update({name: modules[name] or one for name, one in models.items()})
+        for name, one in named("optimizer", optimizer).items():
+            self._pending["optimizers"][name] = unsupported.unwrapped_optimizer(one)
+            if scaler is None and (found := unsupported.scaler_of(one)) is not None:
+                self._pending["others"].setdefault("scaler", found)
+        objects = {"scheduler": scheduler, "scaler": scaler, **others}
+        for name, value in objects.items():
+            for one_name, one in named(name, value).items():
+                # An average's parameters come from a replica, as those of any model.
+                self._pending["models" if isinstance(one, torch.nn.Module) else "others"][one_name] = one
+        # What `job.batches` positions has a state of this rank only; of anything else that is all there is.
+        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if has_state and not isinstance(loader, DataLoader):
+            self._pending["others"]["loader"] = loader
+        if replicas is not None:
+            self._replicas = sorted(replicas)
+        self._overlap_update, self._exact = self._overlap_update or overlap_update, self._exact or exact
+        tracking.check(self._pending, overlap_update=self._overlap_update, replicas=self._replicas)
+
+    def checkpoint(self, directory: str | os.PathLike[str], *, every: int, keep: int = 2) -> None:
+        """Take a checkpoint of all tracked state before each iteration whose number *every* divides, while training
+        goes on; begin with the newest one there, if any: in another run of this script, and when all workers of this
+        one have to start again. To be called before the first iteration, on all ranks alike.
+
+        *directory*: on a filesystem that all nodes share, made if need be, `hdfs://HOST:PORT/PATH` (a service of
+        `HADOOP_CONF_DIR` in the place of host and port, if there is one), or `s3://BUCKET/PREFIX` (credentials as for
+        AWS's tools). The newest *keep* stay. A copy of the state of this rank (of one rank of each replica set) is held
+        on the CPU until it is written. Without an agent nothing is written or loaded.
+
+        Raises `UsageError` for what cannot be, and after the first iteration.
+        """
+        mistakes = []
+        if self._begun:
+            mistakes.append("call it before the training loop begins")
+        if self._checkpoints is not None:
+            mistakes.append("it was called before")
+        for name, number in (("every", every), ("keep", keep)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                mistakes.append(f"{name}={number!r} is no number of at least 1")
+        try:
+            store = open_store(os.fspath(directory))
+        except StoreUnknown as error:
+            mistakes.append(str(error))
+        if mistakes:
+            raise UsageError("job.checkpoint(): " + "; ".join(mistakes))
+        if self._supervisor is None:
+            warnings.warn("without swift-run no checkpoints are written, and none is loaded", stacklevel=2)
+        else:
+            self._close_at_exit()
+        self._checkpoints = Settings(CheckpointDirectory(store), every, keep)
+
+    def _begin(self) -> None:
+        """The first point of the loop."""
+        if self._begun:
+            return
+        self._begun = True
+        if not self._pending["models"]:
+            raise UsageError(
+                "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
+            )
+        self._place.seeds.settle()
+        logs = self._is_stage if self._log_messages is None else self._log_messages
+        tracked = Tracked(
+            self._pending, self._replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
+            exact=self._exact, stage_of=self.rank if self._is_stage else None,
+            logs=Path(os.environ[ENV_MESSAGE_LOG]) if self._supervisor and logs else None, rank=self.rank,
+            checkpoints=self._checkpoints,
+        )  # fmt: skip
+        if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
+            raise UsageError(
+                f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "
+                "state; give one number of nodes, or all ranks to track(replicas=...)."
+            )
+        if self._checkpoints is not None and self._place.seeds.keeps_generators and len(tracked.replicas) > 1:
+            raise UsageError(
+                "job.checkpoint(): with swift.init(rng='user') each rank has generators of its own, and one rank of a "
+                "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
+            )
+        accelerated.watch(self._draws, self._place)
+        self._place.hold(tracked)
+        if self._set_up is not None:
+            models = tracked.state.models.values()
+            self._set_up.ends(tensor for one in models for tensor in [*one.parameters(), *one.buffers()])
+        is_first = self.rank == 0 and self._place.status != "empty"
+        if is_first and (text := what_a_restart_begins_with(tracked, self._start)):
+            self._note(text)
+        self._running.begin(tracked, self._watch_inputs(tracked))
+        begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
+        note = self._supervisor.note if self._supervisor is not None else None
+        unfit = self._unfit if self.is_replacement else None
+        Outside(self._place, self._running, note, begin, unfit).watch()
+        if self.is_replacement and self._place.carries and not self._place.remakes:
+            self._unfit(self._place.carries)
+
+    def _watch_inputs(self, tracked: Tracked) -> Witnesses | None:
+        if self._supervisor is None:
+            return None
+        # In a job of a range of sizes the process before had other data.
+        has_sizes = bool(os.environ.get(ENV_SIZES))
+        node = int(os.environ[ENV_LOCAL_RANK]), int(os.environ["LOCAL_WORLD_SIZE"])
+        others = [] if has_sizes else witnesses_of(self.rank, *node, self.world_size)
+        if tracked.messages is not None:  # a stage without replicas is given messages
+            return Witnesses(None, self.rank, others, self.world_size, self._note)
+        is_replacement = self.is_replacement and not has_sizes
+        path = Path(os.environ[ENV_SOCKET]).parent / f"given.{self.rank}"
+        page = None
+        try:
+            page = GivenPage(path, is_replacement=is_replacement)
+        except OSError as error:
+            self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
+        witnesses = Witnesses(page, self.rank, others, self.world_size, self._note)
+        self._inputs.watch(tracked.state.models.values(), Given(page), witnesses.show)
+        return witnesses
+
+    def _is_state(self, loader: Any) -> bool:
+        return any(loader is one for one in self._pending["others"].values())
+
+    def _note(self, text: str) -> None:
+        if self._supervisor is not None:
+            self._supervisor.note(text)
+
+    def _is_elsewhere(self, why: str) -> None:
+        """The loop cannot get to where it has to be."""
+        if not self.is_replacement:
+            raise UsageError(why)
+        self._unfit(why)
+
+    def _unfit(self, why: str) -> None:
+        """This replacement cannot go on as its predecessor would have: nothing but a restart of all workers helps."""
+        assert self._supervisor is not None
+        self._supervisor.send({"op": "unfit", "why": why})
+        self._supervisor.wait_for_end()
+
+    # ---- the loop ----
+
+    def epochs(self, num_epochs: int, *, start: int | None = None) -> Iterator[int]:
+        """`range(start, num_epochs)`; a replacement begins with the epoch in which its predecessor was lost.
+
+        *start*: where the script has loaded a snapshot of its own. It is not heeded by a replacement, nor where
+        `job.checkpoint` has found a checkpoint. Given, also as 0, it says that there may be such snapshots."""
+        self._start = self._start if start is None else start
+        self._begin()
+        self._passes.has_epochs = True
+        place = self._place
+        here = place.here
+        first = True
+        for epoch in range(here.epoch if place.target else start or 0, num_epochs):
+            if not (first and place.target):
+                here.begin_epoch(epoch, is_told=False)
+            first = False
+            yield epoch
+        place.target = None
+
+    @overload
+    def batches(self, loader: Iterable[T], *, group: None = None) -> Iterator[T]: ...
+
+    @overload
+    def batches(self, loader: Iterable[T], *, group: int) -> Iterator[list[T]]: ...
+
+    def batches(self, loader: Iterable[Any], *, group: int | None = None) -> Iterator[Any]:
+        """The batches of *loader*; a replacement begins with the one that its predecessor would have got next.
+
+        *group*: lists of so many batches, for an update that takes several; the last one of a pass may be smaller.
+        `next()` on the result is allowed inside an iteration: if that is run again, it gets the same batches.
+        Inside a function decorated with `@job.resilient` (a validation) it is a pass that begins anew whenever that is
+        run. Anywhere else one pass has to be over before the next one begins.
+        What tells its epoch by `set_epoch` (a `DistributedSampler`, Accelerate's loaders) is given the number of the
+        epoch (of `job.epochs`, else of the pass). A `DistributedSampler` that the script tells by itself keeps its own;
+        without `job.epochs` the loop is in that epoch then.
+        """
+        return self._passes.over(loader, _checked(group))
+
+    @overload
+    def loader(self, loader: Iterable[T], *, group: None = None) -> Looping[T]: ...
+
+    @overload
+    def loader(self, loader: Iterable[T], *, group: int) -> Looping[list[T]]: ...
+
+    def loader(self, loader: Iterable[Any], *, group: int | None = None) -> Looping[Any]:
+        """*loader* for code that iterates it by itself, pass after pass: `for batch in it` is `job.batches(loader)`,
+        `len(it)` the number of batches (of groups), and all else is the loader's."""
+        return Looping(self._passes, loader, _checked(group))
+
+    def iterations(self, num_iterations: int, *, start: int | None = None) -> Iterator[int]:
+        """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader.
+
+        *start*: the first one, where the script has loaded a snapshot of its own; this must be the first loop then. It
+        is not heeded by a replacement, nor where `job.checkpoint` has found a checkpoint. Given, also as 0, it says
+        that there may be such snapshots.
+        """
+        self._start = self._start if start is None else start
+        place = self._place
+        if start and not self._begun:
+            place.here.iteration = start
+        self._begin()
+        if start and place.target is None and place.here.iteration < start:
+            raise UsageError(f"job.iterations(start={start}) after the training loop has begun: it must come first.")
+        here = place.here
+        if place.target is not None:
+            if place.target.iteration >= num_iterations:
+                return  # the others have been through it
+            place.arrive(in_no_loader=True)
+            place.point.restore_generators()
+        self._loops += 1
+        try:
+            while True:
+                self._passes.at_point()
+                before = here.iteration
+                if before >= num_iterations:
+                    return
+                place.seeds.for_data(before)  # the body may draw its data
+                yield before
+                if here.iteration == before and place.owed is None:
+                    raise UsageError(
+                        "the body of job.iterations() called no @job.iteration function: it would never end."
+                    )
+        finally:
+            self._loops -= 1
+
+    def run(self, train: Callable[[int], Any], *, iterations: int) -> None:
+        """Call `train(t)` for every iteration t up to *iterations*; the form of the SWIFT paper. *train* need not be
+        decorated.
+        """
+        step = train if getattr(train, "_swift_iteration", False) else self.iteration(train)
+        for number in self.iterations(iterations):
+            step(number)
+
+    def iteration(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate the function that makes one update of the model. It is run again if a peer fails inside it.
+
+        It must make one step of every tracked optimizer (or none), and whatever else it changes must be tracked or
+        harmless to repeat. Its result is the caller's; where the update came from a replica instead, the function is
+        run once more without effect and without communication to give one.
+        """
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not self._begun:
+                self._begin()
+            if self._loops == 0 and self._passes.num_open == 0:
+                raise UsageError(
+                    f"{function.__name__}() was called outside job.batches(), job.loader(), job.iterations() and "
+                    "job.run(): a replacement could not find its place in such a loop. Where a library has the loop, "
+                    "have it iterate job.loader(loader) (see: Will my script be recovered?)."
+                )
+            if self._place.inside:
+                raise UsageError(f"{function.__name__}() was called inside another iteration or section.")
+            if self._place.target is not None:
+                self._is_elsewhere(
+                    f"{function.__name__}() is called before the loop is where it has to go on: with a batch that was "
+                    "not meant for an iteration before. Have a `for` loop take the batches of job.batches()"
+                )
+            self._inputs.begin(function.__name__, args, kwargs)
+
+            def call() -> R:
+                self._inputs.run()
+                return function(*args, **kwargs)
+
+            self._place.leaves = 0
+            result = self._running.iterate(self._draws.remembered(call))
+            self._place.drawn = 0
+            return result
+
+        run._swift_iteration = True  # type: ignore[attr-defined]
+        return run
+
+    def resilient(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate other code with collectives, such as an evaluation: it is repeated if a peer fails inside it.
+
+        It must not change tracked state.
+        """
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._begin()
+            if self._place.inside or not self._place.has_points:
+                return function(*args, **kwargs)  # a part of what surrounds it
+            return self._running.section(
+                self._draws.remembered(lambda: function(*args, **kwargs), is_section=True)
+            )
+
+        return run
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """The end of the run: wait until all ranks are there, so that nobody's state is missed. Called at exit if
+        need be.
+        """
+        if self._closed:
+            return
+        if not self._failed:
+            self._running.close()
+        self._closed = True
+
+    def _close_at_exit(self) -> None:
+        """Before all that was registered until now, by libraries that the end of the run may need: pyarrow ends its S3
+        at exit, and the last checkpoint, if it is still being written then, waits for ever."""
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def _fail(self) -> None:
+        """The script has failed by itself: `close` shall wait for nobody."""
+        self._failed = True
+
+
+def _checked(group: int | None) -> int | None:
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+        raise UsageError(f"group={group!r} is no number of batches of at least 1")
+    return group

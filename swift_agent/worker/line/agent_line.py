@@ -1,0 +1,467 @@
+"""The worker's line to its agent: hears stop and go, answers for the main thread, which may be blocked in a collective.
+
+    agent: go(1) ............ stop(1) ............ go(2) ... release
+    worker:      trains in 1          reports on 1        enters 2
+
+For a drain the agents first have all workers stop before the same iteration; the thread answers where this one is, and
+the main thread waits in `hold`:
+
+    agent: pause(1) ......................... boundary(1, i) .................... stop(1) ...
+    worker:         promised(1, at most i)                   parked(1) before i
+
+A thread reads the channel. On `stop` it raises the flag first, so that no optimizer step can begin any more, then
+aborts the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means
+that the agent is dead; its worker must not live on.
+
+This module must never touch training state.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from swift_agent.errors import PeerFailure
+from swift_agent.wire.channel import Channel, ChannelClosed, Message
+from swift_agent.wire.standing import MyStanding
+from swift_recovery.planning.plan import Plan
+from swift_rendezvous.threads import thread
+
+log = logging.getLogger(__name__)
+
+# A collective may fail before the agents know why. Longer than any detection takes; then the error is the user's own.
+# The time runs in slices: that in which this process was paused does not count.
+CONFIRM_TIMEOUT_S = 30.0
+CONFIRM_SLICE_S = 0.5
+# Groups that could not be connected: so long for the word that a peer is the reason, then another try is asked for. A
+# dead peer is told of much sooner; for a slower word the try is in vain, and harms nobody.
+AGAIN_AFTER_S = 5.0
+# Tries that are asked for within this time, before it is this process that has to be replaced.
+MOST_AGAIN = 3
+AGAIN_WITHIN_S = 600.0
+# An agent that does not answer for so long may be one that was given up.
+ASK_PLACE_S = 5.0
+# So often is looked whether this process may still go on.
+LOOK_S = 1.0
+# Not looked for so long: this process stood still meanwhile.
+STOOD_S = 2.0
+# An error so soon after that may come from it: a collective has run over its timeout, of which the pause was a part.
+STOOD_COUNTS_S = 60.0
+
+
+@dataclass(frozen=True)
+class Go:
+    """Enter a generation: its plan, and where its stores listen (see `StoreRecord`)."""
+
+    generation: int
+    plan: Plan
+    world_size: int
+    store_host: str
+    store_port: int
+    session_port: int
+    token: bytes = field(repr=False)
+    leaves: bool = False
+    """Of a drained node: hand the state over to the successors in the plan, and enter nothing."""
+    keeps: bool = False
+    """Of a worker that ends because the job changes its size: keep the state in *kept*, and enter nothing."""
+    kept: str = ""
+    """The directory where a node keeps a state for its new workers."""
+
+    @property
+    def session_store(self) -> tuple[str, int]:
+        return self.store_host, self.session_port
+
+
+class Supervisor:
+    """Shared by the reading thread and the main thread; every attribute but those of `enter` is written under *fence*,
+    of which *changed* is the condition.
+
+    *interrupted*: the generation that the main thread works in was stopped. Never before it has entered its first.
+    *pausing*: its workers are to stop at a common boundary.
+    What the main thread does in every iteration is kept down to a few operations: it runs with cold caches.
+    """
+
+    def __init__(self, channel: Channel, rank: int, standing: MyStanding | None = None) -> None:
+        self._channel = channel
+        self._standing = standing or MyStanding()
+        self._rank = rank
+        self.fence = threading.RLock()
+        self.changed = threading.Condition(self.fence)
+        self.interrupted = False
+        self.pausing = False
+        self._pause_in = 0
+        self._promised = 0
+        self._boundary: int | None = None
+        self._parked = False
+        self._go: Go | None = None
+        self._stopped = 0
+        self._aborted = 0
+        self._entered = 0
+        self._inside = 0
+        self._updating = 0
+        self._waits_for_leave = False
+        self._released = False
+        self._patience_s = 0.0
+        self._asked_again_s: list[float] = []
+        self._looked_s = math.inf
+        self._stood_in, self._stood_until_s = 0, -math.inf
+        self._place_asked, self._place_told = 0, dict[int, str]()
+        self._report: Callable[[], dict[str, Any]] = dict
+        self._abort: Callable[[str, int], None] = lambda why, generation: None
+        self._position: Callable[[], int] = int
+        self._thread = thread("swift-supervisor", self._read, _die)
+
+    def start(
+        self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None],
+        position: Callable[[], int] = int,
+    ) -> None:  # fmt: skip
+        """Say hello and begin to listen. *report*, *abort* and *position* (the first iteration that has not begun) are
+        called in the reading thread."""
+        self._report, self._abort, self._position = report, abort, position
+        self._channel.send({"op": "hello", **hello})
+        self._thread.start()
+        # Not the reading thread: that waits while an update of the script's is under way.
+        thread("swift-time", self._watch_the_time, self._blind).start()
+
+    # ---- main thread ----
+
+    @property
+    def generation(self) -> int:
+        """The one this worker is in; before it has entered any, the one it was told to enter."""
+        return self._entered or (self._go.generation if self._go else 0)
+
+    def check(self) -> None:
+        """Raise PeerFailure if interrupted."""
+        if self.interrupted:
+            raise PeerFailure(f"generation {self._entered} was stopped because a peer failed")
+
+    def enter_step(self) -> None:
+        """Pass the fence in front of an optimizer step. Until `leave` no report is made."""
+        self._inside += 1
+        if self.interrupted:
+            self.leave()
+            self.check()
+
+    def enter(self) -> None:
+        """Until as many calls of `leave`, which must be soon, no report is made: what it tells of is being changed.
+
+        Instead of the lock, which would be cold in every iteration: this thread writes `_inside` and then reads
+        `interrupted`, the reading thread writes `interrupted` and then reads `_inside`. So whichever is first, who did
+        not find `interrupted` set is through before the report. Who did has to take the lock, or to change nothing.
+        """
+        self._inside += 1
+
+    def leave(self) -> None:
+        self._inside -= 1
+        if self._waits_for_leave:  # written before `_inside` is read, as above
+            with self.changed:
+                self.changed.notify_all()
+
+    def wait_go(self) -> Go:
+        """Block until there is a generation to enter that has not been stopped already, and enter it."""
+        while True:
+            go = self.peek_go()
+            if self.enter_go(go):
+                return go
+
+    def enter_go(self, go: Go) -> bool:
+        """Enter that generation; False if it was stopped, or followed by another one, meanwhile."""
+        with self.changed:
+            if go is not self._go or go.generation <= max(self._stopped, self._entered):
+                return False
+            self._entered = go.generation
+            self.interrupted = False
+            self.pausing = self._pause_in == self._entered
+            return True
+
+    def peek_go(self) -> Go:
+        """Like `wait_go`, without entering: the decision is needed before the main thread is ready to join."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered)
+            )
+            assert self._go is not None
+            return self._go
+
+    def enter_update(self, go: Go) -> bool:
+        """Like `enter`, for the update that *go* counts on; False if it was stopped meanwhile. Until `leave` no report
+        of a later stop is made."""
+        with self.fence:
+            if go.generation <= self._stopped:
+                return False
+            self._inside += 1
+            return True
+
+    def is_ahead(self, go: Go) -> bool:
+        """Whether that generation is still to come. To be called with the lock."""
+        return go.generation > self._stopped
+
+    def confirm(self, error: BaseException) -> bool:
+        """A collective failed: ask whether a peer did. True once the stop has come, False if it does not come.
+
+        As long as the agent says that it cannot know (see `patience`) the time does not run. Where this process was
+        paused a moment ago its collective, or that of a peer, may have run over the timeout of its group without any
+        failure: another generation is asked for, as in `reconnect`.
+        """
+        if not self._stood_still() or not self._may_ask_again():
+            return self._hear_of(error, CONFIRM_TIMEOUT_S)
+        return self._hear_of(error, AGAIN_AFTER_S) or self._ask_again(f"{_text(error)} (it had been paused)")
+
+    def reconnect(self, error: BaseException) -> bool:
+        """The groups could not be connected, or a state has not come as it was sent. As `confirm`; but if no peer
+        failed, another generation is asked for, in which all try again. False: that was asked for too often, and it is
+        this process that has to be replaced."""
+        if self._hear_of(error, AGAIN_AFTER_S):
+            return True
+        return self._may_ask_again() and self._ask_again(_text(error))
+
+    def _may_ask_again(self) -> bool:
+        now_s = time.monotonic()
+        self._asked_again_s = [at_s for at_s in self._asked_again_s if now_s - at_s < AGAIN_WITHIN_S]
+        return len(self._asked_again_s) < MOST_AGAIN
+
+    def _ask_again(self, why: str) -> bool:
+        self._asked_again_s.append(time.monotonic())
+        self.send({"op": "again", "generation": self._entered, "why": why})
+        return self._wait_interrupted(CONFIRM_TIMEOUT_S)
+
+    def _stood_still(self) -> bool:
+        """Whether this process was paused a moment ago, in the generation that it is in: what was cut by that is not
+        cut any more in the next. From any thread."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STOOD_S:
+            self._stood_in, self._stood_until_s = self._entered, now_s
+        return self._stood_in == self._entered and now_s - self._stood_until_s < STOOD_COUNTS_S
+
+    def _hear_of(self, error: BaseException, patience_s: float) -> bool:
+        if not self.interrupted:
+            self.send({"op": "suspect", "why": _text(error)})
+        return self._wait_interrupted(patience_s)
+
+    def _wait_interrupted(self, patience_s: float) -> bool:
+        with self.changed:
+            self._patience_s = patience_s
+            while not self.interrupted and self._patience_s > 0:
+                self.changed.wait_for(lambda: self.interrupted, CONFIRM_SLICE_S)
+                self._patience_s -= CONFIRM_SLICE_S
+            return self.interrupted
+
+    def wait_aborted(self) -> None:
+        """The stop has been heard: wait until the process groups are cut, too. A few microseconds."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._aborted >= self._stopped)
+
+    def hold(self, iteration: int) -> None:
+        """*iteration* is about to begin: return once it may, or once this generation is stopped."""
+        with self.changed:
+            while self.pausing and not self.interrupted and self._is_due(iteration):
+                self.changed.wait()
+
+    def _is_due(self, iteration: int) -> bool:
+        """Whether a worker before *iteration* has to wait; says so where that is the boundary. Under the lock."""
+        if self._boundary is None:
+            return iteration >= self._promised
+        if iteration >= self._boundary and not self._parked:
+            self._parked = True
+            self.send({"op": "parked", "generation": self._entered})
+        return self._parked
+
+    def wait_release(self, iteration: int) -> bool:
+        """At the end of the run, after *iteration* iterations: True when the job is over, False when it has to be
+        recovered once more."""
+        with self.changed:
+            while not (self._released or self.interrupted):
+                if self.pausing:
+                    self._is_due(iteration)
+                self.changed.wait()
+            return self._released
+
+    def send(self, message: Message) -> None:
+        """Tell the agent; if it is gone, so is this process. Nothing more after `close`, when it may still ask."""
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            if not self._released:
+                _die("its agent is gone")
+
+    def note(self, text: str) -> None:
+        """A line for people, shown by the agent."""
+        self.send({"op": "note", "rank": self._rank, "text": text})
+
+    def wait_for_end(self) -> None:
+        """The agent has been asked to end this process; nothing else may happen here."""
+        while True:
+            time.sleep(1.0)
+
+    def close(self) -> None:
+        with self.changed:
+            self._released = True
+        self._channel.close()
+
+    # ---- any thread ----
+
+    def begin_update(self) -> bool:
+        """Pass the fence in front of the update of some parameters; False: it must not be made. Until as many calls of
+        `end_update` no report is made. For threads other than the main one, which has `enter_step`."""
+        with self.fence:
+            if self.interrupted:
+                return False
+            self._updating += 1
+            return True
+
+    def end_update(self) -> None:
+        with self.changed:
+            self._updating -= 1
+            self.changed.notify_all()
+
+    def ask_place(self, generation: int) -> str:
+        """Ask the agent whether the place of this worker is still its own in *generation*: why it is not, '' if it is.
+        What is answered is true when it is given; the agent pauses its workers before it may not be any more."""
+        with self.changed:
+            self._place_asked += 1
+            number = self._place_asked
+        self.send({"op": "place", "number": number, "generation": generation})
+        with self.changed:
+            if not self.changed.wait_for(lambda: number in self._place_told, ASK_PLACE_S):
+                return f"the agent has not said within {ASK_PLACE_S:g} s whether this place is still its own"
+            return self._place_told.pop(number)
+
+    def wait_updates(self) -> None:
+        """Until no other thread is inside an update."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._updating)
+
+    # ---- a thread that looks at the time ----
+
+    def _blind(self, why: str) -> None:
+        """Nobody would stop this process in time any more."""
+        self.note(f"{why}; this worker ends")
+        _die(why)
+
+    def _watch_the_time(self) -> None:
+        """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands
+        still itself. When it goes on it continues its workers, pauses or ends them."""
+        while not self._released:
+            self._stood_still()
+            left_s = self._standing.left_s()
+            if left_s > 0:
+                self._looked_s = time.monotonic()
+                time.sleep(min(left_s, LOOK_S))
+                continue
+            # The agent wakes this process again and again until that is taken back.
+            self._standing.stand(True)
+            # To this thread, which does not take another step then; the whole process stops with it.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            self._standing.stand(False)
+
+    # ---- reading thread ----
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except ChannelClosed:
+                if self._released:
+                    return
+                _die("its agent is gone")
+            try:
+                self._follow(message)
+            except Exception as error:
+                # Deaf, it would hold up all others for ever.
+                traceback.print_exc()
+                why = f"{str(message.get('op'))!r} of its agent cannot be followed: {error!r}"
+                self.note(f"{why}; this worker ends")
+                _die(why)
+
+    def _follow(self, message: Message) -> None:
+        match message.get("op"):
+            case "stop":
+                self._on_stop(int(message["generation"]), str(message["why"]))
+            case "go":
+                go = _read_go(message)
+                with self.changed:
+                    self._go = go
+                    self.changed.notify_all()
+            case "place":
+                with self.changed:
+                    self._place_told[int(message["number"])] = str(message["why"])
+                    self.changed.notify_all()
+            case "wait":
+                with self.changed:
+                    self._patience_s = CONFIRM_TIMEOUT_S
+            case "pause":
+                self._on_pause(int(message["generation"]))
+            case "boundary":
+                with self.changed:
+                    if self._pause_in == int(message["generation"]):
+                        self._boundary = int(message["iteration"])
+                        self.changed.notify_all()
+            case "where":
+                with self.fence:
+                    iteration = self._position()
+                self.send({"op": "at", "iteration": iteration})
+            case "release":
+                with self.changed:
+                    self._released = True
+                    self.changed.notify_all()
+
+    def _on_pause(self, generation: int) -> None:
+        with self.changed:
+            self._pause_in, self._boundary, self._parked = generation, None, False
+            # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
+            self.pausing = generation == self._entered
+            self._promised = self._position()
+            self.changed.notify_all()
+        self.send({"op": "promised", "generation": generation, "iteration": self._promised})
+
+    def _on_stop(self, generation: int, why: str) -> None:
+        with self.changed:
+            self._stopped = max(self._stopped, generation)
+            self.interrupted = 0 < self._entered <= self._stopped
+            self.changed.notify_all()
+        self._abort(why, generation)
+        with self.changed:
+            self._aborted = max(self._aborted, generation)
+            self.changed.notify_all()
+            # A step that has passed the fence has all its gradients: it is let finish, and counts.
+            self._waits_for_leave = True
+            self.changed.wait_for(lambda: not self._inside and not self._updating)
+            self._waits_for_leave = False
+            report = self._report()
+        self.send({"op": "report", "generation": generation, "report": report})
+
+
+def _text(error: BaseException) -> str:
+    """What pybind11 appends to an error that has passed through Python is of no use to people."""
+    return str(error).partition("\n\nAt:\n")[0][-300:]
+
+
+def _read_go(message: Message) -> Go:
+    store = message["store"]
+    return Go(
+        generation=int(message["generation"]),
+        plan=Plan.from_json(message["plan"]),
+        world_size=int(message["world_size"]),
+        store_host=str(store["host"]),
+        store_port=int(store["port"]),
+        session_port=int(store["session_port"]),
+        token=str(store["token"]).encode(),
+        leaves=bool(message.get("leaves")),
+        keeps=bool(message.get("keeps")),
+        kept=str(message.get("kept", "")),
+    )
+
+
+def _die(why: str) -> NoReturn:
+    print(f"swift-agent worker {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("this process has ended")

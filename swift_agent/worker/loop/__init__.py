@@ -1,0 +1,1 @@
+"""Runs an iteration until it counts."""

@@ -1,0 +1,1 @@
+"""Messages of pipelines: counted, logged, received again."""

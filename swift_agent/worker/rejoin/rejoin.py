@@ -1,0 +1,442 @@
+"""Carries out a plan in one worker: connect, get the state or hand it on, compare, go on.
+
+    wait for a generation --> rebuild groups --> layouts --> state, logs --> checksums --> messages --> live
+              ^                    |  a peer fails meanwhile  |                  |             |
+              '--------------------'--------------------------'------------------'-------------'
+
+Where messages are logged, whoever is in the middle of an iteration stays there, if the plan says so.
+
+Every step may be cut by the next failure; then it begins again with the next generation. Until a receiver has all of a
+state it keeps what it had (a survivor) or holds nothing (a newcomer), so a cut transfer never spoils a source.
+
+This module must never decide who gets what from whom; that is the plan's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, SwiftError
+from swift_agent.torch_private.ddp import Layout
+from swift_agent.wire.store_client import StoreClient
+from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.line.agent_line import Go, Supervisor
+from swift_agent.worker.rejoin import handover
+from swift_agent.worker.rejoin.witness import Witnesses
+from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_agent.worker.updates.overlapped import OverlappedUpdates, Resumption
+from swift_logging_store.errors import LogError
+from swift_recovery.checkpoint.writer import CheckpointError
+from swift_recovery.errors import CannotReplay, CutReplay, StateError, TransferError
+from swift_recovery.planning.plan import Plan
+from swift_recovery.replay import serving
+from swift_recovery.replay.source import Connect
+from swift_recovery.state.deviation import Fingerprint, all_differences, describe
+from swift_recovery.transfer import node_file
+from swift_recovery.transfer.replica import GroupLink, receive, receive_state, send_state
+
+log = logging.getLogger(__name__)
+
+# The longest that connections take once all ranks have come.
+CONNECT_TIMEOUT = timedelta(minutes=10)
+_POLL_S = 0.005
+# Between two words about who is waited for.
+TELL_S = 60.0
+
+
+class Rejoin:
+    """One object per worker. *phases_s*: seconds per phase of the last successful run; *iteration*: its plan's.
+
+    *wait_quiet* returns when nothing of stopped groups touches a tensor any more.
+    """
+
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
+        wait_quiet: Callable[[], None], witnesses: Witnesses | None = None,
+    ) -> None:  # fmt: skip
+        self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
+        self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
+        self.phases_s: dict[str, float] = {}
+        self.iteration = 0
+        self._stays = False  # those whose messages this newcomer has taken
+        self._restored = 0  # the checkpoint that this newcomer began with
+        self._log_server = serving.LogServer(supervisor.note)
+
+    def run(self, *, staying: bool = False) -> bool:
+        """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
+        in the middle of an iteration; False, with nothing entered, if that has to be begun anew. A newcomer that
+        repeats iterations by itself may return when it is cut, and joins the others after them."""
+        while True:
+            go = self._supervisor.peek_go()
+            if staying and not self.accepts(go):
+                return False
+            if not self._supervisor.enter_go(go):
+                continue
+            try:
+                if go.leaves:
+                    self._hand_over(go)
+                    continue  # there may be no more to come; or the slot is given back
+                if go.keeps:
+                    self._keep(go)
+                    continue  # it is ended, or asked again
+                self._enter(go)
+                if not self._supervisor.interrupted or (self._place.replays and self._place.replays_alone):
+                    return True
+            except (GroupsAborted, RebuildFailed, PeerFailure, dist.DistError, TransferError, RuntimeError) as error:
+                ours = isinstance(error, (SwiftError, CannotReplay, CheckpointError))
+                if ours and not isinstance(error, PeerFailure):
+                    raise
+                if not self._hears_of_another(error):
+                    raise
+                del error  # its traceback holds tensors of the cut transfer
+                self._wait_quiet()
+                if self._place.replays and self._place.replays_alone:
+                    self.iteration = self._place.replays_before
+                    return True
+
+    def _hears_of_another(self, error: Exception) -> bool:
+        """Whether there is, or will be, another generation to enter; False: the error is this process's own."""
+        if not isinstance(error, (RebuildFailed, TransferError)):
+            return self._supervisor.confirm(error)
+        if isinstance(error, WornOut) or not self._supervisor.reconnect(error):
+            raise CannotConnect(str(error)) from error
+        return True
+
+    def accepts(self, go: Go) -> bool:
+        """Whether this worker stays where it is: in the middle of the plan's iteration, or after the update of the one
+        before."""
+        place, plan = self._place, go.plan
+        here = place.here.iteration + self._tracked.updates.updated
+        is_here = plan.kind == "copy" and plan.stays and plan.iteration == here
+        return is_here and not place.replays and place.rank not in plan.sources and not go.leaves and not go.keeps
+
+    def _enter(self, go: Go) -> None:
+        place, plan = self._place, go.plan
+        if plan.kind != "copy":
+            raise SwiftError(f"generation {go.generation} asks a running worker to begin anew ({plan.why})")
+        clock = _Clock()
+        leads = place.rank not in plan.layouts
+        layouts = self._tracked.layouts_for(plan.iteration) if leads else None
+        # Who repeats iterations by itself does so to their end first, and set-up may take long.
+        note = self._supervisor.note
+        self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token, meets=note)
+        if self._witnesses is not None:
+            self._witnesses.enter(self._groups.store, asks=place.status == "empty")
+        clock.mark("regroup")
+        self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
+        self._exchange_state(go)
+        clock.mark("transfer")
+        self._compare()
+        self._supervisor.send({"op": "holds"})
+        clock.mark("verify")
+        self._go_on_with_messages(go)
+        self._wait_for_replays(plan)
+        if plan.replays:
+            clock.mark("others repeat")
+        self._log_server.close()
+        self._pay_debt(plan.iteration)
+        place.ghost_sections = max(place.ghost_sections, plan.sections)
+        self.phases_s, self.iteration = clock.phases_s, plan.iteration
+
+    def _go_on_with_messages(self, go: Go) -> None:
+        """All logs have gone to who repeats iterations, and nothing else is under way: now what was cut goes on."""
+        messages, plan, rank = self._tracked.messages, go.plan, self._place.rank
+        if messages is None:
+            PrefixStore("told", self._groups.store).set(str(rank), "null")
+            return
+        compared = PrefixStore("digests", self._groups.store)
+        if rank not in plan.replays:
+            for other in plan.replays:
+                compared.set(f"{rank}/{other}", messages.digests(other))  # type: ignore[arg-type]
+        else:
+            for other in set(range(dist.get_world_size())).difference(plan.replays):
+                messages.compare_with(compared.get(f"{other}/{rank}"))
+        store = PrefixStore("told", self._groups.store)
+        if not plan.stays and not self._place.replays:
+            messages.begin_anew()  # first: this rank does not have what it throws away
+        if rank not in plan.replays:
+            store.set(str(rank), json.dumps(messages.told(plan.iteration)))
+        others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
+        told = {other: json.loads(store.get(str(other))) for other in others}
+        if None in told.values():
+            return  # some ranks log nothing, so nobody repeats or stays
+        try:
+            messages.rejoin(told, plan.replays, plan.iteration, go.generation)
+        except LogError as error:
+            raise CannotReplay(f"rank {rank} cannot read what it has sent: {error}") from None
+
+    def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
+        """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
+        if not self._tracked.keepers:
+            return []
+        store = PrefixStore("layouts", self._groups.store)
+        if mine is not None:
+            store.set(str(self._place.rank), json.dumps(mine))
+            return mine
+        content: list[Layout | None] = json.loads(store.get(str(plan.layouts[self._place.rank])))
+        return content
+
+    def _hand_over(self, go: Go) -> None:
+        """On a drained node: give the state to the successor of this rank. It is kept until this process ends."""
+        if self._place.rank not in go.plan.handovers:
+            return
+        store = StoreClient(*go.session_store, go.token, CONNECT_TIMEOUT)
+        try:
+            layouts = self._tracked.layouts_for(go.plan.iteration)
+            with handover.offered(store, self._place.rank, layouts, self._supervisor.check) as link:
+                send_state(self._tracked.state, self._place.offer(), [link])
+        finally:
+            store.close()
+
+    def _keep(self, go: Go) -> None:
+        updates = self._tracked.updates
+        if isinstance(updates, OverlappedUpdates) and (said := updates.take_back(updates.done)):
+            self._supervisor.note(f"update {go.plan.iteration}: {said}")
+        node_file.keep(go.kept, go.plan.iteration, self._tracked.state, self._place.offer())
+        self._supervisor.send({"op": "kept", "iteration": go.plan.iteration, "sections": go.plan.sections})
+
+    def _exchange_state(self, go: Go) -> None:
+        place, state, plan = self._place, self._tracked.state, go.plan
+        place.put_back_arrived()
+        if place.rank in plan.handovers:
+            # First: it may be a source for others then.
+            with handover.taken(self._groups.store, place.rank, self._supervisor.check) as predecessor:
+                place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
+        if place.rank in plan.loads:
+            place.take_over(node_file.load(go.kept, plan.iteration, self._tracked.state), plan.iteration)
+        self._replay(plan)
+        self._expect(plan)
+        self._mend(plan)
+        targets = plan.targets_of(place.rank)
+        if targets:
+            send_state(state, place.offer(), [self._link(target) for target in targets])
+        if place.rank not in plan.sources:
+            return
+        link = self._link(plan.sources[place.rank])
+        skips = place.owed is not None and place.owed.iteration < plan.iteration
+        mixed = self._tracked.updates.mixed
+        here = max(place.here.iteration, place.ghost_iterations)
+        if place.status == "holding" and not skips and not mixed and here == plan.iteration:
+            place.adopt(receive(state, link, staged=True).commit)
+        elif place.status == "holding" and (skips or not mixed):
+            place.roll_forward(plan.iteration, receive(state, link, staged=True).commit)
+        else:
+            place.take_over(receive_state(state, link, staged=False), plan.iteration)
+
+    def _replay(self, plan: Plan) -> None:
+        """Logs go from who has them to who repeats iterations, beside all that follows."""
+        place, messages = self._place, self._tracked.messages
+        if not plan.replays:
+            return
+        assert messages is not None
+        store = self._groups.store
+        if place.rank not in plan.replays:
+            if place.replays:
+                raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
+            try:
+                for rank in plan.replays:
+                    # Who stays in an iteration gives what it has sent in that, too.
+                    gift = messages.gift(rank, plan.iteration + plan.stays, plan.replays)
+                    where = self._log_server.serve(rank, store.local_address, gift) if gift is not None else ""
+                    offer = {"beginning": messages.beginning(), "where": where}
+                    PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))
+            except (LogError, OSError) as error:
+                raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
+            # To load a checkpoint may take longer than an operation of the groups has time.
+            self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
+            return
+        if place.here.iteration > self._restored or self._tracked.updates.mixed:
+            # It was cut while it repeated them together with others, and cannot begin again.
+            raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
+        if not self._groups.is_native:
+            raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
+        messages.drop_replay()  # of an attempt that was cut
+        links: dict[int, Connect] = {}
+        for rank in set(range(dist.get_world_size())).difference(plan.replays):
+            offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
+            messages.begin_as(offer["beginning"])
+            if offer["where"]:
+                links[rank] = partial(serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
+        messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
+        begin = self._restore(plan)
+        messages.check_origin(place.rank, has_checkpoint=begin > 0)
+        if begin == messages.all_began_at and self._tracked.pipelines is not None:
+            # The first steps since then are in the logs, or come.
+            self._tracked.pipelines.give({})
+        is_alone = len(plan.replays) == 1
+        if begin == plan.iteration or not is_alone:
+            # Or this rank would hold a state, and lack messages of the iteration that was cut; or others who repeat
+            # theirs would wait for it in an operation of the groups, which has a timeout.
+            messages.wait_taken()
+        PrefixStore("loaded", store).set(str(place.rank), "")
+        self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
+        messages.begin_replay(plan.replays)
+        place.begin_replay(plan.iteration, alone=is_alone)
+        self._stays = plan.stays
+        if begin == plan.iteration:
+            self.end_replay()
+
+    def _restore(self, plan: Plan) -> int:
+        """Begin with the newest checkpoint that is not after the plan's iteration; its iteration, 0 if there is none.
+        The first of those who repeat says which: all must begin with the same."""
+        place, tracked, checkpoints = self._place, self._tracked, self._tracked.checkpoints
+        if checkpoints is None:
+            return 0
+        store = PrefixStore("replay from", self._groups.store)
+        if place.rank == plan.replays[0]:
+            try:
+                # What others know to count they have begun with, or have seen it come. What is found may be newer, but
+                # also what could not be loaded then; or older, where what counts is not seen by all nodes at once.
+                begin = plan.checkpoint if plan.checkpoint <= plan.iteration else 0
+                if not checkpoints.is_there(begin):
+                    begin = max(checkpoints.find(before=plan.iteration + 1), begin)
+                store.set("iteration", str(begin))
+            except CheckpointError as error:
+                raise CannotReplay(str(error)) from None
+        while not store.check(["iteration"]):
+            self._supervisor.check()
+            time.sleep(_POLL_S)
+        iteration = int(store.get("iteration"))
+        if iteration == self._restored:
+            return iteration  # of an earlier attempt, or there is none
+        try:
+            extra = checkpoints.load(iteration, tracked.state)
+        except (OSError, StateError) as error:
+            raise CannotReplay(f"the checkpoint of iteration {iteration} cannot be loaded: {error}") from None
+        assert tracked.messages is not None
+        tracked.messages.restore(extra["place"].get("messages"), iteration)
+        place.begin_with(extra["place"], iteration, repeats=True)
+        self._restored = iteration
+        return iteration
+
+    def _wait_for_replays(self, plan: Plan) -> None:
+        """Not in an operation of the next iteration, which would come to its timeout."""
+        messages = self._tracked.messages
+        if self._place.rank in plan.replays or messages is None:
+            return
+        self._wait_for("replayed", plan.replays, "repeat iterations")
+        for rank in plan.replays:
+            sent = PrefixStore("replayed", self._groups.store).get(str(rank))
+            messages.follow(json.loads(sent), plan.iteration)
+
+    def _wait_for(self, what: str, ranks: Collection[int], doing: str) -> None:
+        """Of each of *ranks*. Without a limit: whoever is lost is reported by its agent. One rank says for whom all
+        others wait."""
+        store = PrefixStore(what, self._groups.store)
+        tells = self._place.rank == min(set(range(dist.get_world_size())).difference(ranks), default=-1)
+        told_s = time.monotonic()
+        for rank in ranks:
+            while not store.check([str(rank)]):
+                self._supervisor.check()
+                if tells and time.monotonic() - told_s >= TELL_S:
+                    told_s = time.monotonic()
+                    missing = [str(one) for one in ranks if not store.check([str(one)])]
+                    self._supervisor.note(f"others wait for ranks that {doing}: {', '.join(missing)}")
+                time.sleep(_POLL_S)
+
+    def end_replay(self) -> None:
+        """This newcomer has repeated all iterations before that of the others, and tells them; a generation that was
+        stopped meanwhile is none of its business. Raises `LostLog`, `CannotReplay`."""
+        messages = self._tracked.messages
+        assert messages is not None
+        messages.end_replay(stays=self._stays)
+        with contextlib.suppress(RuntimeError):
+            PrefixStore("replayed", self._groups.store).set(str(self._place.rank), json.dumps(messages.sent_before()))
+
+    def _expect(self, plan: Plan) -> None:
+        """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""
+        rank, deviation, updates = self._place.rank, plan.deviation, self._tracked.updates
+        if isinstance(updates, OverlappedUpdates):
+            silent = set(deviation.silent).intersection(self._tracked.replicas)
+            numbers = frozenset(deviation.resumed.get(rank, ()))
+            updates.expect(Resumption(numbers, rank in silent, len(silent)))
+
+    def _mend(self, plan: Plan) -> None:
+        """Leave a half-done update, forward or back; what is whole here already stays as it is."""
+        place, updates = self._place, self._tracked.updates
+        if isinstance(updates, OverlappedUpdates):
+            if place.rank in plan.undone and (said := updates.take_back(plan.undone[place.rank])):
+                self._supervisor.note(f"update {plan.iteration}: {said}")
+            is_forward = plan.iteration > place.here.iteration or place.rank in plan.deviation.resumed
+            for patch in plan.patches:
+                if place.rank == patch.source:
+                    links = [self._link(target) for target in patch.targets]
+                    send_state(updates.patch_of(patch.parameters), None, links)
+                elif place.rank in patch.targets:
+                    incoming = receive(updates.patch_of(patch.parameters), self._link(patch.source), staged=True)
+                    updates.install(patch.parameters, incoming, updated=is_forward)
+            with place.lock:
+                if place.rank in plan.deviation.keeps:
+                    updates.settle()
+                elif place.rank not in plan.sources:
+                    updates.resume()
+            owes = place.owed is not None and place.owed.iteration < plan.iteration
+            if owes and place.rank not in plan.sources:
+                place.roll_forward(plan.iteration, lambda: None)
+
+    def _compare(self) -> None:
+        """Parameters and optimizer state must be equal on all replicas before training goes on."""
+        mine, carried = self._tracked.checksum(), self._place.carried
+        everyone = self._groups.all_gather_ints([mine, carried])
+        differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
+        if differing:
+            raise ReplicaMismatch(self._name_differences())
+        others = [rank for rank in self._tracked.replicas if everyone[rank][1] != carried]
+        self._place.gradients_differ = bool(others)
+        if others:
+            self._tracked.watch_gradients()
+
+    def _name_differences(self) -> str:
+        """All replicas tell each other what they hold."""
+        store = PrefixStore("prints", self._groups.store)
+        mine = replace(Fingerprints(self._tracked.state).take(whole=True), differed=self._tracked.differed_after)
+        store.set(str(self._place.rank), json.dumps(mine.to_json()))
+        told = {rank: json.loads(store.get(str(rank))) for rank in self._tracked.replicas}
+        prints = {rank: Fingerprint.from_json(data) for rank, data in told.items()}
+        strict = [one for one in all_differences(prints) if one.kind != "buffer"]
+        since = max(one.differed for one in prints.values())
+        when = f", as they did after iteration {since}, before anything had failed" if since else " after the recovery"
+        return f"replicas differ{when}: {describe(strict) or 'their checksums'}"
+
+    def _pay_debt(self, iteration: int) -> None:
+        """An update that was promised by a replica which is lost as well is made after all."""
+        owed = self._place.owed
+        if owed is None:
+            return
+        if owed.iteration != iteration:
+            raise SwiftError(
+                f"rank {self._place.rank} waits for iteration {owed.iteration + 1}, the plan has {iteration}"
+            )
+        owed.run()
+
+    def _link(self, peer: int) -> GroupLink:
+        group = dist.group.WORLD
+        assert group is not None
+        device = torch.device("cpu") if dist.get_backend() != "nccl" else self._device
+        return GroupLink(group, peer, device)
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.phases_s: dict[str, float] = {}
+        self._last_s = time.monotonic()
+
+    def mark(self, phase: str) -> None:
+        now_s = time.monotonic()
+        self.phases_s[phase] = now_s - self._last_s
+        self._last_s = now_s

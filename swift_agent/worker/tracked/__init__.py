@@ -1,0 +1,1 @@
+"""The objects that a script has named, and where its loop stands."""

@@ -1,0 +1,482 @@
+"""Where one worker stands in the training loop, and what small state it keeps in case an iteration is cut.
+
+The main thread moves it; the supervisor's thread reads it for a report, and `rejoin` moves it to where another rank
+stands. What a report reads changes only under the lock, or between the supervisor's `enter` and `leave`. This module
+must never communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from swift_agent import native
+from swift_agent.errors import SwiftError
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_recovery.planning.reports import RankReport, Status
+from swift_recovery.state.by_hand import copies_of, put_back
+from swift_recovery.state.randomness import SeedSeries, compiled_seeder, seed_series
+from swift_recovery.state.sharded import local_of
+from swift_recovery.state.snapshot import Snapshot, put_gradients
+
+RngMode = Literal["iteration", "user"]
+
+
+class Seeds:
+    """Seeds of one rank, a series for each purpose: its functions seed all generators. With mode "user" generators are
+    left alone, and kept in snapshots instead.
+    """
+
+    def __init__(self, mode: RngMode, seed: int | None, rank: int) -> None:
+        self.keeps_generators = mode == "user"
+        self._seed, self._rank = seed, rank
+        self.for_iteration: SeedSeries = _leave_alone
+        self.for_data: SeedSeries = _leave_alone
+        self.for_pass: SeedSeries = _leave_alone
+        self.for_section: SeedSeries = _leave_alone
+        self.for_batch: SeedSeries = _leave_alone
+        self.for_inside: SeedSeries = _leave_alone
+        self.common = 0
+        """Rank 0's `number`, the same on all ranks."""
+
+    @property
+    def number(self) -> int:
+        """Of the seed, within 62 bits; 0 where generators are left alone."""
+        return 0 if self.keeps_generators else (self._seed or 0) & ((1 << 62) - 1)
+
+    def settle(self) -> None:
+        """Training begins: without a seed of its own the job takes the script's."""
+        if self._seed is None:
+            self._seed = torch.initial_seed()
+        if self.keeps_generators:
+            return
+        library = native.load()
+        seeder = compiled_seeder(library.Seeder) if library else None
+        seed, rank = self._seed, self._rank
+        # The numbers are tags: with others the same job would draw other numbers.
+        self.for_iteration = seed_series(seed, rank, 1, seeder)
+        self.for_data = seed_series(seed, rank, 2, seeder)
+        self.for_pass = seed_series(seed, rank, 3, seeder)
+        self.for_section = seed_series(seed, rank, 4, seeder)
+        self.for_batch = seed_series(seed, rank, 5, seeder)
+        # 6: where batches are loaded, see `loader_order`.
+        self.for_inside = seed_series(seed, rank, 7, seeder)
+
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """Of seeds for where batches are loaded; None where generators are left alone."""
+        return None if self.keeps_generators else (self._seed or 0, self._rank)
+
+
+def _leave_alone(index: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Position:
+    """Where the loop stands: all that a replacement needs to start its script at the same point.
+
+    *passes* counts finished passes over a loader, *batch* the batches taken in the current one, *sections* the finished
+    `@job.resilient` calls. The `epoch_*` fields are the counts at the begin of the current epoch, that of `job.epochs`,
+    or (*is_told*) the one that the script has told its sampler. *peeks*: the passes of this epoch that the script has
+    left after one batch, which no iteration has used, and the last one before.
+    """
+
+    iteration: int = 0
+    epoch: int = 0
+    passes: int = 0
+    batch: int = 0
+    sections: int = 0
+    epoch_passes: int = 0
+    epoch_sections: int = 0
+    is_told: bool = False
+    peeks: tuple[int, ...] = ()
+
+    def begin_epoch(self, epoch: int, *, is_told: bool) -> None:
+        self.epoch, self.is_told = epoch, is_told
+        self.epoch_passes, self.epoch_sections = self.passes, self.sections
+        self.peeks = self.peeks[-1:]  # that there are some
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a batch of a `Position` is: so many ranks take one of so many samples each, 0 where that is not known."""
+
+    num_ranks: int = 1
+    num_samples: int = 0
+
+    def batches_of(self, other: Units, count: int) -> int:
+        """How many batches of ours are past the first *count* of *other*: as few as leave none of those samples."""
+        per_batch, theirs = self.num_samples or 1, other.num_samples or 1
+        if not self.num_samples or not other.num_samples:
+            per_batch = theirs = 1
+        return -(-count * other.num_ranks * theirs // (self.num_ranks * per_batch))
+
+
+@dataclass
+class Owed:
+    """An iteration that the script believes done, while its update is still to come from a replica."""
+
+    iteration: int
+    run: Callable[[], Any]
+
+
+class Place:
+    """One per worker. *lock* is the supervisor's: it guards *status*, *inside*, *owed* and the counts of *here*, but
+    where `Supervisor.enter` does.
+
+    *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
+    newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
+    effect, and what is small comes into force when the script gets there. *repeats*: a newcomer has not come to an
+    iteration of its own yet; *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs
+    nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
+    *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
+    have been handed out since the point was kept, and no iteration has used them yet: a replacement gets them again.
+    *local_result*: since the last point, the collective of a section that the others had finished: this rank has its
+    own values only.
+    *passed*: a replacement has arrived in a loop without a loader, this is where its loader is. *is_before_epoch*: it
+    is in an epoch before that of *target*, and what it does there has been counted. *carries*: why this script's
+    replacements cannot go on as their predecessors would have, empty if that is not known; *remakes*: but can once the
+    iteration before has been run once more (`remade`), which is due before the next one if *has_to_remake*;
+    *remaking*: the one that runs now for that; *has_to_fit*: and has to be given what it was given at first; *lacks*:
+    the checkpoint that all have begun with does not have what is carried. *began*: the generation in which all began,
+    rank 0's, the same on all ranks. *has_recovered*: this process, once. *gradients_differ*: replicas begin the next
+    iteration with gradients that are not the same, which do no harm if it clears them first. *leaves*: a library has
+    said that the call which runs leaves its update, with gradients of this rank only, and makes one of so many batches;
+    0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to pass, as far as
+    this process has seen, or was told.
+    *begun*: which step has begun last ("iteration", "section" or "barrier" with the way to it), and after how many
+    iterations and sections; *begun_by_others*: of the rank that has given a newcomer its state, until it comes there.
+    """
+
+    def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
+        self.rank, self.seeds, self.lock = rank, seeds, lock
+        self.status: Status = "fresh"
+        self.inside: Literal["", "iteration", "section"] = ""
+        self.has_points = True
+        """False while something runs as a whole that no other rank runs now: nothing in it is a point, at which this
+        process could join the others."""
+        self.here = Position()
+        self.target: Position | None = None
+        self.owed: Owed | None = None
+        self.ghost_iterations = 0
+        self.repeats = False
+        self.replays_before = 0
+        self.replays_alone = True
+        self.ghost_sections = 0
+        self.restored_sections = 0
+        self.tracked: Tracked | None = None
+        self.units = Units()
+        self.target_units = Units()
+        self.drawn = 0
+        self.passed: Position | None = None
+        self.is_before_epoch = False
+        self.carries = ""
+        self.remakes = self.has_to_remake = self.has_to_fit = self.lacks = self.has_recovered = False
+        self.remaking: int | None = None
+        self.is_past_section = False
+        """Inside a section that the others have finished, which is run for its result."""
+        self.local_result = ""
+        self.began = 0
+        self.gradients_differ = False
+        self.ghost: int | None = None
+        """The number of an iteration that is run for its result only, and is counted already."""
+        self.leaves = 0
+        self.changing: set[str] = set()
+        self.begun: tuple[str, int, int] = ("", 0, 0)
+        self.begun_by_others: tuple[str, int, int] | None = None
+        self._point_at = astuple(Position())
+        self._point_units = Units()
+        self._catch_up: Mapping[str, Any] | None = None
+        self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._moved = False  # an iteration or section has begun since the last point, and `start` is its snapshot
+
+    def can_remake(self) -> bool:
+        """Whether an iteration can be run once more for what it leaves in the script's variables: it is all that the
+        loop's body needs, and draws no batch of a loader that is positioned."""
+        tracked = self.tracked
+        if tracked is None:
+            return False
+        is_plain = tracked.messages is None and tracked.pipelines is None and not tracked.has_shards_alone
+        return is_plain and not (self.here.passes or self.here.batch or self.drawn)
+
+    def hold(self, tracked: Tracked) -> None:
+        """The loop begins: from here on there is state to keep."""
+        self.tracked = tracked
+        library = native.load()
+        watch = library.Watch if library else None
+        self.point = Snapshot(tracked.state, watch)
+        self.start = Snapshot(tracked.state, watch, by_hand=True)
+        self._keeps_generators = self.seeds.keeps_generators
+        for optimizer in tracked.state.optimizers.values() if self.start.by_hand else ():
+            optimizer.register_step_post_hook(self.start.by_hand.note_step)
+
+    # ---- snapshots ----
+
+    def keep_point(self) -> None:
+        """User code is between two steps. Not while an iteration is owed: who owes holds the state before it, so a
+        newcomer that gets this must begin before it as well. Nor while batches wait to be used: it must get those."""
+        if self.drawn:
+            return
+        if self._keeps_generators or not self.point.is_current():
+            self.point.take(rng=self._keeps_generators)
+        here = self.here
+        # Not a `Position`: to make one takes longer, and this is done in every iteration.
+        self._point_at = (
+            here.iteration, here.epoch, here.passes, here.batch, here.sections, here.epoch_passes, here.epoch_sections,
+            here.is_told, here.peeks,
+        )  # fmt: skip
+        self._point_units = self.units
+        self._moved = False
+
+    def put_back_arrived(self) -> None:
+        """A newcomer's parameters are again what it was given, whatever its script, which is still before that, has
+        done."""
+        if self._arrived:
+            put_back(self._arrived)
+            self.start.by_hand.settle()
+
+    def _have_arrived(self, *, all_of_them: bool = False) -> None:
+        """Parameters have their values from another rank: nothing that the script has done."""
+        assert self.tracked is not None
+        self.start.by_hand.settle()
+        if self._catch_up is not None:
+            state = self.tracked.state
+            all_of_them = all_of_them or len(self._arrived) == len(state.parameters())
+            kept = map(local_of, state.parameters()) if all_of_them else state.loose_parameters()
+            self._arrived = copies_of(list(kept))
+
+    def carry_gradients(self) -> None:
+        """An iteration has left gradients without an update: what is kept does not have them."""
+        self.point.forget()
+        self.start.forget()
+
+    @property
+    def carried(self) -> int:
+        """See `TrainingState`; of where the others are, also if this newcomer's script has not come there."""
+        assert self.tracked is not None
+        carried: int = self.tracked.state.carried if self._catch_up is None else self._catch_up.get("carried", 0)
+        return carried
+
+    def keep_start(self) -> None:
+        """An iteration or section begins. A newcomer has caught up here."""
+        if self.owed is not None:
+            return
+        if self._catch_up is not None:
+            self.put_back_arrived()
+            self._arrived = []
+            self.start.install(self._catch_up, rng=self._keeps_generators)
+            self._catch_up = self.begun_by_others = None
+        if self._keeps_generators or not self.start.is_current():
+            self.start.take(rng=self._keeps_generators)
+        self._moved = True
+
+    # ---- the loop ----
+
+    def arrive(self, *, in_no_loader: bool = False) -> None:
+        """A replacement has reached the point at which it joined: from here on it is like the others."""
+        assert self.target is not None
+        self.here.iteration = self.target.iteration
+        self.here.passes = self.target.passes
+        self.here.sections = self.target.sections  # those among the batches that are skipped are not called again
+        self.here.peeks = self.target.peeks
+        self.is_before_epoch = False
+        self.passed = self.target if in_no_loader and self.target.batch else None
+        self.target = None
+
+    @property
+    def is_behind(self) -> bool:
+        """A newcomer has come to its point, and the others have begun an iteration or section since: what its script
+        does until it begins that, too, they have behind them."""
+        return self._catch_up is not None
+
+    def is_elsewhere(self, what: str) -> bool:
+        """A newcomer begins *what*, and the others have begun another step after as many iterations and sections."""
+        others = self.begun_by_others
+        return others is not None and others[0] != what and others[1:] == (self.here.iteration, self.here.sections)
+
+    def enter(self, what: Literal["iteration", "section"]) -> None:
+        self.inside = what
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside = ""
+
+    @contextlib.contextmanager
+    def without_points(self) -> Iterator[None]:
+        """See `has_points`."""
+        before, self.has_points = self.has_points, False
+        try:
+            yield
+        finally:
+            self.has_points = before
+
+    # ---- between ranks ----
+
+    def offer(self) -> dict[str, Any]:
+        """What goes to a replacement besides parameters and optimizer state; for `take_over`, through the codec.
+
+        *start* is what is small where an iteration or section began, if that differs from the point.
+        """
+        start = self._catch_up
+        if start is None and self._moved:
+            start = self.start.tree()
+        position, units = asdict(Position(*self._point_at)), asdict(self._point_units)
+        offered: dict[str, Any] = {"position": position, "units": units, "point": self.point.tree(), "start": start}
+        offered |= {"common_seed": self.seeds.common, "began": self.began}
+        offered |= {"carries": self.carries, "remakes": self.remakes}
+        offered["changing"] = sorted(self.changing)
+        # A newcomer that has not come to where they are passes on what it was told.
+        offered["begun"] = list(self.begun if self._catch_up is None else self.begun_by_others or ("", 0, 0))
+        assert self.tracked is not None
+        if self.tracked.pipelines is not None:
+            offered["pipelines"] = self.tracked.pipelines.offer()
+        if self.tracked.messages is not None:
+            offered["messages"] = self.tracked.messages.counts()
+        return offered
+
+    def take_over(self, offer: Mapping[str, Any], iteration: int, *, from_checkpoint: bool = False) -> None:
+        """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
+        place in the loop.
+        """
+        assert self.tracked is not None
+        if self.tracked.messages is not None and not from_checkpoint:
+            self.tracked.messages.take_over(offer.get("messages"))
+        target, start = Position(**offer["position"]), offer["start"]
+        target.peeks = tuple(target.peeks)
+        self.seeds.common = offer.get("common_seed", self.seeds.common)
+        if not from_checkpoint:
+            self.carries, self.began = offer.get("carries", ""), offer.get("began", 0)
+            self.remakes = offer.get("remakes", False)
+            self.changing |= set(offer.get("changing", ()))
+        else:
+            self.has_to_remake = self.lacks = bool(offer.get("carries")) and iteration > 0
+            self.remakes = self.lacks and bool(offer.get("remakes"))
+        rng = self.seeds.keeps_generators
+        self.point.install(offer["point"], rng=rng)
+        with self.lock:
+            self.tracked.updates.mixed = False
+            self.tracked.updates.settle()
+            if self.status == "empty":
+                self.here = replace(
+                    target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0, peeks=()
+                )
+                self.is_before_epoch = target.is_told
+                self.target, self.target_units = target, Units(**offer["units"])
+                if self.tracked.pipelines is not None:
+                    self.tracked.pipelines.give(offer.get("pipelines", {}))
+                self.ghost_iterations, self._catch_up = iteration, start
+                what, iterations, sections = offer.get("begun", ("", 0, 0))
+                is_told = start is not None and what and not from_checkpoint
+                self.begun_by_others = (what, iterations, sections) if is_told else None
+            elif start is not None:
+                self.start.install(start, rng=rng)
+            self._point_at, self._point_units = astuple(target), Units(**offer["units"])
+            self.status = "holding"
+        self._have_arrived(all_of_them=iteration > target.iteration)
+
+    def begin_with(self, offer: Mapping[str, Any], iteration: int, *, repeats: bool) -> None:
+        """The checkpoint of the state before *iteration* has been loaded. *repeats*: what comes after it has yet to be
+        repeated, see `begin_replay`; until that begins nothing is held."""
+        with self.lock:
+            self.status = "empty"
+            if not repeats:
+                offer = {**offer, "pipelines": {}}  # all stages are new, and tell each other
+            self.take_over(offer, iteration, from_checkpoint=True)
+            if repeats:
+                self.status = "empty"
+                self.restored_sections = self.here.sections if self.target is None else self.target.sections
+
+    def begin_replay(self, iteration: int, alone: bool) -> None:
+        """A newcomer has the logs to repeat all iterations before *iteration*; if it does that *alone* they may still
+        be on their way."""
+        with self.lock:
+            self.status = "holding"
+            self.repeats, self.replays_before, self.replays_alone = True, iteration, alone
+
+    @property
+    def replays(self) -> bool:
+        """The next iteration is one that is repeated from logs."""
+        return self.here.iteration < self.replays_before
+
+    def roll_forward(self, iteration: int, install: Callable[[], Any]) -> None:
+        """A survivor that owes the update before *iteration* gets it by *install*, which has all of it at hand, but
+        keeps what its own script has done to small things. No report is made while it is half in place."""
+        assert self.tracked is not None
+        if self.owed is None or self.owed.iteration + 1 != iteration:
+            here = self.here.iteration
+            raise SwiftError(f"rank {self.rank} stands at iteration {here} and cannot skip to {iteration}")
+        mine = self.tracked.script_side()
+        mine.take()
+        with self.lock:
+            offer = install()
+            mine.restore(buffers=False)
+            self._carry(offer)
+            self.here.iteration = iteration
+            self.owed = None
+            self.tracked.updates.mixed = False
+            self.tracked.updates.settle()
+        self._have_arrived()
+        # The point is before the update: a newcomer that gets it runs the iteration as a ghost, and catches up here.
+        self.keep_start()
+
+    def _carry(self, offer: Mapping[str, Any] | None) -> None:
+        """The gradients with which another rank goes on that has been through the iteration which is owed here."""
+        assert self.tracked is not None
+        tree = (offer["start"] or offer["point"]) if offer else {}
+        self.tracked.state.carried = tree.get("carried", 0)
+        if self.tracked.state.carried:
+            put_gradients(self.tracked.state.parameters(), tree["gradients"])
+            self.carry_gradients()
+
+    def adopt(self, install: Callable[[], Any]) -> None:
+        """A survivor gets the state of another one before the same iteration, by *install*, in the place of its own;
+        what its own script has done to small things stays."""
+        assert self.tracked is not None
+        mine = self.tracked.script_side()
+        mine.take()
+        with self.lock:
+            install()
+            mine.restore(buffers=False)
+            self.tracked.updates.mixed = False
+            self.tracked.updates.settle()
+        self._have_arrived()
+
+    def next_iteration(self) -> int:
+        """The first iteration that this rank has not begun; called by the supervisor's thread with the lock held."""
+        return self.here.iteration + (self.inside == "iteration")
+
+    def report(self) -> dict[str, Any]:
+        """What this rank holds; called by the supervisor's thread with the lock held, after the fence is up."""
+        tracked, status, iteration, lacks = self.tracked, self.status, self.here.iteration, ""
+        if tracked is not None and status == "holding":
+            if tracked.updates.mixed:
+                status = "empty"
+                lacks = f"were cut in the middle of update {iteration}, which cannot be taken back"
+            elif self.inside == "iteration" and tracked.updates.updated:
+                iteration += 1
+            iteration = max(iteration, self.ghost_iterations)
+            if self.replays:
+                # With all that it needs it gets there, whoever else is lost. Together with others it may not.
+                gets_there = self.replays_alone and tracked.messages is not None and not tracked.messages.is_lost
+                status, iteration = ("holding", self.replays_before) if gets_there else ("empty", 0)
+                lacks = "" if gets_there else "were repeating iterations from logs"
+        report = RankReport(self.rank, status, iteration, self.here.sections, lacks=lacks)
+        if tracked is not None:
+            updates, holds = tracked.updates, status == "holding"
+            report = replace(
+                report,
+                replicas=tuple(tracked.replicas),
+                updated=updates.done if holds else (),
+                num_parameters=updates.num_parameters,
+                reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
+                logs=tracked.messages is not None and tracked.messages.is_complete,
+                checkpoint=tracked.checkpoints.newest if tracked.checkpoints is not None else 0,
+                unwinds=tracked.unwinds if holds and self.inside == "iteration" and not self.replays else "",
+            )
+        return report.to_json()

@@ -1,0 +1,404 @@
+"""The objects that a script has named with `job.track()`, and what the session has to do with them around an iteration.
+
+Everything about how a state is described and copied is in `swift_recovery`; everything about DDP's inside is in
+`swift_agent.worker.tracked.ddp_buckets`. This module must never communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from swift_agent.errors import UsageError
+from swift_agent.torch_private import ddp as torch_ddp
+from swift_agent.torch_private import fsdp as torch_fsdp
+from swift_agent.torch_private import groups, pipelining
+from swift_agent.wire.environment import ENV_RUN
+from swift_agent.wire.given import fingerprint
+from swift_agent.worker.groups import transfer
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.messages.messages import Messages
+from swift_agent.worker.tracked import ddp_buckets, unsupported
+from swift_agent.worker.tracked.pipeline_steps import Pipelines
+from swift_agent.worker.updates import left_behind, overlap_checks, overlapped, touched
+from swift_agent.worker.updates.carried import CarriedGradients, GradientWatch
+from swift_agent.worker.updates.touched import ChangedWithoutStep, TouchedParameters
+from swift_agent.worker.updates.tracker import UpdateTracker
+from swift_recovery.checkpoint.writer import Checkpoints, Settings
+from swift_recovery.errors import StateError
+from swift_recovery.state import stateful
+from swift_recovery.state.checksum import checksum
+from swift_recovery.state.sharded import is_sharded, local_of, replicas_of
+from swift_recovery.state.snapshot import Snapshot
+from swift_recovery.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+Pending = Mapping[str, Mapping[str, Any]]
+
+# What torch asks for to make matrix products on CUDA the same each time; cuBLAS looks at it once.
+_CUBLAS, _CUBLAS_FIXED = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+def named(kind: str, value: Any) -> dict[str, Any]:
+    """`one` -> {kind: one}, `[a, b]` -> {kind.0: a, kind.1: b}, a dict of names stays; None is nothing."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+        return {f"{kind}.{name}": item for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"{kind}.{index}": item for index, item in enumerate(value)}
+    return {kind: value}
+
+
+def check(pending: Pending, *, overlap_update: bool = False, replicas: Sequence[int] | None = None) -> None:
+    """Raise `UsageError` naming everything that could not be recovered, or not updated in the backward."""
+    alone = replicas is not None and len(replicas) == 1
+    mistakes = []
+    for name, model in pending["models"].items():
+        if not isinstance(model, nn.Module):
+            mistakes.append(unsupported.no_module(name, model))
+    for name, optimizer in pending["optimizers"].items():
+        mistakes += unsupported.mistakes_of_optimizer(name, optimizer)
+    for name, other in pending["others"].items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            mistakes.append(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
+            continue
+        try:
+            other.state_dict()
+        except Exception as error:  # of its own kind
+            why = f"{type(error).__name__}: {error}"
+            mistakes.append(f"{name} is a {type(other).__name__} whose state_dict() fails ({why}): leave it out")
+    if not mistakes:
+        mistakes += unsupported.mistakes_of_models(pending["models"], pending["others"].values(), alone=alone)
+    if not mistakes and pending["models"]:
+        try:
+            # Describing it once finds what cannot be sent, while nothing is lost yet.
+            TrainingState(pending["models"], pending["optimizers"], pending["others"]).collect()
+        except StateError as error:
+            mistakes.append(str(error))
+    if overlap_update and pending["models"] and not mistakes:
+        ddps = _ddps(pending)
+        if not ddps:
+            mistakes.append("overlap_update without DistributedDataParallel: there is no reduction to overlap with")
+        mistakes += overlap_checks.mistakes(ddps, pending["optimizers"], pending["others"])
+    if mistakes:
+        raise UsageError("job.track(): " + "; ".join(mistakes))
+
+
+def make_deterministic() -> None:
+    """The same operations give the same bits from now on, or raise an error that names the one that does not."""
+    if _CUBLAS not in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            f"job.track(deterministic=True): CUDA is in use already, and cuBLAS has begun without {_CUBLAS}. Set "
+            f"{_CUBLAS}={_CUBLAS_FIXED} where you start swift-run."
+        )
+    os.environ.setdefault(_CUBLAS, _CUBLAS_FIXED)
+    torch.backends.cudnn.benchmark = False  # it may choose another kernel in another process
+    torch.use_deterministic_algorithms(True)
+
+
+class Tracked:
+    """All that is tracked, from the first iteration on. *replicas*: global ranks that hold the same parameters."""
+
+    def __init__(
+        self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
+        *, overlap_update: bool = False, exact: bool = False, stage_of: int | None = None,
+        logs: Path | None = None, rank: int = 0, checkpoints: Settings | None = None,
+    ) -> None:  # fmt: skip
+        """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
+        *logs*: if this rank is the only one with its part of the model, its messages are logged there. *checkpoints*:
+        if and where they are taken."""
+        check(pending, overlap_update=overlap_update, replicas=replicas)
+        self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
+        ddps, optimizers = _ddps(pending), pending["optimizers"]
+        has_shards = any(map(is_sharded, self.state.parameters()))
+        if replicas is None and stage_of is not None and not ddps and not has_shards:
+            replicas = [stage_of]
+        self.replicas: list[int] = _replica_set(ddps, self.state.parameters(), replicas, world_size)
+        self.differed_after = 0
+        """So many iterations after which replicas were seen to differ, before anything had failed; 0: they were not."""
+        self.has_shards_alone = has_shards and len(self.replicas) == 1
+        """The model is sharded, and no other rank holds what this one does."""
+        self.messages: Messages | None = None
+        if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
+            Messages.check_ways()
+            is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
+            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours)
+        self.pipelines = Pipelines() if supervisor is not None and pipelining.has_schedules() else None
+        self.checkpoints: Checkpoints | None = None
+        if supervisor is not None and checkpoints is not None:
+            self.checkpoints = Checkpoints(
+                checkpoints, rank, world_size, self.replicas, supervisor.note,
+                run=os.environ.get(ENV_RUN, ""), why_not=supervisor.ask_place,
+            )  # fmt: skip
+        self._supervisor = supervisor
+        several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)
+        if overlap_update and len(self.replicas) == 1 < world_size:
+            raise UsageError(
+                "job.track(): overlap_update=True needs replicas of what this rank holds: without any, there is no "
+                "reduction to overlap with; leave it out."
+            )
+        agree = transfer.agree if supervisor and several_sets else None
+        if agree is not None and self.messages is not None:
+            agree = self.messages.agreeing(agree)
+        self.updates = (
+            overlapped.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, agree, exact=exact)
+            if overlap_update
+            else UpdateTracker(optimizers, supervisor, agree)
+        )
+        if overlap_update:
+            pipelining.watch_schedules(lambda schedule, first: _without_reduction(ddps if first else ()))
+        self._sharded = _sharded_roots(pending)
+        self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
+        self.keepers: list[ddp_buckets.BucketKeeper] = []
+        self._carried: CarriedGradients | None = None
+        self._left: GradientWatch | None = None
+        self._touched: TouchedParameters | None = None
+        self._unstepped: ChangedWithoutStep | None = None
+        self._tells = rank == self.replicas[0]
+        if supervisor is None:
+            return
+        self._carried = CarriedGradients(optimizers.values(), self._sharded)
+        if not overlap_update:
+            self._touched = TouchedParameters(optimizers.values())
+            self._unstepped = ChangedWithoutStep(optimizers.values())
+        for module in ddps:
+            try:
+                self.keepers.append(ddp_buckets.BucketKeeper(module))
+            except ddp_buckets.UnsupportedModule as error:
+                raise UsageError(f"job.track(): {error}") from None
+            ddp_buckets.sync_buffers_after_forward(module)
+
+    @property
+    def unwinds(self) -> str:
+        """See `RankReport`; of an iteration that is under way."""
+        if self.messages is None:
+            return ""
+        return "have DDP in their stage" if self.keepers else self.messages.unwinds(updated=self.updates.updated)
+
+    def begin(self, iteration: int, *, ghost: bool = False) -> None:
+        """Iteration number *iteration* begins."""
+        for keeper in self.keepers:
+            keeper.iteration = iteration
+        self.updates.begin(ghost=ghost)
+        if self._carried is not None:
+            self._carried.begin(ghost=ghost)
+        if self._left is not None and not ghost:
+            self._left.start()
+        if self._touched is not None:
+            self._touched.begin(ghost=ghost)
+        if self._unstepped is not None:
+            self._unstepped.begin(ghost=ghost)
+        if self.messages is not None and not ghost:
+            assert self._supervisor is not None
+            self.messages.begin(iteration, self._supervisor.generation)
+
+    def plain_others(self) -> dict[str, Any]:
+        """Objects that the script has tracked, of classes that are not torch's."""
+        known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+        return {name: one for name, one in self.state.others.items() if not isinstance(one, known)}
+
+    def digests_of_others(self) -> list[int]:
+        """Of the state of a loader that is tracked, and of `plain_others` besides; 63 bits each."""
+        others = {name: stateful.capture(one) for name, one in sorted(self.plain_others().items())}
+        loader = others.pop("loader", None)
+        return [fingerprint(loader) >> 1, fingerprint(others) >> 1]
+
+    def check_repeatable(self) -> None:
+        """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one
+        before, and for an update without a step; says it if the script changes what an optimizer updates."""
+        if self._unstepped is not None and self._unstepped.end(updated=self.updates.num_steps > 0):
+            if self._unstepped.found:
+                raise UsageError(touched.without_step(self._names_of(map(id, self._unstepped.found))))
+            self._unstepped = None
+        if self._carried is not None and self._carried.end(updated=self.updates.num_steps > 0):
+            self._carried = None
+        if self._touched is not None and self._touched.end(updated=self.updates.num_steps > 0):
+            if self._touched.found and self._tells and self._supervisor is not None:
+                self._supervisor.note(touched.told(self._names_of(self._touched.found)))
+            self._touched = None
+
+    def _names_of(self, ids: Iterable[int]) -> list[str]:
+        """Of parameters, by id, or the id of the part that is here."""
+        names = self.state.parameter_names()
+        known = {id(local_of(p)): names[id(p)] for p in self.state.parameters()}
+        return sorted(known[one] for one in ids)
+
+    def end(self) -> None:
+        """The iteration, or a section, is over, and counts."""
+        if self.messages is not None:
+            self.messages.end()
+        if self.pipelines is not None:
+            self.pipelines.end()
+
+    def pass_over(self) -> None:
+        """The iteration was cut after all that it had to send; it counts, or an update comes that does."""
+        if self.messages is not None:
+            self.messages.pass_over()
+        if self.pipelines is not None:
+            self.pipelines.pass_over()
+
+    def rewind(self) -> None:
+        """It was cut, and will be run again."""
+        if self.messages is not None:
+            self.messages.rewind()
+        if self.pipelines is not None:
+            self.pipelines.rewind()
+
+    def reset_shards(self) -> None:
+        """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered
+        and was reducing; parameters are this rank's parts again."""
+        for root in self._sharded:
+            torch_fsdp.reset_fsdp(root)
+
+    def layouts_for(self, iteration: int) -> list[torch_ddp.Layout | None]:
+        """On a survivor, before `restore_layouts`: the DDP buckets with which *iteration* begins."""
+        return [keeper.layout_for(iteration) for keeper in self.keepers]
+
+    def restore_layouts(self, layouts: Sequence[torch_ddp.Layout | None]) -> None:
+        """On every rank, after the groups were stopped: get DDP ready for another forward, with these buckets."""
+        for keeper, layout in zip(self.keepers, layouts, strict=True):
+            keeper.restore(layout)
+
+    def carry_gradients(self, *, may_refuse: bool = True) -> bool:
+        """An iteration has ended without an update: the gradients that it has left are a part of the state from now on.
+        Whether there are any. Raises `UsageError` for those that no replica can have, if it *may_refuse* them."""
+        overlaps = isinstance(self.updates, overlapped.OverlappedUpdates)
+        why_not = "overlap_update=True" if overlaps else ""
+        self.state.carried = left_behind.digest(
+            self.state.parameters(), self._sharded, why_not=why_not, may_refuse=may_refuse
+        )
+        return self.state.carried != 0
+
+    def watch_gradients(self) -> None:
+        """See whether the next iteration adds to the gradients that are carried into it."""
+        self._left = GradientWatch(self.state.optimizers.values(), self._sharded)
+
+    def uses_gradients(self) -> bool | None:
+        """Whether the iteration that is over, or cut after its update, has done so; None if nobody has looked."""
+        watch, self._left = self._left, None
+        if watch is None:
+            return None
+        has_seen = watch.has_seen
+        watch.stop()
+        return has_seen
+
+    def copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.detach().clone()) for model in self.state.models.values() for buffer in model.buffers()]
+
+    @staticmethod
+    def put_buffers(buffers: list[tuple[Tensor, Tensor]]) -> None:
+        with torch.no_grad():
+            for live, saved in buffers:
+                live.copy_(saved)
+
+    @contextlib.contextmanager
+    def without_reduction(self, *, finite: bool) -> Iterator[None]:
+        """Forward and backward of tracked DDP models stay local.
+
+        *finite*: the update was made, so the gradients of all ranks together were finite. A GradScaler has to come to
+        the same decision, and gradients of this rank alone say nothing about it: it is shown zeros.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_without_reduction(keeper.ddp for keeper in self.keepers))
+            stack.enter_context(pipelining.without_last_backward())
+            if finite and self._scaled:
+                for parameter in self.state.parameters():
+                    if parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(_clear_gradient)  # type: ignore[no-untyped-call]
+                        stack.callback(hook.remove)
+            yield
+
+    def script_side(self) -> Snapshot:
+        """A snapshot, still empty, of what only the script changes: not of a GradScaler, which sees all ranks'
+        gradients.
+        """
+        state = self.state
+        others = {n: other for n, other in state.others.items() if not isinstance(other, torch.amp.GradScaler)}
+        side = TrainingState(state.models, state.optimizers, others)
+        side.carried = state.carried
+        return Snapshot(side)
+
+    def checksum(self) -> int:
+        return checksum(self.state.replicated_tensors())
+
+
+def _ddps(pending: Pending) -> list[DistributedDataParallel]:
+    modules = {id(module): module for model in pending["models"].values() for module in model.modules()}
+    return [module for module in modules.values() if isinstance(module, DistributedDataParallel)]
+
+
+@contextlib.contextmanager
+def _without_reduction(ddps: Iterable[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, a forward does not make DDP reduce in the backward after it. (A pipeline's stages also run their modules
+    to tell each other shapes: the gradients of the first micro-batch would be reduced then.)"""
+    with contextlib.ExitStack() as stack:
+        for module in ddps:
+            stack.enter_context(module.no_sync())
+            stack.enter_context(ddp_buckets.stays_unsynchronised(module))
+        yield
+
+
+def _clear_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.detach().zero_()
+
+
+def _sharded_roots(pending: Pending) -> list[FSDPModule]:
+    """The outermost modules that `fully_shard` was applied to."""
+    roots: list[FSDPModule] = []
+    below: set[int] = set()
+    for model in pending["models"].values():
+        for module in model.modules():  # parents first
+            if torch_fsdp.is_fsdp(module) and id(module) not in below:
+                roots.append(module)
+                below |= {id(child) for child in nn.Module.modules(module)}  # type: ignore[arg-type]
+    return roots
+
+
+def _replica_set(
+    ddps: list[DistributedDataParallel], parameters: Sequence[Any], given: Sequence[int] | None, world_size: int
+) -> list[int]:
+    """Global ranks that hold the same as this one: of a DDP module those of its group, with whatever shards it has;
+    of other sharded parameters those along the replicated dimensions of their mesh."""
+    if given is not None:
+        return sorted(given)
+    ranks = set(range(world_size))
+    for module in ddps:
+        ranks &= set(groups.global_ranks(module.process_group))
+    in_ddp = {id(parameter) for module in ddps for parameter in module.parameters()}
+    known: dict[Any, list[int]] = {}
+    for parameter in parameters:
+        if is_sharded(parameter) and id(parameter) not in in_ddp:
+            where = (parameter.device_mesh, tuple(parameter.placements))
+            if where not in known:
+                known[where] = replicas_of(parameter)
+            ranks &= set(known[where])
+    return sorted(ranks)
+
+
+def imported_packages() -> list[str]:
+    """Installed top-level packages that this process has imported: what a replacement will import, too.
+
+    Modules beside the script are left out: they may look at the environment of the worker when imported.
+    """
+    roots = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    names = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.startswith(("torch", "numpy", "swift_", "_")) or "._" in name:
+            continue
+        if file.startswith(roots) and name.count(".") <= 1:
+            names.add(name)
+    return sorted(names)

@@ -1,0 +1,1 @@
+"""Was the update of this iteration made? Updates that overlap the backward."""

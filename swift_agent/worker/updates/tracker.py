@@ -1,0 +1,475 @@
+"""Knows, at any instant, whether the update of this iteration has been made; through hooks of the optimizers.
+
+With one optimizer an iteration is untouched before its step and complete after it; the fence in front of the step and
+the report of the supervisor make that exact. With several, an iteration may be cut between two steps: unless their
+steps follow each other without a backward in between (then no peer failure can be noticed between them), the
+parameters and state that an earlier step overwrites are kept until the last one is done, so that the iteration can be
+taken back. A step that is given a closure is untouched until that has returned (`closures`).
+
+This module must never communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.updates.closures import StepClosure, closure_of, is_torchs_own, with_closure
+from swift_recovery.undo.patch import copy_of, put_back
+
+_POLL_S = 20e-6
+# What to do about an agreement that was cut.
+Way = Literal["update", "agree", ""]
+
+
+class UpdateTracker:
+    """Hooks into *optimizers*; `updated` and `reduced` may be read from any thread.
+
+    *agree*: where ranks hold different parts of the model. Returns, on each rank, only if all have called it: right
+    before the update, so that nobody makes one that others cannot make too. Who was cut in it or after it has all its
+    gradients, and can still update (`finish_update`).
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, Optimizer], supervisor: Supervisor | None,
+        agree: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._optimizers = dict(optimizers)
+        self._supervisor = supervisor
+        self._agree = agree
+        self._agreed = self._finishing = self._goes_on = self._is_at_end = False
+        self._in_iteration = False
+        self._ghost = False
+        self._stepped: list[str] = []
+        self._kept: dict[str, _Kept] = {}
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        # Whether a backward follows an optimizer's step before the last step; unknown counts as yes.
+        self._apart: dict[str, bool] = {}
+        self._seen: dict[str, list[_Seen]] = {}
+        self._in_step = False
+        self._running = ""
+        self._closing: StepClosure | None = None
+        # Whether an optimizer changes parameters before a call of its closure; unknown counts as yes.
+        self._within = {name: agree is None and not is_torchs_own(each) for name, each in optimizers.items()}
+        # The usual case has nothing to keep, and must cost next to nothing.
+        self._is_simple = (
+            len(optimizers) == 1 and agree is None and not any(map(_cuda_device, optimizers.values()))
+        )  # fmt: skip
+        self._devices = {name: _cuda_device(optimizer) for name, optimizer in optimizers.items()}
+        self.updated = False
+        self.reduced = False
+        """The gradients of the iteration are complete, and none of its steps was made."""
+        self.mixed = False
+        """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
+        self.goes_on: Callable[[Exception], Way] = lambda error: ""
+        """Asked when the agreement was cut by *error*. "update": all go on from after this update, so it is made;
+        `Supervisor.enter` has been called: no report is made before the update is whole. "agree": this process has
+        joined the others where it is, and all agree again. "": the iteration is cut."""
+        self.failed: BaseException | None = None
+        """What an optimizer has raised in another thread than the script's."""
+        for name, optimizer in self._optimizers.items():
+            before, after = self._hooks(name)
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._stepped)
+
+    @property
+    def is_open(self) -> bool:
+        """An update is under way, or stands between two steps that cannot be taken back: no report is made before it
+        is whole, or cut."""
+        return self._in_step
+
+    @property
+    def done(self) -> tuple[int, ...]:
+        """Parameters, by number, that a half-done update has reached: none, where a step updates all at once."""
+        return ()
+
+    @property
+    def has_changed_nothing(self) -> bool:
+        """In this iteration, so far."""
+        return not self._stepped
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers there are for `done`."""
+        return 0
+
+    def begin(self, *, ghost: bool = False) -> None:
+        """An iteration begins. *ghost*: its steps must have no effect."""
+        self._in_iteration, self._ghost = True, ghost
+        self._agreed = self._goes_on = self._is_at_end = self.reduced = False
+        if self._in_step:  # a step failed, and the script has caught that
+            self._leave_step()
+        self._stepped, self._running, self._closing = [], "", None
+        if self._kept:
+            self._kept.clear()
+        self.updated = False
+
+    def finish(self) -> None:
+        """The iteration has ended as it should."""
+        if not self._is_simple:
+            for name in self._stepped:
+                self._apart.setdefault(name, False)
+        if self._kept:
+            self._kept.clear()
+        self._in_iteration, self._ghost = False, False
+        self.updated = self.reduced = False
+        if self._in_step:
+            self._leave_step()
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, an iteration is repeated that others have made long ago: its steps count, and ask nobody."""
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
+
+    def join_agreement(self) -> None:
+        """The iteration ends; the others may wait for who makes no step in it."""
+        if self._agree is None or self._stepped:
+            return
+        if not self._agreed and not self._ghost and not self._finishing:
+            self._agreed = True
+            self._pass_at_end()
+
+    def _pass_at_end(self) -> None:
+        """Agree when this iteration changes nothing more: with that it is complete."""
+        assert self._agree is not None and self._supervisor is not None
+        # From now on this rank gets to the state after it by itself.
+        self.reduced = self._is_at_end = True
+        # One way or the other no report is made until this is through.
+        self._pass(self._agree, self._wait_for_devices, self._supervisor.enter_step)
+        self.updated, self.reduced = True, False
+        self._supervisor.leave()
+
+    def _wait_for_devices(self) -> None:
+        for name in self._optimizers:
+            self._wait_for_gradients(name)
+
+    def _pass(self, *barriers: Callable[[], object]) -> bool:
+        """Pass them in this order, from the first one again where this process stays in its iteration; False: without
+        them, the update is to be made. Raises what has cut them."""
+        while True:
+            try:
+                for barrier in barriers:
+                    barrier()
+                return True
+            except Exception as error:
+                cut = error
+            try:
+                way = self.goes_on(cut)
+                if way == "update":
+                    return False
+                if way != "agree":
+                    raise cut
+            finally:
+                del cut  # its traceback has this frame: what the script holds would live on with it
+
+    def finish_update(self) -> None:
+        """The iteration was cut when all its gradients were complete: make its steps. With the report's lock held."""
+        if not self._is_at_end:
+            self._finishing = True
+            try:
+                for optimizer in self._optimizers.values():
+                    optimizer.step()
+            finally:
+                self._finishing = False
+        self.updated, self.reduced = True, False
+
+    def settle(self) -> None:
+        """The state here is that of an iteration again; what was kept of a half-done update is let go."""
+        self.updated = False
+
+    def cut(self) -> None:
+        """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
+        this rank holds the state after the iteration, `mixed` whether it holds none."""
+        self._unhide()
+        begun = [*self._stepped, self._running] if self._running else self._stepped
+        if not self._ghost and not self.updated:
+            for name in begun:
+                if name in self._kept:
+                    self._kept[name].put_back(self._optimizers[name])
+                else:
+                    self.mixed = True
+        if self._ghost:
+            for name, kept in self._kept.items():
+                kept.put_back(self._optimizers[name])
+        self._kept.clear()
+        self._in_iteration, self._ghost = False, False
+        self._running = ""
+        self._leave_step()  # last: the report is made as soon as no step is under way
+
+    # ---- hooks ----
+
+    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What is called in every iteration, with cold caches: for the usual case in as few steps as can be."""
+        supervisor = self._supervisor
+        if not self._is_simple or supervisor is None:
+            return lambda _, args, named: self._on_step(name, args, named), lambda *_: self._after(name)
+
+        def before(_: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if self._ghost or not self._in_iteration or self._stepped or len(args) > 1 or named:
+                return self._on_step(name, args, named)
+            if not self._in_step:  # else the class calls the step of another one, which has hooks of its own
+                supervisor.enter_step()
+            self._in_step, self._running = True, name
+            return None
+
+        def after(*_: Any) -> None:
+            if self._ghost or self._closing is not None:
+                self._after(name)
+                return
+            self._running = ""
+            if self._in_step:
+                self._stepped.append(name)
+                self.updated, self._in_step = True, False
+                supervisor.leave()
+
+        return before, after
+
+    def _on_step(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A step begins; returns what it is to be called with, None for what it was."""
+        closure = closure_of(args, named)
+        if isinstance(closure, StepClosure):
+            return None  # the class calls the step of another one
+        if closure is None or self._supervisor is None or self._finishing or not (self._in_iteration or self._ghost):
+            self._before(name)
+            return None
+        optimizer = self._optimizers[name]
+        if not self._within[name]:
+            begins = functools.partial(self._closed, name)
+            self._closing = StepClosure(optimizer, closure, begins, self._in_between(name))
+        else:
+            if not self._ghost:
+                self._before(name)
+            # Its step may fail without gradients, so a ghost's is made, and taken back.
+            self._kept[name] = _Kept(optimizer, every=True)
+            self._closing = StepClosure(optimizer, closure, None, self._in_between(name))
+        return with_closure(self._closing, args, named)
+
+    def _closed(self, name: str, closing: StepClosure) -> None:
+        """The closure has returned for the first time: the update begins."""
+        if closing.is_late:
+            self._note_within(name)
+        self._before(name)
+
+    def _in_between(self, name: str) -> Callable[[Callable[[], Any]], Any]:
+        """How a closure is called with the update begun: it may be cut if what was overwritten is kept."""
+
+        def call(closure: Callable[[], Any]) -> Any:
+            if self._ghost:
+                return closure()
+            if name not in self._kept:
+                self._note_within(name)
+                return closure()
+            self._leave_step()
+            result = closure()
+            self._wait_for_gradients(name)
+            assert self._supervisor is not None
+            self._supervisor.enter_step()
+            self._in_step = True
+            return result
+
+        return call
+
+    def _note_within(self, name: str) -> None:
+        if self._agree is not None:
+            raise UsageError(
+                f"optimizer '{name}' changes parameters before it calls its closure, or calls it again: where ranks "
+                "hold different parts of a model such an update could not be recovered. Make it in two iterations."
+            )
+        self._within[name] = True  # from the next step on, what it overwrites is kept
+
+    def _check_closed(self, name: str) -> None:
+        """A step that was given a closure is over."""
+        closing, self._closing = self._closing, None
+        if closing is None:
+            return
+        if not closing.num_calls:
+            raise UsageError(
+                f"optimizer '{name}' has made a step without calling its closure: call the closure before the step, "
+                "and the step without it."
+            )
+        if closing.is_plain:
+            self._within[name] = False
+
+    def _before(self, name: str) -> None:
+        if self._finishing:
+            return
+        if self._ghost:
+            self._hide(name)
+            return
+        if not self._in_iteration:
+            if self._supervisor is not None:
+                raise UsageError(
+                    f"optimizer '{name}' made a step outside a function decorated with @job.iteration: "
+                    "such an update could not be recovered. Move the step into the iteration."
+                )
+            return
+        if name in self._stepped:
+            raise UsageError(
+                f"optimizer '{name}' makes a second step in one iteration. An iteration is one update: "
+                "call the @job.iteration function once per step."
+            )
+        if self._supervisor is None:
+            return
+        moved = self._notice_backward(name)
+        if moved or not self._in_step:
+            self._wait_for_gradients(name)
+        if self._agree is not None and not self._agreed:
+            self._reach_agreement(name)
+        if not self._in_step:
+            self._supervisor.enter_step()
+            self._in_step = True
+        self._running = name
+        if self._must_keep(name):
+            self._kept[name] = _Kept(self._optimizers[name])
+
+    def _reach_agreement(self, name: str) -> None:
+        """Once in an iteration: before its first step, if no backward follows before the last one, else before that."""
+        first, is_last = not self._stepped, len(self._stepped) + 1 == len(self._optimizers)
+        if not is_last and not (first and not any(self._apart.get(other, True) for other in self._optimizers)):
+            return
+        assert self._agree is not None
+        self._agreed = True
+        self.reduced = first
+        assert self._supervisor is not None
+        if not first:
+            # Nobody else may count on this update, and with a step under way no plan would come.
+            self._agree()
+            self._wait_for_gradients(name)
+        elif self._devices[name] is not None:
+            self._goes_on = self._in_step = not self._pass(self._agree)
+            if not self._in_step:
+                self._wait_for_gradients(name)
+        else:
+            # Who is stopped right after it has agreed as well.
+            self._goes_on = not self._pass(self._agree, self._supervisor.enter_step)
+            self._in_step = True
+
+    def _after(self, name: str) -> None:
+        if self._finishing:
+            return
+        self._check_closed(name)
+        if self._ghost:
+            self._unhide()
+            if name in self._kept:
+                self._kept.pop(name).put_back(self._optimizers[name])
+            return
+        self._running = ""
+        self._stepped.append(name)
+        if len(self._stepped) == len(self._optimizers):
+            self.updated = True
+        self.reduced = False
+        if self._supervisor is not None:
+            self._note_gradients()
+            # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
+            if self.updated or (not self._goes_on and all(step in self._kept for step in self._stepped)):
+                self._leave_step()
+
+    def _leave_step(self) -> None:
+        if self._in_step and self._supervisor is not None:
+            self._in_step = False
+            self._supervisor.leave()
+
+    def _must_keep(self, name: str) -> bool:
+        if len(self._optimizers) == 1 or len(self._stepped) + 1 == len(self._optimizers):
+            return False
+        return self._apart.get(name, True)
+
+    def _note_gradients(self) -> None:
+        """Remember what the gradients of the optimizers to come look like after a step."""
+        waiting = [name for name in self._optimizers if name not in self._stepped]
+        self._seen = {name: [_Seen(grad) for grad in self._gradients(name)] for name in waiting}
+
+    def _notice_backward(self, name: str) -> bool:
+        """Gradients that moved since the last step mean that a backward, which may be cut, lies between the steps."""
+        if self._stepped and self._have_moved(name):
+            self._apart.update(dict.fromkeys(self._stepped, True))
+            return True
+        return False
+
+    def _have_moved(self, name: str) -> bool:
+        seen, now = self._seen.get(name, []), self._gradients(name)
+        return len(seen) != len(now) or not all(one.is_still(grad) for one, grad in zip(seen, now, strict=True))
+
+    def _gradients(self, name: str) -> list[Tensor | None]:
+        return [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]
+
+    # ---- reductions ----
+
+    def _wait_for_gradients(self, name: str) -> None:
+        """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when
+        every reduction before it is known to be complete; the host waits for the device here, and gives up if
+        stopped."""
+        device = self._devices[name]
+        if device is None:
+            return
+        assert self._supervisor is not None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        while not event.query():  # type: ignore[no-untyped-call]
+            if self._supervisor.interrupted:
+                raise PeerFailure("stopped while gradients were being reduced")
+            time.sleep(_POLL_S)
+
+    # ---- ghost ----
+
+    def _hide(self, name: str) -> None:
+        # A parameter without a gradient is skipped by every optimizer.
+        for group in self._optimizers[name].param_groups:
+            for parameter in group["params"]:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _unhide(self) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+
+
+def _cuda_device(optimizer: Optimizer) -> torch.device | None:
+    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    return next((device for device in devices if device.type == "cuda"), None)
+
+
+class _Seen:
+    """What a gradient was. Known again by a weak reference: where one is freed the next one often has its address."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
+
+    def is_still(self, grad: Tensor | None) -> bool:
+        """Whether it is *grad*, unchanged."""
+        if self._grad is None or grad is None:
+            return self._grad is None and grad is None
+        return self._grad() is grad and grad._version == self._version
+
+
+class _Kept:
+    """Parameters and state of one optimizer before its step."""
+
+    def __init__(self, optimizer: Optimizer, *, every: bool = False) -> None:
+        """Of parameters with a gradient, or of *every* one."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if every or p.grad is not None]
+        self._copies = [(parameter, copy_of(optimizer, parameter)) for parameter in parameters]
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        for parameter, copy in self._copies:
+            put_back(optimizer, parameter, copy)

@@ -1,0 +1,271 @@
+"""Which tests with jobs and servers `make test` runs: at least one for each thing that the product does, by real
+processes. All others of these directories are marked `full`, and run in `make test-all`. tests/unit and tests/model run
+in both.
+
+A name stands for all its parameters; one with brackets for those only. A name that is no test's is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+ALL = ("",)
+
+QUICK: dict[str, tuple[str, ...]] = {
+    # ---- a worker or a node is lost ----
+    "faults/test_kill_points.py": (
+        "test_both_workers",
+        "test_worker[1-first iteration]",
+        "test_worker[1-second iteration, where DDP settles its buckets]",
+        "test_worker[1-last iteration]",
+        "test_worker[1-end of the run]",
+        "test_worker[1-inside swift.init]",
+        "test_node[forward]",
+        "test_node[inside the step of the victim only]",
+        "test_node[evaluation]",
+        "test_node[first iteration]",
+    ),
+    "faults/test_cascades.py": (
+        "test_second_failure_during_recovery[init-1]",
+        "test_second_failure_during_recovery[rebuild-1]",
+        "test_second_failure_during_recovery[transfer-2]",
+        "test_second_failure_during_recovery[verify-0]",
+        "test_node_lost_during_the_recovery_of_another",
+    ),
+    "faults/test_defaults.py": (
+        "test_a_rank_that_advances_may_be_killed_many_times",
+        "test_kills_without_progress_end_the_job_at_the_third",
+        "test_the_same_exception_ends_the_job_at_the_second_time[raises]",
+        "test_the_quick_start_goes_on_when_a_worker_is_killed",
+    ),
+    "faults/test_soak.py": ALL,
+    "faults/test_journal.py": ALL,
+    # ---- coordinator, etcd, network ----
+    "faults/test_coordinator_failover.py": (
+        "test_killed",
+        "test_killed_before_the_first_generation",
+        "test_generation_that_forgets_a_node[kill-after]",
+        "test_frozen_while_nothing_fails",
+    ),
+    "faults/test_etcd_trouble.py": (
+        "test_a_single_etcd_is_restarted",
+        "test_the_leader_is_killed",
+        "test_all_leases_run_out_while_etcd_is_out_of_reach[nothing]",
+    ),
+    "faults/test_cut_off.py": ("test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare",),
+    "faults/test_split_brain.py": ("test_a_single_node_and_its_successor",),
+    "faults/test_neighbours.py": (
+        "test_a_port_scan_during_a_recovery_does_no_harm",
+        "test_a_state_that_is_altered_on_its_way_is_sent_again",
+    ),
+    # ---- what operators do ----
+    "faults/test_drain.py": ("test_a_stage_of_a_pipeline_moves[checkpoints]", "test_one_node_after_the_other"),
+    "faults/test_elastic.py": (
+        "test_it_begins_at_once_when_all_are_here_and_outlives_the_coordinator",
+        "test_a_job_that_is_recovered_in_place_grows_between_two_iterations",
+    ),
+    "faults/test_endings.py": (
+        "test_signal_ends_the_whole_job[15]",
+        "test_workers_die_with_their_agent",
+        "test_restarts_used_up",
+    ),
+    "faults/test_demo.py": ("test_demo_notices_one_different_bit",),
+    # ---- models ----
+    "faults/test_hsdp.py": (
+        "test_workers",
+        "test_nodes[agree and agreed]",
+        "test_shards_without_replicas_come_back_from_a_checkpoint",
+    ),
+    "faults/test_meshes.py": (
+        "test_workers",
+        "test_nodes[forward and before_step-tensor]",
+        "test_nodes[forward and before_step-dtensor]",
+        "test_nodes[forward and before_step-pipeline]",
+    ),
+    "faults/test_overlap.py": (
+        "test_exact[sgd]",
+        "test_exact[adamw]",
+        "test_undone_within_the_bound[adam]",
+        "test_undone_within_the_bound[muon]",
+        "test_nothing_is_undone_that_a_survivor_has_untouched[lamb]",
+        "test_any_subset_of_ranks_has_updated_any_buckets[0-muon]",
+        "test_of_two_replica_sets_one_is_through[adamw]",
+        "test_immediate_rollback",
+        "test_lossy_forward",
+    ),
+    "faults/test_uneven.py": ("test_a_replica_of_one_stage_is_lost_beside_a_stage_that_logs",),
+    "faults/test_uneven_nodes.py": ALL,
+    # ---- pipelines, logs, checkpoints ----
+    "faults/test_pipelines.py": (
+        "test_workers[forward]",
+        "test_workers[agree]",
+        "test_workers[between]",
+        "test_nodes[forward]",
+        "test_neighbours_are_lost_together",
+        "test_several_nodes_are_lost_at_once[[3, 2, 0]]",
+        "test_who_gives_a_log_is_lost_meanwhile",
+        "test_the_replacement_is_lost_as_well",
+        "test_schedules[ByHand]",
+        "test_schedules[ScheduleZBVZeroBubble]",
+        "test_a_repetition_that_differs_is_noticed[worker-5-0]",
+        "test_sections_without_communication_are_repeated",
+        "test_who_has_taken_part_in_a_collective_begins_its_iteration_anew",
+        "test_messages_that_are_received_after_the_update[the sender]",
+        "test_what_collectives_gave_is_repeated[from a checkpoint]",
+        "test_collectives_cannot_be_repeated[one is lost-compiled]",
+    ),
+    "faults/test_checkpoints.py": (
+        "test_a_lost_stage_begins_with_the_newest[forward-begins0]",
+        "test_neighbours_lost_together_begin_with_the_same",
+        "test_a_loss_at_each_step_of_a_checkpoint[the worker of rank 0]",
+        "test_all_begin_with_it_if_iterations_cannot_be_repeated",
+        "test_a_damaged_one_is_not_used",
+        "test_replicas_write_one_part",
+    ),
+    "faults/test_log_store.py": ("test_logs_that_are_in_a_store_only[s3]", "test_a_disk_that_is_full"),
+    # ---- scripts ----
+    "faults/test_scripts.py": (
+        "test_form[scaler, clipping, scheduler outside]",
+        "test_form[loader processes]",
+        "test_form[job.run]",
+        "test_form[evaluation among the batches]",
+        "test_form[barriers between iterations]",
+        "test_survivor_ahead[source lost]",
+        "test_collective_outside_an_iteration",
+    ),
+    "faults/test_waits.py": ("test_who_works_alone_is_waited_for",),
+    "strangers/test_strangers.py": (
+        "test_stranger[ddp tutorial-worker]",
+        "test_stranger[image classifier-node]",
+        "test_stranger[step with a closure-node]",
+        "test_stranger[learning rate by a counter-worker]",
+        "test_stranger[averaged model-node]",
+        "test_stranger[lightning's trainer-worker]",
+        "test_stranger[transformers' trainer-node]",
+        "test_stranger[traced pipeline-worker]",
+        "test_stranger[micro-steps with a flag-node]",
+        "test_stranger[accelerate's loader-node]",
+        "test_stranger[stateful loader-worker]",
+        "test_stranger[augmentation in processes that stay-node]",
+        "test_stranger[stream-node]",
+        "test_stranger[a sampler that counts-worker]",
+        "test_stranger[batches in groups-node]",
+        "test_stranger[one batch ahead of the loop-worker]",
+    ),
+    # ---- torchrun's command line ----
+    "integration/test_torchrun_parity.py": (
+        "test_environment_and_arguments_of_a_script",
+        "test_failure_is_reported_alike[kill--9]",
+        "test_all_workers_of_an_unmodified_script_are_restarted",
+        "test_torchs_own_backends_still_work[c10d]",
+        "test_main_returns_none_or_raises_as_torchs[swift-etcd]",
+    ),
+    "integration/test_torchrun_launcher.py": (
+        "test_the_caller_of_main_keeps_its_children",
+        "test_a_failure_names_its_error_file[option0]",
+        "test_workers_meet_where_they_are_told_to",
+        "test_events_are_those_of_torchs_agent[badly]",
+        "test_nodes_of_different_roles_sizes_and_arguments",
+    ),
+    "integration/test_torch_plugin.py": (
+        "test_two_nodes_train_and_leave_nothing",
+        "test_torch_finds_it_whatever_is_imported_first",
+    ),
+    "integration/test_bad_input.py": (
+        "test_options[args0---spares]",
+        "test_all_mistakes_at_once",
+        "test_script_missing",
+        "test_unreachable_etcd",
+        "test_two_jobs_with_one_id",
+        "test_api_misuse[body5-second step]",
+    ),
+    "integration/test_early_signals.py": (
+        "test_nothing_remains[joined-15]",
+        "test_nothing_remains[etcd's directory-2]",
+    ),
+    "integration/test_security.py": (
+        "test_a_job_over_tls_with_a_role_of_its_own_leaks_no_secret",
+        "test_a_node_with_another_secret_does_not_get_in",
+    ),
+    # ---- parts with real processes and servers ----
+    "integration/test_ddp_surgery.py": ALL,
+    "integration/test_overlap_updates.py": ALL,
+    "integration/test_process_group.py": ALL,
+    "integration/test_results.py": ALL,
+    "integration/test_staying.py": ALL,
+    "integration/test_strangers.py": ALL,
+    "integration/test_replica_transfer.py": (
+        "test_one_source_serves_a_replacement_and_a_survivor",
+        "test_a_source_that_dies_leaves_a_staged_survivor_whole",
+        "test_plan",
+        "test_every_byte_is_planned_once",
+    ),
+    "integration/test_ctl.py": ALL,
+    "integration/test_ctl_commands.py": ALL,
+    "integration/test_etcd_client.py": ALL,
+    "integration/test_etcd_members.py": ALL,
+    "integration/test_liveness.py": ALL,
+    "integration/test_native.py": (
+        "test_the_path_tells_torch_python_and_source_apart",
+        "test_it_is_not_loaded_if_others_may_have_put_it_there",
+        "test_it_is_used_only_if_built_and_wanted",
+        "test_a_forward_without_backend_says_why",
+        "test_compiled_seeds_are_those_of_python",
+        "test_a_watched_snapshot_is_that_of_python",
+    ),
+    "integration/test_private_etcd.py": ALL,
+    "integration/test_s3.py": ALL,
+    "integration/test_hdfs.py": (
+        "test_files_come_and_go",
+        "test_checkpoints_come_back_and_old_ones_go",
+        "test_nobody_there_is_said_before_anything_starts",
+    ),
+}
+
+# Of these nobody trains: they run beside jobs, and take the time that those leave.
+NO_JOBS = (
+    "tests/model/",
+    "tests/unit/",
+    *(
+        f"tests/integration/test_{name}.py"
+        for name in (
+            "ctl",
+            "ctl_commands",
+            "etcd_client",
+            "etcd_members",
+            "hdfs",
+            "libhdfs",
+            "native",
+            "private_etcd",
+            "s3",
+        )
+    ),
+)
+
+
+def is_full(nodeid: str) -> bool:
+    """Whether that test runs in `make test-all` only."""
+    path, _, name = nodeid.removeprefix("tests/").partition("::")
+    if path.startswith(("unit/", "model/")):
+        return False
+    return not any(_stands_for(entry, name) for entry in QUICK.get(path, ()))
+
+
+def unknown(nodeids: Iterable[str]) -> list[str]:
+    """Entries that stand for none of these tests, of the files that are among them."""
+    names: dict[str, list[str]] = {}
+    for nodeid in nodeids:
+        path, _, name = nodeid.removeprefix("tests/").partition("::")
+        names.setdefault(path, []).append(name)
+    return [
+        f"tests/{path}::{entry}"
+        for path, entries in QUICK.items()
+        if path in names
+        for entry in entries
+        if not any(_stands_for(entry, name) for name in names[path])
+    ]
+
+
+def _stands_for(entry: str, name: str) -> bool:
+    return entry in ("", name, re.sub(r"\[.*", "", name))

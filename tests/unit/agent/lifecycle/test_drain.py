@@ -1,0 +1,281 @@
+"""The agent in a drain, the worker that waits for the boundary, and the speed of the job."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swift_agent.agent.lifecycle import commands as cmd
+from swift_agent.agent.lifecycle import events as msg
+from swift_agent.agent.lifecycle import rate, state
+from swift_agent.wire.channel import Channel
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_recovery.planning.plan import Plan
+from swift_rendezvous.roster.records import DrainRecord, PauseRecord, PlanRecord, TakenRecord
+from tests.support.records import failure, generation, node, owner, view
+from tests.unit.agent.lifecycle.test_machine import STORE, Agent, next_generation, none_of, only, training
+
+ORDER = {"n0": DrainRecord("n0", "n0.1", "maintenance", 1.0)}
+HANDS_OVER = Plan("copy", "w", 7, handovers=(0, 1)).to_json()
+
+
+def paused() -> Agent:
+    """The workers of n0 are asked where they are."""
+    agent = training()
+    names = ("n0", "n1", "n2")
+    asked = agent.change(nodes={name: node(name) for name in names}, drains=ORDER, pause=PauseRecord())
+    assert asked == [cmd.SendPause((0, 1), 1)]
+    return agent
+
+
+def parked() -> Agent:
+    agent = paused()
+    for rank in (0, 1):
+        agent.tell(msg.WorkerPromised(rank, agent.pid(rank), 1, 6 + rank))
+    agent.change(pause=PauseRecord(7))
+    for rank in (0, 1):
+        agent.tell(msg.WorkerParked(rank, agent.pid(rank), 1))
+    agent.given.clear()
+    return agent
+
+
+def handing_over() -> Agent:
+    """Generation 2: n2 has the slot; the workers of n0 have said what they hold."""
+    agent = parked()
+    commands = next_generation(agent, slots=("n2", "n1"), handover={0: owner("n0")}, lost={0: (0, 1)})
+    assert commands == [cmd.SendStop((0, 1), 1, "generation 2")]
+    agent.report(0, 1, 7)
+    said = only(agent.report(1, 1, 7), cmd.WriteHandover)
+    assert (said.generation, said.slot) == (2, 0)
+    assert [(report["rank"], report["iteration"]) for report in said.reports] == [(0, 7), (1, 7)]
+    return agent
+
+
+# ---- the agent ----
+
+
+def test_a_slot_speaks_once_all_its_workers_have() -> None:
+    agent = paused()
+    assert agent.tell(msg.WorkerPromised(1, agent.pid(1), 1, 9)) == []
+    assert agent.tell(msg.WorkerPromised(0, agent.pid(0), 1, 8)) == [cmd.WritePosition(1, 0, 9)]
+    assert agent.change(pause=PauseRecord(11)) == [cmd.SendBoundary((0, 1), 1, 11)]
+    assert agent.tell(msg.WorkerParked(0, agent.pid(0), 1)) == []
+    assert agent.tell(msg.WorkerParked(1, agent.pid(1), 1)) == [cmd.WriteParked(1, 0)]
+
+
+def test_a_failure_on_the_way_ends_the_pause() -> None:
+    agent = paused()
+    commands = agent.change(failures={1: failure("workers", 1, (0,))}, pause=PauseRecord(7))
+    assert commands == [cmd.SendStop((0, 1), 1, "a failure was reported")]
+
+
+def test_a_drained_node_hands_over_and_leaves_when_its_slot_trains() -> None:
+    agent = handing_over()
+    assert agent.change(plan=PlanRecord(2, HANDS_OVER, "w"), store=STORE) == [cmd.SendLeave((0, 1), 2)]
+    gone = only(agent.change(taken={0: TakenRecord(0, "n2.1")}), cmd.LeaveJob).result
+    assert gone.state == "succeeded" and "n0 was drained: n2 has slot 0" in gone.why
+
+
+def test_a_drained_node_that_is_not_needed_waits_with_its_state() -> None:
+    agent = handing_over()
+    copied = Plan("copy", "w", 7, sources={0: 2, 1: 3}).to_json()
+    assert agent.change(plan=PlanRecord(2, copied, "w"), store=STORE) == []
+
+
+@pytest.mark.parametrize("has_sent", [False, True])
+def test_the_slot_comes_back(has_sent: bool) -> None:
+    agent = handing_over()
+    if has_sent:
+        agent.change(plan=PlanRecord(2, HANDS_OVER, "w"), store=STORE)
+    commands = next_generation(agent, 3)
+    if has_sent:
+        assert commands == [cmd.SendStop((0, 1), 2, "generation 3")]
+        agent.report(0, 2, 7)
+        commands = agent.report(1, 2, 7)
+    none_of(agent.given, cmd.StartWorkers, cmd.Rejoin, cmd.KillWorkers)
+    assert len(only(commands, cmd.WriteProgress).reports) == 2
+    assert only(agent.change(plan=PlanRecord(3, Plan("copy", "w", 7).to_json(), "w"), store=STORE), cmd.SendGo)
+
+
+def test_a_drained_node_whose_worker_dies_leaves_at_once() -> None:
+    agent = handing_over()
+    gone = only(agent.exit(1, -9), cmd.LeaveJob).result
+    assert gone.state == "succeeded" and "[1] were lost in the handover" in gone.why
+
+
+def test_whoever_is_drained_does_not_come_back_as_a_spare() -> None:
+    # The generation in which it handed over has passed before it looked.
+    agent = handing_over()
+    none_of(next_generation(agent, 3, slots=("n2", "n1")), cmd.Rejoin)
+    assert only(agent.given, cmd.LeaveJob).result.state == "succeeded"
+    # The others took it for lost.
+    agent = handing_over()
+    only(agent.change(nodes={name: node(name) for name in ("n1", "n2")}), cmd.LeaveJob)
+    # It had no slot, or the job had none to give.
+    names = {name: node(name) for name in ("n0", "n1", "n2")}
+    for number in (generation(slots=("n1", "n2")), None):
+        spare = Agent()
+        only(spare.see(view(nodes=names, generation=number, drains=ORDER)), cmd.LeaveJob)
+    # That order was for another incarnation.
+    again = Agent()
+    old = {"n0": replace(ORDER["n0"], incarnation="n0.0")}
+    assert again.see(view(nodes=names, generation=generation(slots=("n1", "n2")), drains=old)) == []
+
+
+# ---- the worker ----
+
+
+class Line:
+    """A supervisor in generation 1 whose agent is this test; *at*: the iteration that is next to begin."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.agent = Channel(theirs)
+        self.agent.sock.settimeout(5.0)
+        self.supervisor = Supervisor(Channel(ours), 0)
+        self.at = 5
+        self.supervisor.start({}, dict, lambda why, generation: None, lambda: self.at)
+        assert self.agent.receive()["op"] == "hello"
+        self.agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
+                         "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})  # fmt: skip
+
+    def ask(self, generation: int = 1) -> dict[str, Any]:
+        self.agent.send({"op": "pause", "generation": generation})
+        return self.agent.receive()
+
+    def tell(self, boundary: int) -> None:
+        self.agent.send({"op": "boundary", "generation": 1, "iteration": boundary})
+
+    def holding(self, iteration: int) -> threading.Thread:
+        """The main thread, before *iteration*."""
+        thread = threading.Thread(target=self.supervisor.hold, args=(iteration,), daemon=True)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        self.agent.send({"op": "stop", "generation": 1, "why": "w"})
+        assert self.agent.receive()["op"] == "report"
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.supervisor.close()
+    made.agent.close()
+
+
+def test_a_worker_goes_no_further_than_it_has_promised_and_parks_at_the_boundary(line: Line) -> None:
+    line.supervisor.wait_go()
+    assert line.ask() == {"op": "promised", "generation": 1, "iteration": 5}
+    line.holding(4).join(5.0)  # begun before it was asked: free to go
+    waits = line.holding(5)
+    line.tell(6)
+    waits.join(5.0)
+    assert not waits.is_alive()
+    waits = line.holding(6)
+    assert line.agent.receive() == {"op": "parked", "generation": 1}
+    assert waits.is_alive()
+    line.stop()
+    waits.join(5.0)
+    assert not waits.is_alive() and line.supervisor.interrupted
+
+
+def test_a_stop_frees_who_waits_for_a_boundary(line: Line) -> None:
+    line.supervisor.wait_go()
+    line.ask()
+    waits = line.holding(5)
+    line.stop()
+    waits.join(5.0)
+    assert not waits.is_alive()
+
+
+def test_who_waits_at_its_end_is_parked_there(line: Line) -> None:
+    line.supervisor.wait_go()
+    line.ask()
+    ends = threading.Thread(target=line.supervisor.wait_release, args=(5,), daemon=True)
+    ends.start()
+    line.tell(5)
+    assert line.agent.receive() == {"op": "parked", "generation": 1}
+    line.stop()
+    ends.join(5.0)
+    assert not ends.is_alive()
+
+
+def test_who_is_asked_before_it_has_entered_holds_afterwards(line: Line) -> None:
+    line.at = 0
+    assert line.ask()["iteration"] == 0 and not line.supervisor.pausing
+    line.supervisor.wait_go()
+    assert line.supervisor.pausing
+    line.tell(0)
+    waits = line.holding(0)
+    assert line.agent.receive()["op"] == "parked"
+    line.stop()
+    waits.join(5.0)
+
+
+def test_a_pause_ends_with_its_generation(line: Line) -> None:
+    line.supervisor.wait_go()
+    line.ask()
+    line.stop()
+    line.agent.send({"op": "go", "generation": 2, "plan": Plan("copy", "w").to_json(), "world_size": 1,
+                     "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})  # fmt: skip
+    line.supervisor.wait_go()
+    assert not line.supervisor.pausing
+
+
+def test_the_listening_thread_says_where_the_worker_is(line: Line) -> None:
+    line.agent.send({"op": "where"})
+    assert line.agent.receive() == {"op": "at", "iteration": 5}
+
+
+# ---- speed ----
+
+
+def test_rank_0_is_asked_now_and_then_and_its_speed_told() -> None:
+    agent = training()
+    assert agent.tell(msg.RateTick()) == [cmd.AskIteration((0,))]
+    assert agent.tell(msg.RateTick(), msg.WorkerAt(0, agent.pid(0), 10)) == []
+    told: list[Any] = []
+    for step in range(1, 5):
+        agent.now_s += rate.ASK_S
+        assert only(agent.tell(msg.RateTick()), cmd.AskIteration)
+        agent.tell(msg.WorkerAt(1, agent.pid(1), 999), msg.WorkerAt(0, agent.pid(0) + 7, 999))  # not rank 0
+        told += agent.tell(msg.WorkerAt(0, agent.pid(0), 10 + 5 * step))
+    assert told == [cmd.TellRate(1, 15, 2.0), cmd.TellRate(1, 25, 2.0)]
+
+
+def test_a_worker_that_does_not_answer_or_is_paused_is_not_asked_again() -> None:
+    agent = training()
+    assert agent.tell(msg.RateTick()) == [cmd.AskIteration((0,))]
+    agent.now_s += 100 * rate.ASK_S
+    assert agent.tell(msg.RateTick()) == []
+    agent.tell(msg.WorkerAt(0, agent.pid(0), 10), msg.Tick(holds=False))
+    agent.now_s += rate.ASK_S
+    assert agent.state.paused and agent.tell(msg.RateTick()) == []
+    assert agent.tell(msg.Tick()) == [cmd.ReadPlace()]
+    assert only(agent.tell(msg.PlaceRead(agent.state.view.generation_revision)), cmd.ResumeWorkers)
+    assert agent.tell(msg.RateTick()) == [cmd.AskIteration((0,))]
+    # Another process in its place has not been asked yet.
+    changed = rate.watch(agent.state.rate, msg.RateTick(), 999, 1, True, agent.now_s + rate.ASK_S)
+    assert changed[1] == (cmd.AskIteration((0,)),)
+
+
+def test_a_job_that_stands_tells_nothing_new_and_a_restart_begins_anew() -> None:
+    meter = rate.see(rate.see(rate.Meter(), 10, 0.0), 20, 5.0)
+    assert meter.per_s == 2.0 and rate.tell_due(meter, 5.0)
+    meter = replace(meter, told_s=5.0, told_iteration=20)
+    assert not rate.tell_due(rate.see(meter, 20, 99.0), 99.0)
+    again = rate.see(meter, 3, 6.0)
+    assert again.per_s is None and not rate.tell_due(again, 99.0)
+    assert rate.see(meter, 21, 5.0 + rate.WINDOW_S).seen[0] == rate.Sighting(5.0, 20)
+
+
+def test_only_the_owner_of_slot_0_asks() -> None:
+    assert training("n1").tell(msg.RateTick()) == []
+    assert state.AgentState("n0", "n0.1").rate == rate.Meter()

@@ -1,0 +1,67 @@
+"""Files below a directory, and what is no store at all. The same elsewhere: tests/integration/test_s3.py,
+test_hdfs.py."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from swift_logging_store.stores.contract import StoreUnknown
+from swift_logging_store.stores.local import LocalStore, whole_file
+from swift_logging_store.stores.open import open_store
+from tests.support.stores import check_files_come_and_go
+
+
+def test_files_come_and_go(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "new" / "one"))
+    assert str(store) == str(tmp_path / "new" / "one")
+    check_files_come_and_go(store)
+
+
+@pytest.mark.parametrize("url", ["relative", "file:///tmp/x", "/tmp/x"])
+def test_urls_of_directories(url: str) -> None:
+    assert isinstance(open_store(url), LocalStore)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://name/path", "s3://", "s3:///prefix", "file://host/path", "s3://b/p?scheme=http", "hdfs:///path",
+     "hdfs://user:secret@name/path"],
+)  # fmt: skip
+def test_what_is_no_store_is_refused(url: str) -> None:
+    with pytest.raises(StoreUnknown, match="all nodes share, file:///PATH, hdfs://HOST:PORT/PATH or s3://BUCKET/PREFIX"):
+        open_store(url)
+
+
+def test_without_hdfs_native_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StoreUnknown, match=r"hdfs://name:1 needs hdfs-native: pip install 'swift-agent\[hdfs\]'"):
+        open_store("hdfs://name:1/path")
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StoreUnknown, match=r"s3://bucket needs pyarrow: pip install 'swift-agent\[s3\]'"):
+        open_store("s3://bucket/x")
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "one"
+    path.write_bytes(b"before")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"), whole_file(path) as stream:
+        stream.write(b"after")
+    with pytest.raises(ZeroDivisionError), whole_file(path) as stream:
+        stream.write(b"%d" % (1 // 0))
+    assert path.read_bytes() == b"before" and [one.name for one in tmp_path.iterdir()] == ["one"]
+    with whole_file(path, durable=False) as stream:  # does not sync
+        stream.write(b"after")
+    assert path.read_bytes() == b"after"

@@ -1,0 +1,349 @@
+"""Collect, prepare and commit between two sets of objects in one process; the bytes are copied by hand."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from swift_recovery.errors import StateError
+from swift_recovery.state.checksum import checksum
+from swift_recovery.state.incoming import Incoming
+from swift_recovery.state.tensors import Layout, has_layout, layout_of, memory_bytes, new_tensor, wire_bytes
+from swift_recovery.state.training_state import Outgoing, TrainingState
+
+
+class Net(nn.Module):
+    """Tied weights, BatchNorm, a channels-last convolution, an expanded buffer, extra state."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(width)
+        self.first = nn.Linear(width, 5, bias=False)
+        self.second = nn.Linear(width, 5)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.arange(3.0).unsqueeze(1).expand(3, 4), persistent=False)
+        self.register_buffer("absent", None)
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        hidden = self.norm(self.conv(x)).mean((2, 3))
+        return self.first(hidden) + self.second(hidden)
+
+    def get_extra_state(self) -> Any:
+        return {"num_forwards": self.num_forwards}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.num_forwards = state["num_forwards"]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+class Worker:
+    def __init__(self, seed: int, optimizer: str = "adamw", steps: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        conv, rest = (
+            list(self.model.conv.parameters()),
+            [p for n, p in self.model.named_parameters() if "conv" not in n],
+        )
+        self.optimizer = OPTIMIZERS[optimizer]([{"params": conv, "weight_decay": 0.1}, {"params": rest}])
+        self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 0.9**epoch)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.state = TrainingState(
+            {"net": self.model},
+            {"optimizer": self.optimizer},
+            {"scheduler": self.scheduler, "scaler": self.scaler},
+        )
+        self.train(steps)
+
+    def train(self, steps: int, seed: int = 7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            loss = self.model(torch.randn(4, 3, 8, 8, generator=generator)).square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def everything(self) -> tuple[int, Any]:
+        """All that must be equal on two workers that go on alike."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        entries = {
+            i: {k: layout_of(v) if isinstance(v, Tensor) else v for k, v in self.optimizer.state[p].items()}
+            for i, p in enumerate(self.state.parameters())
+            if p in self.optimizer.state
+        }
+        others = self.scheduler.state_dict(), self.scaler.state_dict(), self.model.num_forwards
+        return checksum(self.state.tensors()), (groups, entries, others)
+
+
+def transfer(outgoing: Outgoing, incoming: Incoming) -> None:
+    """What the wire does."""
+    for source, target in zip(outgoing.tensors, incoming.tensors, strict=True):
+        view = memory_bytes(target)
+        assert view is not None
+        # Through numpy, because a transport does not tell autograd either.
+        view.numpy()[:] = wire_bytes(source).numpy()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_replacement_goes_on_bit_for_bit(name: str, staged: bool) -> None:
+    source, fresh = Worker(1, name, steps=3), Worker(2, name)
+    outgoing = source.state.collect({"position": 17, "order": torch.arange(4)})
+    incoming = fresh.state.prepare(outgoing.manifest, staged)
+    transfer(outgoing, incoming)
+    extra = incoming.commit()
+    assert extra["position"] == 17 and torch.equal(extra["order"], torch.arange(4))
+    assert fresh.everything() == source.everything()
+    for worker in (source, fresh):
+        worker.train(3, seed=8)
+    assert fresh.everything() == source.everything()
+
+
+def identities(model: nn.Module) -> dict[str, tuple[int, int, bool]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (id(tensor), tensor.data_ptr(), tensor.requires_grad) for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_identity_memory_and_gradients_stay(staged: bool) -> None:
+    source, behind = Worker(1, steps=3), Worker(2, steps=2)
+    behind.model(torch.randn(2, 3, 8, 8)).sum().backward()
+    behind.model.conv.bias.requires_grad_(False)
+    live = identities(behind.model)
+    gradients = {n: (p.grad, p.grad.clone()) for n, p in behind.model.named_parameters() if p.grad is not None}
+    moments = {p: entry["exp_avg"].data_ptr() for p, entry in behind.optimizer.state.items()}
+    versions = {n: p._version for n, p in behind.model.named_parameters()}
+    outgoing = source.state.collect()
+    incoming = behind.state.prepare(outgoing.manifest, staged)
+    transfer(outgoing, incoming)
+    incoming.commit()
+    assert identities(behind.model) == live
+    for name, parameter in behind.model.named_parameters():
+        # Autograd has to notice that saved tensors are gone.
+        assert parameter._version > versions[name]
+        if name in gradients:
+            assert parameter.grad is gradients[name][0] and torch.equal(parameter.grad, gradients[name][1])
+    assert moments == {p: entry["exp_avg"].data_ptr() for p, entry in behind.optimizer.state.items()}
+    assert behind.model.first.weight is behind.model.second.weight
+    assert behind.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert checksum(behind.state.tensors()) == checksum(source.state.tensors())
+
+
+def test_an_aborted_staged_survivor_is_whole() -> None:
+    source, behind = Worker(1, steps=3), Worker(2, steps=2)
+    before = copy.deepcopy(behind.everything())
+    outgoing = source.state.collect()
+    incoming = behind.state.prepare(outgoing.manifest, staged=True)
+    transfer(outgoing, incoming)
+    del incoming
+    assert behind.everything() == before
+
+
+def test_empty_optimizer_state_clears_the_receivers() -> None:
+    source, other = Worker(1), Worker(2, steps=2)
+    assert not source.optimizer.state
+    outgoing = source.state.collect()
+    incoming = other.state.prepare(outgoing.manifest, staged=False)
+    transfer(outgoing, incoming)
+    incoming.commit()
+    assert not other.optimizer.state
+    assert other.everything() == source.everything()
+    with pytest.raises(StateError, match="committed already"):
+        incoming.commit()
+
+
+def test_a_learning_rate_tensor_keeps_its_identity() -> None:
+    source, other = Worker(1, "adam_fused", steps=2), Worker(2, "adam_fused", steps=1)
+    rates = [group["lr"] for group in other.optimizer.param_groups]
+    outgoing = source.state.collect()
+    incoming = other.state.prepare(outgoing.manifest, staged=True)
+    transfer(outgoing, incoming)
+    incoming.commit()
+    for rate, mine, theirs in zip(rates, other.optimizer.param_groups, source.optimizer.param_groups, strict=True):
+        assert mine["lr"] is rate and torch.equal(rate, theirs["lr"])
+
+
+def test_tied_parameters_travel_once_and_the_order_is_that_of_the_manifest() -> None:
+    worker = Worker(1, steps=1)
+    tensors = worker.state.tensors()
+    assert len({id(t) for t in tensors}) == len(tensors)
+    assert sum(t is worker.model.first.weight for t in tensors) == 1
+    extra = torch.zeros(3)
+    with_extra = worker.state.collect({"x": extra}).tensors
+    assert with_extra[-1] is extra
+    assert checksum(with_extra[:-1]) == checksum(tensors)
+    assert worker.state.manifest() == worker.state.collect().manifest
+    assert {id(t) for t in worker.state.replicated_tensors()} < {id(t) for t in tensors} | {
+        id(v) for e in worker.optimizer.state.values() for v in e.values()
+    }
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    net = nn.Linear(2, 2)
+    compiled = torch.compile(net)
+    for wrapped in (net, nn.DataParallel(net), compiled, nn.DataParallel(compiled)):
+        assert TrainingState({"m": wrapped}).models["m"] is net
+
+
+def linear_state(rows: int = 3, **optimizer: Any) -> TrainingState:
+    model = nn.Linear(2, rows)
+    return TrainingState({"m": model}, {"o": torch.optim.SGD(model.parameters(), lr=0.1, **optimizer)})
+
+
+def double() -> TrainingState:
+    return TrainingState({"m": nn.Linear(2, 3).double()})
+
+
+def tied() -> TrainingState:
+    model = nn.Linear(2, 2)
+    return TrainingState({"a": model, "b": model})
+
+
+def untied() -> TrainingState:
+    return TrainingState({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+
+def grouped(*order: int) -> TrainingState:
+    model = nn.Linear(2, 2)
+    parameters = list(model.parameters())
+    return TrainingState({"m": model}, {"o": torch.optim.SGD([{"params": [parameters[i]]} for i in order], lr=0.1)})
+
+
+def with_adam() -> TrainingState:
+    model = nn.Linear(2, 3)
+    return TrainingState({"m": model}, {"o": torch.optim.Adam(model.parameters())})
+
+
+@pytest.mark.parametrize(
+    ("source", "here", "message"),
+    [
+        (
+            linear_state(3),
+            linear_state(4),
+            r"^m\.weight: the source holds float32 \[3, 2\] on cpu, this worker .*\[4, 2\]",
+        ),
+        (double(), TrainingState({"m": nn.Linear(2, 3)}), r"^m\.weight: .*float64"),
+        (
+            TrainingState({"m": nn.Linear(2, 3)}),
+            TrainingState({"m": nn.Linear(2, 3, bias=False)}),
+            "'bias' exists at the so",
+        ),
+        (TrainingState({"m": nn.BatchNorm1d(2, affine=False)}), TrainingState({"m": nn.Flatten()}), "'running_mean'"),
+        (untied(), TrainingState({"a": nn.Linear(2, 2)}), "'b' exists at the source but not here"),
+        (TrainingState({"m": nn.Linear(2, 3)}), linear_state(), "optimizers: 'o' exists here but not at the source"),
+        (tied(), untied(), r"^b\.weight: shared with another parameter at the source"),
+        (untied(), tied(), r"^b\.weight: shared with another parameter here"),
+        (grouped(0, 1), grouped(1, 0), "'m.weight' as parameter 0 of group 0 at the source, 'm.bias' here"),
+        (grouped(0, 1), grouped(0), "2 groups at the source and 1 here"),
+        (with_adam(), linear_state(), "Adam at the source, SGD here"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_names_the_difference(
+    source: TrainingState, here: TrainingState, message: str
+) -> None:
+    before = checksum(here.tensors())
+    with pytest.raises(StateError, match=message):
+        here.prepare(source.manifest(), staged=False)
+    assert checksum(here.tensors()) == before
+
+
+@pytest.mark.parametrize("cut", [0, 5, 40, -1])
+def test_a_damaged_manifest_is_refused(cut: int) -> None:
+    state = linear_state()
+    with pytest.raises(StateError):
+        state.prepare(state.manifest()[:cut], staged=True)
+
+
+def test_mistakes_are_found_at_construction() -> None:
+    model, stranger = nn.Linear(2, 3), nn.Linear(4, 5)
+    both = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
+    with pytest.raises(
+        StateError, match=r"optimizer 'o': parameter 2 of group 0 \(float32 \[5, 4\] on cpu\) belongs to no"
+    ):
+        TrainingState({"m": model}, {"o": both})
+    with pytest.raises(StateError, match="LBFGS"):
+        TrainingState({"m": model}, {"o": torch.optim.LBFGS(model.parameters())})
+    with pytest.raises(StateError, match="lazy"):
+        TrainingState({"m": nn.LazyLinear(3)})
+    with pytest.raises(StateError, match="sampler: a object has no state_dict"):
+        TrainingState({"m": model}, {}, {"sampler": object()})  # type: ignore[dict-item]
+    with pytest.raises(StateError, match=r"m\.weight: a meta tensor"):
+        TrainingState({"m": nn.Linear(2, 2, device="meta")})
+
+
+def test_a_group_added_later_is_checked() -> None:
+    state = linear_state()
+    state.optimizers["o"].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(StateError, match="of group 1"):
+        state.collect()
+
+
+class Odd:
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def state_dict(self) -> Any:
+        return {"content": [self.content]}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise ValueError("no")
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(StateError, match=r"^others\.odd\.content\[0\]: function cannot be copied"):
+        TrainingState({"m": model}, {}, {"odd": Odd(lambda: 0)}).collect()
+    with pytest.raises(StateError, match=r"^others\.odd\.content\[0\]: a torch.sparse_coo tensor"):
+        TrainingState({"m": model}, {}, {"odd": Odd(torch.eye(2).to_sparse())}).collect()
+
+
+def test_an_object_that_refuses_its_state_is_named() -> None:
+    state = TrainingState({"m": nn.Linear(2, 2)}, {}, {"odd": Odd(1)})
+    outgoing = state.collect()
+    incoming = state.prepare(outgoing.manifest, staged=True)
+    transfer(outgoing, incoming)
+    with pytest.raises(StateError, match=r"odd: load_state_dict failed .ValueError: no.* has to be replaced"):
+        incoming.commit()
+
+
+def test_layouts() -> None:
+    last = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for tensor in (torch.empty(2, 3), last, torch.empty(()), torch.empty(0, 4), torch.empty(4, 3).t()):
+        layout = layout_of(tensor)
+        assert Layout.from_text(layout.to_text()) == layout
+        assert has_layout(tensor, layout) and has_layout(new_tensor(layout, tensor.device), layout)
+        assert layout.num_bytes == tensor.nbytes == wire_bytes(tensor).numel()
+    assert layout_of(torch.empty(4, 6)[:, ::2]).strides is None
+    assert not has_layout(torch.empty(2, 3, 4, 5), layout_of(last))
+    assert memory_bytes(torch.empty(4, 6)[:, ::2]) is None
+    for text in (
+        "float32 2,3 cpu 4,1",
+        "float32 2,-3 cpu",
+        "nope 2 cpu",
+        "float32 2",
+        "float32 2 cpu 1,1",
+        "",
+        "load 2 cpu",
+    ):
+        with pytest.raises(StateError):
+            Layout.from_text(text)

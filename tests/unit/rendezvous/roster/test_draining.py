@@ -1,0 +1,251 @@
+"""A drain, step by step, and what comes between; then all orders in which its parts and failures can come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from swift_rendezvous.roster import draining
+from swift_rendezvous.roster.decision import (
+    Decision,
+    ForgetDrain,
+    PublishGeneration,
+    PublishPause,
+    PublishPlan,
+    PublishRelease,
+    PublishResult,
+    Rules,
+)
+from swift_rendezvous.roster.losses import losses, spares
+from swift_rendezvous.roster.membership import decide
+from swift_rendezvous.roster.records import (
+    DrainRecord,
+    ExitedRecord,
+    FinishedRecord,
+    ParkedRecord,
+    PauseRecord,
+    PlanRecord,
+    PositionRecord,
+    ProgressRecord,
+    ResumedRecord,
+    TakenRecord,
+)
+from swift_rendezvous.roster.view import View
+from tests.support.records import failure, generation, node, owner, view
+
+ALL = ("n0", "n1", "n2")
+
+
+def order(name: str, life: int = 1) -> dict[str, DrainRecord]:
+    return {name: DrainRecord(name, f"{name}.{life}", "maintenance", 1.0)}
+
+
+def ask(v: View) -> Decision:
+    return decide(v, Rules(30.0), now_s=100.0, waiting_since_s=None)
+
+
+def published(v: View) -> Any:
+    found = [c.generation for c in ask(v).commands if isinstance(c, PublishGeneration)]
+    return found[0] if found else None
+
+
+def parked(v: View, *slots: int) -> View:
+    return replace(v, pause=PauseRecord(7), parked={slot: ParkedRecord(slot, f"n{slot}.1") for slot in slots})
+
+
+def without(v: View, *names: str) -> View:
+    return replace(v, nodes={k: n for k, n in v.nodes.items() if k not in names})
+
+
+def handing_over(**changes: Any) -> View:
+    """Generation 2: n2 has slot 0, n0 still holds its state."""
+    new = generation(2, "replace", ("n2", "n1"), lost={0: (0, 1)}, handover={0: owner("n0")})
+    return view(names=ALL, generation=new, plan=None, drains=order("n0"), **changes)
+
+
+# ---- the steps ----
+
+
+def test_workers_are_asked_once_there_is_a_spare() -> None:
+    asked = ask(view(names=ALL, drains=order("n0")))
+    assert asked.commands == (PublishPause(PauseRecord()),) and "n0 is drained" in asked.why
+    assert ask(view(drains=order("n0"))).commands == ()
+    assert ask(view(names=ALL)).commands == ()
+
+
+def test_the_boundary_is_the_largest_position_once_all_have_spoken() -> None:
+    v = view(names=ALL, drains=order("n0"), pause=PauseRecord())
+    one = replace(v, positions={1: PositionRecord(1, "n1.1", 9)})
+    assert ask(one).commands == () and "have said where" in ask(one).waiting
+    both = replace(one, positions={**one.positions, 0: PositionRecord(0, "n0.1", 7)})
+    assert ask(both).commands == (PublishPause(PauseRecord(9)),)
+
+
+def test_the_slot_moves_once_all_wait_at_the_boundary() -> None:
+    v = parked(view(names=ALL, drains=order("n0")), 0)
+    assert ask(v).commands == () and "not all workers have come" in ask(v).waiting
+    new = published(parked(v, 0, 1))
+    assert (new.number, new.mode, new.epoch) == (2, "replace", 1)
+    assert new.slots == (owner("n2"), owner("n1")) and new.handover == {0: owner("n0")}
+    assert new.lost == {0: (0, 1)} and new.store_slot == 1
+    assert "n2 takes slot 0 of n0" in new.why
+
+
+def test_the_plan_waits_for_what_the_drained_node_holds() -> None:
+    said = {slot: ProgressRecord(slot, f"n{slot}.1", ()) for slot in (0, 1)}
+    assert "n0" in ask(handing_over(progress=said)).waiting
+    heard = handing_over(progress=said, handovers={0: ProgressRecord(0, "n0.1", ())})
+    assert ask(heard).commands == (PublishPlan(),)
+
+
+def test_the_order_is_forgotten_when_the_node_has_gone() -> None:
+    done = without(handing_over(taken={0: TakenRecord(0, "n2.1")}), "n0")
+    done = replace(done, plan=PlanRecord(2, {}, "why"))
+    assert ask(done).commands == (ForgetDrain("n0"),) and not losses(done)
+    # A new incarnation of that node has no order.
+    back = replace(done, nodes={**done.nodes, "n0": node("n0", 2)})
+    assert ask(back).commands == (ForgetDrain("n0"),)
+    assert [spare.incarnation for spare in spares(back)] == ["n0.2"]
+
+
+# ---- when not ----
+
+
+def test_nothing_begins_while_anything_else_is_under_way() -> None:
+    v = view(names=ALL, drains=order("n0"))
+    assert draining.is_settled(v)
+    recovering = generation(2, "replace", ("n0", "n1"))
+    assert ask(replace(v, tracked=False)).commands == ()
+    assert not [c for c in ask(replace(v, plan=None)).commands if isinstance(c, PublishPause)]
+    assert ask(replace(v, released=True)).commands == ()
+    assert ask(replace(v, finished={0: FinishedRecord(0, "n0.1")})).commands == ()
+    half = replace(v, generation=recovering, resumed={0: ResumedRecord(0, 7, {})})
+    assert ask(half).commands == ()
+    assert ask(replace(half, resumed={slot: ResumedRecord(slot, 7, {}) for slot in (0, 1)})).commands
+    assert "wait" in draining.progress_of(half, "n0", has_spare=True)
+
+
+def test_a_drained_spare_is_none() -> None:
+    v = view(names=ALL, drains=order("n2"))
+    assert spares(v) == [] and ask(v).commands == ()
+    assert draining.progress_of(v, "n2", has_spare=False) == "leaving"
+    early = view(names=ALL, generation=None, plan=None, drains=order("n0"))
+    assert published(early).slots == (owner("n1"), owner("n2"))
+
+
+def test_a_leaving_node_is_no_spare() -> None:
+    assert spares(handing_over()) == []
+
+
+def test_two_nodes_move_at_once_if_there_are_spares_for_both() -> None:
+    names = ("n0", "n1", "n2", "n3")
+    v = view(names=names, drains={**order("n0"), **order("n1")})
+    both = published(parked(v, 0, 1))
+    assert both.slots == (owner("n2"), owner("n3")) and sorted(both.handover) == [0, 1] and both.store_slot == 0
+    one = published(parked(without(v, "n3"), 0, 1))
+    assert one.slots == (owner("n2"), owner("n1")) and sorted(one.handover) == [0]
+
+
+# ---- taken back, and failures ----
+
+
+def test_a_pause_is_brought_to_its_end_though_the_order_was_taken_back_or_the_spare_is_gone() -> None:
+    for v in (view(names=ALL), view(drains=order("n0"))):
+        assert ask(replace(v, pause=PauseRecord())).commands == ()  # positions are still to come
+        new = published(parked(v, 0, 1))
+        assert (new.number, new.slots, new.lost, new.handover) == (2, generation().slots, {}, {})
+
+
+def test_a_failure_on_the_way_is_an_ordinary_recovery_and_the_order_stays() -> None:
+    v = parked(view(names=ALL, drains=order("n0"), failures={1: failure("workers", 1, (0,))}), 0)
+    new = published(v)
+    assert new.slots == generation().slots and new.lost == {1: (0,)} and new.handover == {}
+    assert ForgetDrain("n0") not in ask(v).commands
+
+
+def test_the_drained_node_is_lost_on_the_way() -> None:
+    v = without(parked(view(names=ALL, drains=order("n0")), 0, 1), "n0")
+    new = published(v)
+    assert new.slots[0] == owner("n2") and new.handover == {} and ForgetDrain("n0") in ask(v).commands
+
+
+def test_the_drained_node_is_lost_while_it_hands_over() -> None:
+    v = without(handing_over(), "n0")
+    assert "n0, which was drained and handed slot 0 over, is lost" in losses(v).handovers[0]
+    new = published(v)
+    assert new.slots == (owner("n2"), owner("n1")) and new.lost == {} and new.handover == {}
+    # Once the newcomer trains nobody needs it any more.
+    assert not losses(replace(v, taken={0: TakenRecord(0, "n2.1")}))
+
+
+def test_the_newcomer_is_lost_and_the_slot_goes_back() -> None:
+    new = published(without(handing_over(), "n2"))
+    assert new.slots == (owner("n0"), owner("n1")) and new.handover == {} and new.lost == {}
+    assert "n0 has slot 0 back" in new.why
+
+
+def test_the_newcomer_is_lost_and_another_spare_takes_over() -> None:
+    v = without(handing_over(), "n2")
+    v = replace(v, nodes={**v.nodes, "n3": node("n3")})
+    new = published(v)
+    assert new.slots == (owner("n3"), owner("n1")) and new.handover == {0: owner("n0")} and new.lost == {0: (0, 1)}
+
+
+def test_a_spare_goes_first_to_the_slot_that_cannot_go_back() -> None:
+    v = without(handing_over(), "n2", "n1")
+    waiting = ask(v)
+    assert published(v) is None and "wait for a node" in waiting.waiting
+    new = published(replace(v, nodes={**v.nodes, "n3": node("n3")}))
+    assert new.slots == (owner("n0"), owner("n3")) and new.handover == {} and new.lost == {1: (0, 1)}
+
+
+def test_another_failure_leaves_the_handover_as_it_is() -> None:
+    new = published(handing_over(failures={1: failure("workers", 1, (1,))}))
+    assert new.slots == (owner("n2"), owner("n1")) and new.handover == {0: owner("n0")} and new.lost == {1: (1,)}
+
+
+def test_both_ends_of_a_handover_are_lost() -> None:
+    v = without(handing_over(), "n0", "n2")
+    assert published(v) is None and "wait for a node" in ask(v).waiting
+    new = published(replace(v, nodes={**v.nodes, "n3": node("n3")}))
+    assert new.slots == (owner("n3"), owner("n1")) and new.handover == {} and new.lost == {0: (0, 1)}
+
+
+def test_a_restart_of_all_workers_needs_no_handover() -> None:
+    new = published(handing_over(failures={1: failure("restart", 1)}))
+    assert new.mode == "restart" and new.handover == {} and new.slots == (owner("n2"), owner("n1"))
+    cannot = handing_over(handovers={0: ProgressRecord(0, "n0.1", ())})
+    new = published(replace(cannot, plan=PlanRecord(2, {}, "no copy", restart=True)))
+    assert new.mode == "restart" and new.handover == {}
+
+
+def test_a_job_that_ends_is_not_kept() -> None:
+    ended = {slot: FinishedRecord(slot, f"n{slot}.1") for slot in (0, 1)}
+    v = view(names=ALL, drains=order("n0"), pause=PauseRecord(7), finished=ended)
+    assert ask(v).commands == (PublishRelease(),)
+    assert not [c for c in ask(v).commands if isinstance(c, PublishResult)]
+
+
+# ---- for people ----
+
+
+def test_how_far_an_order_is() -> None:
+    def told(v: View, name: str = "n0") -> str:
+        return draining.progress_of(v, name, has_spare=bool(spares(v)))
+
+    assert told(view(drains=order("n0"))) == "slot 0 waits for a spare node"
+    assert told(view(drains=order("n0", life=2))) == "" and told(view()) == ""
+    assert "swift_agent.init" in told(view(names=ALL, drains=order("n0"), tracked=False))
+    assert "is looked for" in told(view(names=ALL, drains=order("n0"), pause=PauseRecord()))
+    assert "is iteration 7" in told(view(names=ALL, drains=order("n0"), pause=PauseRecord(7)))
+    assert "handed over to n2" in told(handing_over())
+    assert told(handing_over(taken={0: TakenRecord(0, "n2.1")})) == "leaving"
+
+
+def test_a_drained_node_that_goes_after_the_release_is_no_loss() -> None:
+    """The run was so short that its successor was never heard to train."""
+    exited = {slot: ExitedRecord(slot, f"n{slot}.1") for slot in (0, 1)}
+    gone = replace(without(handing_over(), "n0"), plan=PlanRecord(2, {}, "why"), released=True)
+    assert losses(gone).handovers and ask(gone).commands == (ForgetDrain("n0"),)
+    (end, _) = ask(replace(gone, exited=exited)).commands
+    assert isinstance(end, PublishResult) and end.result.state == "succeeded"

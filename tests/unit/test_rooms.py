@@ -1,0 +1,63 @@
+"""The layout: a README at the door of each room that names what is inside; no room or module too large to look over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import ROOT
+
+ROOTS = [ROOT / path for path in (
+    "swift_agent", "recovery/swift_recovery", "logging_store/swift_logging_store", "rendezvous/swift_rendezvous",
+)]  # fmt: skip
+# Their README lies beside the package.
+DOORS = {root: root.parent / "README.md" if root.name != "swift_agent" else root / "README.md" for root in ROOTS}
+ROOMS = [path.parent for root in ROOTS for path in sorted(root.rglob("__init__.py"))]
+MAX_MODULES = 13
+MAX_LINES = 400
+# To be split; none may be added, and none may grow.
+LARGE: dict[str, int] = {
+    "recovery/swift_recovery/state/snapshot.py": 445,
+    "recovery/swift_recovery/undo/rules.py": 422,
+    "rendezvous/swift_rendezvous/node/liveness.py": 542,
+    "rendezvous/swift_rendezvous/roster/membership.py": 416,
+    "rendezvous/swift_rendezvous/store/memory.py": 410,
+    "swift_agent/agent/loop.py": 816,
+    "swift_agent/agent/processes/workers.py": 526,
+    "swift_agent/worker/data/batches.py": 543,
+    "swift_agent/worker/groups/process_groups.py": 444,
+    "swift_agent/worker/job/job.py": 505,
+    "swift_agent/worker/line/agent_line.py": 467,
+    "swift_agent/worker/loop/protected.py": 912,
+    "swift_agent/worker/messages/messages.py": 591,
+    "swift_agent/worker/rejoin/rejoin.py": 442,
+    "swift_agent/worker/tracked/loop_state.py": 482,
+    "swift_agent/worker/tracked/tracked.py": 404,
+    "swift_agent/worker/updates/overlapped.py": 411,
+    "swift_agent/worker/updates/tracker.py": 475,
+}
+
+
+def modules_of(room: Path) -> list[Path]:
+    return [path for path in sorted(room.glob("*.py")) if not path.name.startswith("__")]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=[str(room.relative_to(ROOT)) for room in ROOMS])
+def test_a_room_says_what_is_inside(room: Path) -> None:
+    text = DOORS.get(room, room / "README.md").read_text()
+    names = [path.stem for path in modules_of(room)]
+    names += [path.parent.name for path in room.glob("*/__init__.py")]
+    missing = [name for name in names if f"`{name}`" not in text and f"`{name}/`" not in text]
+    if room in DOORS:  # the rooms inside may be named by their modules
+        missing = [name for name in missing if f"`{name}/" not in text]
+    assert not missing, f"{DOORS.get(room, room / 'README.md').relative_to(ROOT)} does not name {missing}"
+    assert len(modules_of(room)) <= MAX_MODULES
+
+
+def test_no_module_is_large() -> None:
+    modules = [path for room in ROOMS for path in room.glob("*.py")]
+    found = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules}
+    large = {path: lines for path, lines in found.items() if lines > LARGE.get(path, MAX_LINES)}
+    assert not large, f"larger than they may be: {large}"
+    assert all(found[path] > MAX_LINES for path in LARGE), "one is small enough now: take it out of LARGE"

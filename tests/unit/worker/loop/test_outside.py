@@ -1,0 +1,75 @@
+"""Collectives outside of iterations and sections, in a process of its own: methods of torch's groups are replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.job import ROOT
+
+SCRIPT = """
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+import swift_agent
+from swift_agent.worker.loop.outside import Outside
+
+dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+dist.ProcessGroup.size = lambda group: 2
+
+class NotArrived(Exception):
+    pass
+
+def unfit(why):
+    raise NotArrived(why)
+
+place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0, is_behind=True, is_past_section=False,
+                        local_result="")
+notes = []
+Outside(place, None, notes.append, "the newest checkpoint", unfit).watch()
+
+def sum_up():
+    dist.all_reduce(torch.ones(1))
+
+for where in ("", "iteration"):
+    place.inside = where
+    try:
+        sum_up()
+    except NotArrived as error:
+        print(error)
+place.inside, place.target = "", None
+for _ in range(2):
+    try:
+        sum_up()
+    except NotArrived as error:
+        print(error)
+    place.is_behind = False
+print(*notes)
+place.has_points, place.is_past_section = False, True  # as in a section that the others have finished
+dist.barrier()
+assert not place.local_result
+sum_up()
+print(place.local_result)
+"""
+
+
+def test_a_replacement_makes_none_that_the_others_have_behind_them(tmp_path: Path) -> None:
+    """Its groups are connected to theirs when the loop begins, and it comes to where they are with its first batch: in
+    between, a collective of the script would meet another one of theirs, which aborts the process in gloo."""
+    script = tmp_path / "outside_train.py"
+    script.write_text(SCRIPT)
+    path = ":".join(str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store"))
+    run = subprocess.run(
+        [sys.executable, str(script)], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 4, lines
+    assert "comes between a batch and its iteration in a replacement" in lines.pop(1)
+    assert lines[0].startswith("all_reduce (sum_up, outside_train.py:") and "comes before the first batch" in lines[0]
+    assert "is outside of iterations and sections" in lines[1]
+    assert lines[2].startswith("all_reduce (sum_up, outside_train.py:")

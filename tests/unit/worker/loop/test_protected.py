@@ -1,0 +1,306 @@
+"""An iteration is counted whole or not at all, and which errors of user code may come from the loss of a peer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swift_agent.errors import CannotConnect, PeerFailure, UsageError
+from swift_agent.wire.channel import Channel
+from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.job import init, job
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop import protected as running
+from swift_agent.worker.loop.protected import Protected, cause_of, is_communication_error, is_own
+from swift_agent.worker.replicas.comparison import Comparison
+from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.tracked.loop_state import Place, Position, Seeds
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_recovery.errors import LostLog
+from swift_recovery.planning.plan import Plan
+
+
+def caused(text: str, by: Exception) -> RuntimeError:
+    """As a stage of `torch.distributed.pipelining` raises it."""
+    error = RuntimeError(text)
+    error.__cause__ = by
+    return error
+
+
+def test_why_a_stage_failed() -> None:
+    """It may be something of ours, several errors down."""
+    lost, own = LostLog("the log of rank 1 did not come to its end"), ValueError("the script's own")
+    cut = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")
+    assert cause_of(lost) is lost
+    assert cause_of(caused("Failed to run stage", by=caused("in its layer", by=lost))) is lost
+    assert cause_of(caused("Failed to run stage", by=cut)) is cut
+    error = caused("Failed to run stage", by=own)
+    assert cause_of(error) is error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (dist.DistBackendError("NCCL error"), True),
+        (dist.DistStoreError("store at a:1 cannot be reached"), True),
+        (PeerFailure("generation 3 was stopped"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42197"), True),
+        # An operation whose group was ended by one that had run over its timeout.
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection"), False),
+        (caused("Failed to run stage backward", by=RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")), True),
+        (caused("Failed to run stage backward", by=RuntimeError("mat1 and mat2 cannot be multiplied")), False),
+        # Asked about, it would keep the script for 30 s, and then be called a failed collective.
+        (UsageError("swift_agent.init() was called twice"), False),
+    ],
+)
+def test_only_what_torch_raises_when_a_connection_breaks_is_asked_about(error: Exception, expected: bool) -> None:
+    assert is_communication_error(error) is expected
+
+
+class Watched(Position):
+    """Whoever reads the iteration in another thread than the main one waits until that had time to go on."""
+
+    reached = threading.Event()
+    passed = threading.Event()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "iteration" and threading.current_thread() is not threading.main_thread():
+            type(self).reached.set()
+            type(self).passed.wait(0.3)
+        return value
+
+
+def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
+    """The update is made, the stop comes, and the iteration ends while the report is being put together."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours, theirs = socket.socketpair()
+    agent = Channel(theirs)
+    agent.sock.settimeout(5.0)
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status, place.here = "holding", Watched(7)
+    protected = Protected(place, supervisor, ProcessGroups.__new__(ProcessGroups), torch.device("cpu"), None)
+    protected._tracked = tracked
+    supervisor.start({}, place.report, lambda why, generation: None)
+    agent.receive()
+    agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
+                "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})
+    supervisor.wait_go()
+    tracked.begin(7)
+    place.enter("iteration")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    agent.send({"op": "stop", "generation": 1, "why": "w"})
+    assert Watched.reached.wait(5.0)
+    protected._complete_iteration()
+    Watched.passed.set()
+    report = agent.receive()["report"]
+    assert place.here.iteration == 8 and report["iteration"] == 8
+    supervisor.close()  # first, else it ends this process: its agent is gone
+    agent.close()
+
+
+def test_a_report_says_why_it_holds_no_state() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status, place.here = "holding", Position(30)
+    assert "lacks" not in place.report()
+    tracked.updates.mixed = True
+    report = place.report()
+    assert (report["status"], report["lacks"]) == (
+        "empty", "were cut in the middle of update 30, which cannot be taken back"
+    )  # fmt: skip
+    supervisor.close()
+    theirs.close()
+
+
+def test_an_exception_of_the_script_stays_its_own() -> None:
+    """Also where a peer fails, as of the same, before it has come out of the script."""
+    error = ValueError("x")
+    assert not is_own(error)
+    running._own(error)
+    assert is_own(error)
+    why = init.why_unfit(RuntimeError("gloo: connection closed"), None)
+    assert why.startswith("a collective outside an iteration was cut (RuntimeError")
+    why = init.why_unfit(KeyError("loss"), None)
+    assert "KeyError" in why and "was cut" not in why and "may have been cut" in why
+
+
+def test_whether_a_restart_of_all_begins_anew() -> None:
+    def tracked(optimizer: torch.optim.Optimizer) -> Tracked:
+        named: dict[str, dict[str, Any]] = {"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}
+        return Tracked(named, [0], 1, None)
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert job.begins_anew(tracked(optimizer))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    # The script has loaded a snapshot, with the state of its optimizer.
+    assert not job.begins_anew(tracked(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("cause", "by_itself"), [(RebuildFailed("no way to rank 1"), True), (WornOut("all ports are used"), False)]
+)
+def test_who_cannot_be_connected_fails_by_itself(cause: Exception, by_itself: bool) -> None:
+    """Else a rank that no process can connect would be replaced for ever."""
+    told: list[tuple[str, bool]] = []
+
+    def replaced(why: str, *, by_itself: bool = False) -> NoReturn:
+        told.append((why, by_itself))
+        raise SystemExit
+
+    def run(*, staying: bool) -> bool:
+        raise CannotConnect(str(cause)) from cause
+
+    protected: Any = object.__new__(Protected)
+    protected._wait_quiet = lambda: None
+    protected.ghosts = SimpleNamespace(leave=lambda: None)
+    protected._require_tracked = lambda: SimpleNamespace(messages=None)
+    protected._looking_away = contextlib.nullcontext
+    protected._rejoin = SimpleNamespace(run=run)
+    protected._have_this_replaced = replaced
+    with pytest.raises(SystemExit):
+        Protected._recover(protected)
+    assert told == [(str(cause), by_itself)]
+
+
+def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the iteration, and not with the learning rate that its script has set since."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status, place.here = "holding", Position(7)
+    groups = ProcessGroups.__new__(ProcessGroups)
+    protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
+    protected._tracked = tracked
+    protected._comparison = Comparison(place, supervisor, groups, tracked, lambda why, hopeless: None)
+    place.keep_start()
+    optimizer.param_groups[0]["lr"] = 0.05  # by a scheduler, between iterations
+    before = model.weight.detach().clone()
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    def rejoin(*, staying: bool) -> bool:
+        protected._pay(train)
+        return True
+
+    compared: list[int] = []
+    monkeypatch.setattr(protected, "_wait_quiet", lambda: None)
+    monkeypatch.setattr(protected, "_rejoin", SimpleNamespace(run=rejoin, iteration=7, phases_s={}), raising=False)
+    monkeypatch.setattr(protected._comparison, "take", compared.append)
+    protected._recover()
+    assert compared == [8]  # the others: after iteration 7, when they have made it
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+    assert place.here.iteration == 8 and optimizer.param_groups[0]["lr"] == 0.05
+    assert protected._comparison.is_ahead and protected._comparison._ahead is not None
+    taken = protected._comparison._ahead[1]
+    now = Fingerprints(tracked.state).take()
+    assert taken.parts["hyper"]["lr of o"] == "0.1" and taken.parts["parameter"] == now.parts["parameter"]
+    supervisor.close()
+    theirs.close()
+
+
+class Reader:
+    """A loader of a script's own. *own*: of the rank."""
+
+    def __init__(self, position: int, own: int) -> None:
+        self.position, self.own = position, own
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position + self.own}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("name", ["loader", "reader"])
+def test_state_that_differs_from_rank_to_rank_is_no_good_to_a_replacement(name: str) -> None:
+    def digests(own: int) -> list[int]:
+        model = nn.Linear(2, 1)
+        pending = {"models": {"m": model}, "optimizers": {}, "others": {name: Reader(3, own)}}
+        protected._tracked = Tracked(pending, [0, 1], 2, None)
+        return protected._tracked.digests_of_others()
+
+    notes: list[str] = []
+    protected: Any = object.__new__(Protected)
+    protected._place, protected.supervisor = SimpleNamespace(rank=0), SimpleNamespace(note=notes.append)
+    protected._check_others([digests(0), digests(0)])
+    assert not notes
+    refused = pytest.raises(UsageError, match="differs from rank to rank")
+    with refused if name == "loader" else contextlib.nullcontext():
+        protected._check_others([digests(0), digests(4)])
+    assert len(notes) == (name != "loader") and all("another state on other ranks" in note for note in notes)
+
+
+def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() -> None:
+    """Of a section that the others had finished. After a point it may be used all the same, by what the script keeps;
+    mostly it is only printed."""
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
+    place.hold(tracked)
+    place.status = "holding"
+    groups: Any = SimpleNamespace(aborted=None, local=contextlib.nullcontext)
+    protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
+    protected._tracked = protected.ghosts.tracked = tracked
+    agent = Channel(theirs)
+    agent.sock.settimeout(5.0)
+    given_up: list[str] = []
+
+    def give_up(why: str) -> NoReturn:
+        given_up.append(why)
+        raise SystemExit
+
+    def count() -> float:
+        assert place.is_past_section
+        place.local_result = "all_reduce (count, train.py:3)"  # as `Outside` does
+        return 1.0
+
+    protected._give_up = give_up  # type: ignore[method-assign]
+    for _ in range(2):
+        place.ghost_sections += 1
+        protected.section(count)
+        protected.at_point()
+    note = agent.receive()
+    assert note["op"] == "note" and "all_reduce (count, train.py:3) is in a section that the others" in note["text"]
+    assert not place.local_result and not place.is_past_section
+    place.ghost_sections += 1
+    protected.section(count)
+    with pytest.raises(SystemExit):
+        protected.iterate(lambda: None)
+    assert "iteration 0 follows right after it and may use them" in given_up[0]
+    assert place.here.iteration == 0
+    supervisor.close()
+    assert agent.sock.recv(1) == b"", "it is said once"
+    agent.close()

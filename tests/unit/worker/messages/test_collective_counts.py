@@ -1,0 +1,79 @@
+"""Which collectives count for an iteration."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift_agent import native
+from swift_agent.worker.messages.collective_counts import Collectives
+
+
+class Library:
+    num = 7
+
+    refuses = False
+
+    def num_collectives(self) -> int:
+        return self.num
+
+    def refuse_collectives(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(native, "load", lambda: made)
+    return made
+
+
+def test_those_since_the_iteration_began_count(library: Library) -> None:
+    collectives = Collectives()
+    collectives.begin()
+    assert not collectives.why
+    library.num += 1
+    assert "collective" in collectives.why
+    collectives.begin()
+    assert not collectives.why
+
+
+def test_ours_do_not(library: Library) -> None:
+    """Nor while they are under way, when another thread may ask; inside others of ours too."""
+    collectives = Collectives()
+    collectives.begin()
+    with pytest.raises(RuntimeError), collectives.aside():
+        library.num += 2
+        with collectives.aside():
+            library.num += 1
+            assert not collectives.why
+        raise RuntimeError("the agreement was cut")
+    assert not collectives.why
+    library.num += 1
+    with collectives.aside():
+        library.num += 1
+        assert "collective" in collectives.why
+    assert "collective" in collectives.why
+
+
+def test_without_the_library_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)
+    collectives = Collectives()
+    collectives.begin()
+    with collectives.aside():
+        assert "no compiled library" in collectives.why
+
+
+def test_who_has_stayed_after_its_update_makes_none_until_the_iteration_is_over(library: Library) -> None:
+    collectives = Collectives()
+    collectives.begin()
+    collectives.refuse()
+    with collectives.aside():
+        assert not library.refuses
+        library.num += 1
+    assert library.refuses
+    collectives.end()
+    assert not library.refuses and not collectives.has_any
+    collectives.begin()
+    library.num += 1
+    collectives.end()
+    assert collectives.has_any

@@ -1,0 +1,224 @@
+"""What `track` takes out of wrappers, and what it refuses, with real objects of torch in a world of one."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from swift_agent.errors import UsageError
+from swift_agent.worker.tracked import tracked
+from swift_agent.worker.tracked.unsupported import scaler_of, unwrapped_optimizer
+from tests.support.job import ROOT
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer by name that has no hooks, over the one that it wraps."""
+
+    def __init__(self, optimizer: Any, scaler: Any = None) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+class Fabric:
+    """As Lightning's: it takes the class of the one that it wraps for its own, and its attributes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("FabricSGD", (self.__class__, type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_an_optimizer_is_taken_out_of_its_wrappers() -> None:
+    sgd = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    for wrapped in (sgd, Accelerated(sgd), Fabric(sgd), Accelerated(Fabric(sgd))):
+        assert unwrapped_optimizer(wrapped) is sgd
+
+
+def test_one_over_parameters_of_its_own_stays() -> None:
+    """Of master weights, for one: what it wraps is not all there is."""
+    wrapper = Accelerated(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+    inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+
+    class Master:
+        optimizer, param_groups = inner, wrapper.param_groups
+
+    master = Master()
+    assert unwrapped_optimizer(master) is master
+    with pytest.raises(UsageError, match=r"not a torch\.optim\.Optimizer; track the one that it wraps"):
+        tracked.check({"models": {}, "optimizers": {"optimizer": master}, "others": {}})
+
+
+def test_one_that_never_calls_its_hooks_is_told_what_to_track() -> None:
+    """timm's Lookahead has the dicts of hooks, and a step that does not look at them; its state is another's."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+            self._base_optimizer, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+            self.state = defaultdict(dict)
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self._base_optimizer.step(closure)
+
+    net = nn.Linear(2, 1)
+    base = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert "a Lookahead whose steps have no hooks: track its ._base_optimizer" in refused(net, Lookahead(base))
+    tracked.check({"models": {"model": net}, "optimizers": {"optimizer": base}, "others": {}})
+
+
+def test_what_is_no_module_is_told_what_to_track() -> None:
+    class Engine:
+        module = nn.Linear(2, 1)
+
+    with pytest.raises(UsageError, match=r"model is a Engine, not a torch\.nn\.Module: track its \.module"):
+        tracked.check({"models": {"model": Engine()}, "optimizers": {}, "others": {}})
+
+
+def test_a_wrapper_gives_its_scaler() -> None:
+    sgd = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    assert scaler_of(Accelerated(sgd, scaler)) is scaler
+    assert scaler_of(Accelerated(sgd, torch.amp.GradScaler("cpu", enabled=False))) is None
+    assert scaler_of(sgd) is None
+
+
+def refused(model: nn.Module, optimizer: Any = None, **others: Any) -> str:
+    optimizers = {"optimizer": optimizer or torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(UsageError) as raised:
+        tracked.check({"models": {"model": model}, "optimizers": optimizers, "others": others})
+    return str(raised.value)
+
+
+def accepted(model: nn.Module, **others: Any) -> None:
+    optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    tracked.check({"models": {"model": model}, "optimizers": optimizers, "others": others})
+
+
+def test_fsdp1(world: None) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+    text = refused(model)
+    assert "FullyShardedDataParallel (FSDP1)" in text and "fully_shard on a mesh of two dimensions" in text
+
+
+def test_zero_and_lbfgs(world: None) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(nn.Linear(2, 2))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    assert "fully_shard on a mesh of two dimensions" in refused(model, zero)
+    assert "LBFGS keeps a history of closures" in refused(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_averaging_now_and_then(world: None) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = nn.Linear(2, 2)
+    gone = weakref.proxy(nn.Linear(1, 1))  # of something that somebody let go: it raises when it is asked for its class
+    accepted(model)
+    averager = PeriodicModelAverager(period=4)
+    assert "with a PeriodicModelAverager ranks hold different parameters" in refused(model)
+    tracked.check({"models": {"model": model}, "optimizers": {}, "others": {}}, replicas=[0])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "is a PostLocalSGDOptimizer" in refused(model, PostLocalSGDOptimizer(sgd, averager))
+    del averager
+    gc.collect()  # what was raised holds it
+    accepted(model)
+    del gone
+    ddp = DDP(model)
+    ddp.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=1), post_localSGD_hook)
+    assert "post_localSGD_hook, with which ranks hold different parameters" in refused(ddp)
+
+
+def test_communication_hooks(world: None) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    for state in (None, dist.group.WORLD):
+        ddp = DDP(nn.Linear(2, 2))
+        ddp.register_comm_hook(state, default_hooks.fp16_compress_hook)
+        accepted(ddp)
+    ddp = DDP(nn.Linear(2, 2))
+    state = powerSGD_hook.PowerSGDState(None)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    text = refused(ddp)
+    assert "powerSGD_hook" in text and "(a PowerSGDState), which a replacement would lack" in text
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import swift_agent as swift
+
+job = swift.init("gloo")
+net = nn.Linear(4, 1)
+inner = torch.optim.SGD(net.parameters(), lr=0.1)
+if sys.argv[1] == "accelerate":
+    from accelerate import Accelerator
+
+    library = Accelerator(cpu=True)
+    model, optimizer = library.prepare(net, inner)
+else:
+    from lightning.fabric import Fabric
+
+    library = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = library.setup(net, inner)
+job.track(model=model, optimizer=optimizer)
+
+@job.iteration
+def train(x):
+    optimizer.zero_grad()
+    library.backward(model(x).square().mean())
+    optimizer.step()
+
+before = net.weight.detach().clone()
+for _ in job.iterations(2):
+    train(torch.randn(3, 4))
+assert not torch.equal(net.weight, before)
+assert job._pending["optimizers"]["optimizer"] is inner and type(inner) is torch.optim.SGD
+print("tracked", job.iteration_number)
+"""
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_wrappers_of_the_libraries_themselves(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"no {library}: pip install 'swift-agent[strangers]'")
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store"))
+    environment = {"PYTHONPATH": path, "PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, library], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0 and "tracked 2" in run.stdout, run.stderr
