@@ -5,6 +5,7 @@ Must never log or raise a password or a token, and must never start a thread bef
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -232,9 +233,12 @@ class Transport:
 
     def abandon(self, index: int) -> None:
         """The next call there has a channel of its own. gRPC could not start the thread of one, and takes it for
-        started: whatever else needs that would wait for ever. Not closed: others may be in calls that do not."""
+        started: whatever else needs that would wait for ever, its own `__del__` too. So it is kept for the life of this
+        process, also when the interpreter clears its modules. Not closed: others may be in calls that do not wait."""
         with self._lock:
-            self._channels.pop(index, None)
+            channel = self._channels.pop(index, None)
+            if channel is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
             self._stubs = {key: stub for key, stub in self._stubs.items() if key[0] != index}
 
     def connect(self, endpoint: str) -> Any:
