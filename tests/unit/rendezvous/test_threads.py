@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import socket
 import threading
@@ -181,6 +182,9 @@ def test_etcd_is_followed_again_when_there_are_threads(monkeypatch: pytest.Monke
                     with pytest.raises(NoThread):
                         next(watch)
             assert next(watch).events[0].kv.value == b"1"
+            begin_s = time.monotonic()
+            gc.collect()  # the end of a channel whose thread was not started would wait for ever
+            assert time.monotonic() - begin_s < 10.0
         assert any(one.name == "etcd-watchdog" for one in threading.enumerate())
 
 
