@@ -134,6 +134,7 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "etcd is away for all, and a node is cut off": lambda: cut_off(3, 2, faults=3, kinds=("cut", "outage", "kill")),
     "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
     "a spare has been mistaken, and gets a slot": lambda: training(faults=2, kinds=(model.ALARM, "crash", "cut")),
+    "a loss is told too late": lambda: training(faults=3, kinds=(model.STALE, "crash", "part")),
     "garbage in a record, and a failure, in training": lambda: training(faults=2, kinds=("garble", "remove", "kill")),
     "garbage in a record, and a failure, in a recovery": lambda: recovering(faults=2, kinds=("garble", "crash")),
     "garbage in a record on the way to a boundary": lambda: draining_until("pause", faults=1, kinds=("garble",)),

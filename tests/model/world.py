@@ -8,6 +8,7 @@ Real are the cores (membership, lifecycle, planning, view), the transactions (th
 - Each transaction is a step of its own, so that anything may fail between any two of them, and any may come too late.
 - Every node sees all keys, also those that only a coordinator follows (`Keys.for_coordinator`).
 - A node sees changes at once unless it is late, frozen or cut off: these are failures, and are counted as such.
+- No clock runs (see `conftest.py`): what was seen stays fresh, and "stale" is a failure.
 - Who is cut off from etcd still hears the other nodes, and its worker those of the others. Its own clock comes to the
   end of what `tenure` gives it ("doubt") before its lease can end. While etcd is away for all no lease ends.
 
@@ -30,6 +31,7 @@ from swift_agent.agent.lifecycle import state as state_module
 from swift_agent.agent.lifecycle.planning import plan_generation
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.record_writer import Write
+from swift_agent.agent.transactions import Transaction
 from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.reports import ranges_of
 from swift_rendezvous.errors import RendezvousError
@@ -64,6 +66,8 @@ Action = tuple[str, int, int]  # what, which node, and a second one for `accuse`
 Response = tuple[Change, ...]
 
 FAULTS = ("crash", "freeze", "cut", "late", "kill", "lapse", "part")
+# The loss of a peer is told too late: it is dropped, and looked at again.
+STALE = "stale"
 # A node without a slot takes another for lost, and is mistaken; much later something else happens.
 ALARM = "alarm"
 # Of etcd, for everybody.
@@ -126,7 +130,8 @@ class Proc:
 
 @dataclass(frozen=True)
 class Pending:
-    """A transaction on its way. *number*: the generation that its author believed in; *wanted*: see `writer.Write`."""
+    """A transaction on its way. *number*: the generation that its author believed in; *wanted*: see
+    `record_writer.Write`; *peer*: the incarnation whose loss it tells."""
 
     what: str
     guards: tuple[Compare, ...]
@@ -134,6 +139,7 @@ class Pending:
     number: int
     incarnation: str
     wanted: Any = None
+    peer: str = ""
 
 
 @dataclass(slots=True)
@@ -199,10 +205,14 @@ class Driver(Agent):
     def look(self, node: Node) -> None:
         self._state = node.state
 
+    def _write(self, transaction: Transaction) -> None:
+        self._peer = transaction.lost_peer or ""
+        super()._write(transaction)
+
     def _submit(self, write: Write) -> None:
         node = self._node
         pending = Pending(write.what, tuple(write.guards), tuple(write.ops), self._state.view.number,
-                          node.record.incarnation, write.wanted)  # fmt: skip
+                          node.record.incarnation, write.wanted, self._peer)  # fmt: skip
         node.writes = (*node.writes, pending)
 
     def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
@@ -380,6 +390,8 @@ class World:
                 found += [("part", index, other) for other, peer in enumerate(self.nodes)
                           if other != index and peer.here
                           and peer.record.incarnation not in node.state.lost_peers]  # fmt: skip
+            if STALE in self.kinds and node.online and node.writes and node.writes[0].peer:
+                found.append((STALE, index, 0))
             generation = self.view.generation
             if ALARM in self.kinds and node.where == "up" and generation is not None and node.proc is None:
                 found += [(ALARM, index, other) for other, peer in enumerate(self.nodes) if peer.where == "up"
@@ -407,7 +419,7 @@ class World:
         """Carry it out, and check."""
         what, index, other = action
         node = self.nodes[index] if what not in INTRUSIONS else self.nodes[0]
-        if what in (*FAULTS, *ORDERS, *INTRUSIONS, *OUTAGES, ALARM):
+        if what in (*FAULTS, *ORDERS, *INTRUSIONS, *OUTAGES, ALARM, STALE):
             self.faults -= 1
         match what:
             case "crash":
@@ -464,6 +476,9 @@ class World:
             case "alarm":
                 self.handle(node, deque([msg.PeerLost(self.nodes[other].record.incarnation, FALSE_ALARM)]))
                 self.handle(node, deque([msg.Tick()]), now_s=1e6)
+            case "stale":
+                stale, node.writes = node.writes[0], node.writes[1:]
+                self.handle(node, deque([msg.PeerDoubted(stale.peer)]))
             case "see":
                 if node.queue:
                     self._see(node)
@@ -928,7 +943,7 @@ class World:
             fixed = (
                 node.life, node.where, node.dirty, node.doubted, node.paused, state.paused, node.asked,
                 node.num_procs, proc.key() if proc else None,
-                node.lease_id in self.store._leases, workers, frozenset(state.lost_peers), state.restarts_used,
+                node.lease_id in self.store._leases, workers, _lost_key(state), state.restarts_used,
                 state.restarts_counted_in, state.store_started, state.issued, state.view.number,
             )  # fmt: skip
             seen = _view_parts(node.view, numbers)
@@ -1013,6 +1028,11 @@ def _worker_key(w: state_module.Worker) -> tuple[Any, ...]:
             repr(w.report) if w.report else "", w.resumed, w.resumed_iteration, w.finished is not None, w.released,
             w.unfit, w.killed, w.exit and w.exit.exit_code, w.asked, w.promised_in, w.promised, w.told,
             w.parked, w.holds)  # fmt: skip
+
+
+def _lost_key(state: state_module.AgentState) -> frozenset[tuple[Any, ...]]:
+    """Why counts where it is checked: a false alarm and a loss of the same node are two states."""
+    return frozenset((peer, seen.is_dead, FALSE_ALARM in seen.evidence) for peer, seen in state.lost_peers.items())
 
 
 def _ops_key(ops: tuple[Op, ...]) -> tuple[Any, ...]:
