@@ -1,4 +1,8 @@
-"""What swift-agent raises. Messages say what happened, what is safe and what to type next."""
+"""What swift-agent raises, in a training script or from `swift-run`. Messages say what happened, what is safe and what
+to type next.
+
+This module must never import another one of this project: all others may import it, and `import swift_agent` loads it.
+"""
 
 from __future__ import annotations
 

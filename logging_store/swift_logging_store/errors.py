@@ -1,4 +1,8 @@
-"""Errors of this room. One base, so that a caller can tell ours from the user's own."""
+"""Errors of this room. One base, so that a caller can tell ours from the user's own.
+
+`LinkLost` is apart: it is of a connection, not of a log, and another try may help. This module must never import
+another one of this room: all others may import it.
+"""
 
 
 class LogError(Exception):

@@ -1,4 +1,8 @@
-"""Errors of this room. One base, so that a caller can tell ours from the user's own."""
+"""Errors of this room. One base, so that a caller can tell ours from the user's own.
+
+`LostLog` is apart: a `LinkLost`, after which another try may help. This module must never import another one of this
+room: all others may import it.
+"""
 
 from __future__ import annotations
 

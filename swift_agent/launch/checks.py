@@ -1,4 +1,9 @@
-"""What is checked of a command line before anything starts: each mistake as one sentence with its remedy."""
+"""What is checked of a command line before anything starts: each mistake as one sentence with its remedy.
+
+A check adds to *mistakes* and returns something that the next ones can go on with, so that all are told at once. It
+must never open a connection, make a file, start a process or import a module of the user's, and must never repeat what
+may be etcd's password.
+"""
 
 from __future__ import annotations
 

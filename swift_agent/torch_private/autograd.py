@@ -1,4 +1,8 @@
-"""Private parts of autograd and of optimizers."""
+"""Private parts of autograd and of optimizers: where a backward is, and a step for some parameters only.
+
+It must never choose the parameters or the moment (that is `worker.updates`), and must never run an optimizer's hooks:
+they belong to the step of all parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Private parts of DistributedDataParallel and its reducer."""
+"""Private parts of DistributedDataParallel and its reducer: its buckets, a backward that was cut, its hooks.
+
+It must never decide when a reducer is reset, renewed or rebuilt (that is `worker.tracked.ddp_buckets`), and must never
+communicate to rebuild one: the layout comes in as an argument.
+"""
 
 from __future__ import annotations
 

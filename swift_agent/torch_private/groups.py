@@ -1,9 +1,8 @@
-"""Every private API of torch that swift-agent uses, one small function each, with `pipelining`; nothing else may
-touch one.
+"""Private parts of torch's process groups (`distributed_c10d`), one small function each: how groups are created and
+registered, and how their backends are made and exchanged.
 
-tests/unit/torch_private/test_torch_private.py has a test per function that fails when a new torch changes it. Tested
-with torch 2.13; the names have been there since 2.10. It must never hold a decision: what is done when is up to the
-callers.
+Tested with torch 2.13, by tests/unit/torch_private among others; the names have been there since 2.10. It must never
+hold a decision: which group gets which backend, and when, is up to the callers (`worker.groups`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Private parts of torchrun's launcher."""
+"""Private parts of torchrun's launcher: NUMA binding of a worker's command, `--rdzv-conf`, the server of timers.
+
+It must never give an option a meaning of its own: that of the installed torch counts. And it must never let the server
+of timers end the agent, in whose process it runs.
+"""
 
 from __future__ import annotations
 

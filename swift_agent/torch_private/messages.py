@@ -1,4 +1,8 @@
-"""Operations of process groups, wrapped; and ways past them."""
+"""Operations of process groups as Python calls them, wrapped; and what of torch sends past process groups.
+
+It must never log, repeat or refuse an operation: that is up to the wrappers, which are given it. The places in `ALIKE`
+must never change: logs name collectives by them.
+"""
 
 from __future__ import annotations
 

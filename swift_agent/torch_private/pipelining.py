@@ -1,4 +1,4 @@
-"""What is private in `torch.distributed.pipelining`, one small function each; the rest of `groups`.
+"""What is private in `torch.distributed.pipelining`, one small function each.
 
 Imports nothing of it: a script without pipelines does not pay for them. It must never hold a decision.
 """

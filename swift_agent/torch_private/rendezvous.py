@@ -1,4 +1,7 @@
-"""Private parts of torch's dynamic rendezvous."""
+"""Private parts of torch's dynamic rendezvous: an empty state, and a node in one.
+
+It must never fill or change a state: that is `torchrun_plugin.state`.
+"""
 
 from __future__ import annotations
 

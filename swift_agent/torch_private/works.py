@@ -1,4 +1,8 @@
-"""Work objects of torch that are complete when they are made."""
+"""Work objects of torch that are complete when they are made.
+
+A caller returns one in the place of an operation that it has done itself, or that is not to be waited for. It must
+never wait, communicate or touch a tensor: whoever asks it is told at once that all is done.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,9 @@
-"""The c10d store of one generation: a small server for an agent, a `dist.Store` client for its workers.
+"""The client of the c10d store of one generation: a `dist.Store` for its workers; `store_server` is the server.
 
 Instead of torch's TCPStore, which resolves the name of the other end of every connection, on the client and in the
 only thread of the server: where DNS is slow or loses a packet, one connection stops all ranks for seconds (5 s with
-glibc's defaults). Besides, both sides prove that they know a token, and `cut()` frees whoever waits on it. It must
-never evaluate what it is sent: keys and values are bytes.
-
-    server  nonce                                                         -->  client
-            <--  nonce, HMAC(token, client|both nonces)
-            ok, HMAC(token, server|both nonces)  -->                           then questions and answers
-
-Frames: length (uint32), then parts, each with its own length (uint32); big-endian. The first part is the operation or
-the status.
+glibc's defaults). Besides, both sides prove that they know a token (see `store_frames`), and `cut()` frees whoever
+waits on it. It must never evaluate what it is sent: keys and values are bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Frames of the c10d store of a generation, and the proof that both ends know its key."""
+"""Frames of the c10d store of a generation, and the proof that both ends know its token.
+
+    server  nonce                                                         -->  client
+            <--  nonce, HMAC(token, client|both nonces)
+            ok, HMAC(token, server|both nonces)  -->                           then questions and answers
+
+Frames: length (uint32), then parts, each with its own length (uint32); big-endian. The first part is the operation or
+the status. It must never evaluate what it reads (parts are bytes), never take a frame that is longer than its reader
+allows, and never send the token itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The server of the c10d store of one generation, in an agent."""
+"""The server of the c10d store of one generation, in an agent; `store_client` says why it is not torch's.
+
+What it holds ends with it. It must never serve who has not proved to know the token, never let such strangers use up
+the agent's descriptors, and never resolve the name of who connects.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What a store of files is: its contract and its errors."""
+"""What a store of files is: its contract and its errors.
+
+A file has its name when it is complete and durable, and not before (but see `Store.writing`). Paths are relative, with
+`/` between their parts; a directory is there as long as a file is in it. Everything raises OSError if the filesystem or
+the server does. A store must never decide what is written, or for how long it is kept.
+"""
 
 from __future__ import annotations
 

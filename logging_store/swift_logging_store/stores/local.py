@@ -1,4 +1,8 @@
-"""A store in a directory that all nodes see."""
+"""A store in a directory that all nodes see; and files that are whole or not there, for others.
+
+It must never leave half a file under its name when a writer is killed: until a file is complete it is called `.part`,
+and in a store it is on the disk before it gets its name.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Files that all nodes see: below a directory of a shared filesystem or of HDFS, or below a prefix of an S3 bucket.
+"""Which store a URL names: a directory of a shared filesystem or of HDFS, or a prefix of an S3 bucket.
 
-A file has its name when it is complete and durable, and not before. Paths are relative, with `/` between their parts; a
-directory is there as long as a file is in it. Everything raises OSError if the filesystem or the server does.
-
-Must never decide what is written, or for how long it is kept.
+`contract` says what all of them are. It must never ask whether a server is there, and never repeat what may be a secret
+in a URL.
 """
 
 from __future__ import annotations

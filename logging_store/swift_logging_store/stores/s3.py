@@ -1,4 +1,8 @@
-"""A store below a prefix of an S3 bucket, by pyarrow."""
+"""A store below a prefix of an S3 bucket, by pyarrow.
+
+A bucket renames nothing, so an upload that ends with an error may leave a part of a file under its name. It must never
+import pyarrow before there is such a store, take credentials from a URL, or try a request for ever.
+"""
 
 from __future__ import annotations
 

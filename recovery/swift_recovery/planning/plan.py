@@ -1,14 +1,7 @@
-"""From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
+"""What each rank does to enter a generation, as a value and as JSON. Pure.
 
-Order of preference per replica set: roll forward to the newest state that a survivor has finished,
-or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
-survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
-all have updated: these are undone (see `half_done_updates`; `lossy` has other ways, for who asks for them). Ranks of
-which nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent,
-since the newest checkpoint if there is one; then survivors stay in the middle of the iteration that was cut, unless one
-of them cannot. Where nothing of that is possible all workers start again, with that checkpoint.
-
-This module must never look at tensors, clocks or files.
+`planner` makes it, or `resize` where the number of ranks changes; the record of the generation's plan holds it, and all
+workers follow it. This module must never choose anything, and must never look at tensors, clocks or files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Why a plan is what it is, in words. Pure."""
+"""Why a plan is what it is, in words; and what it deviates by, read from JSON. Pure.
+
+It must never decide: what it is given is planned already. It must never import `plan` or `planner`, which import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A `replica.Link` over a TCP connection of two processes' own."""
+"""A `replica.Link` over a TCP connection of two processes' own, and how the two meet.
+
+Who listens says where to those who may know, with a ticket. Who comes without it must never get anything, nor hold up
+who is meant. It must never unpickle what it receives, and never wait for ever: while the other side is slow *check* is
+asked, which raises when there is no reason to go on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Records as JSON and back."""
+"""Records as JSON and back, with a version; each field is checked against its type. Pure.
+
+A field that this version does not know is left out. It must never unpickle or evaluate what it reads, which may be
+anybody's, and must never know what a record means: types are all that it looks at.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ class RecordError(ValueError):
 
 
 def encode(record: Any) -> bytes:
-    """Serialize a record of this module to JSON bytes."""
+    """Serialize a record to JSON bytes."""
     return json.dumps({"v": CODEC_VERSION, **_plain(record)}, separators=(",", ":")).encode()
 
 

@@ -1,4 +1,8 @@
-"""What the coordinator decides: the commands of `membership`. Pure data."""
+"""What the coordinator decides: the commands of `membership`; and what the user allows it. Pure data.
+
+`node.coordinator` writes them, in their order. They must never hold anything but plain values and records: a journal
+writes them down, and a replay compares them.
+"""
 
 from __future__ import annotations
 

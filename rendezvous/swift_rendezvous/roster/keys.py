@@ -1,4 +1,9 @@
-"""Names of everything a job keeps in etcd."""
+"""Names of everything a job keeps in etcd, below `/swift/{job_id}/`. Pure.
+
+What belongs to one generation has its number in its key, so a process of an older generation cannot overwrite what a
+newer one reads. The order of the names is meant: see `Keys.for_coordinator` and `Keys.for_members`. This module must
+never talk to a store, nor know what is stored under a name; that is `records`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Who is lost, and why, in words. Pure."""
+"""Who is lost, and why, in words. Pure.
+
+What was said to be lost is kept apart from what is merely absent, which may come back: on that only the coordinator may
+act, after a while. What becomes of the job is `membership`. This module must never read a clock, talk to a store or
+log; times come in as arguments.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Names and records of everything a job keeps in etcd.
+"""Records of everything a job keeps in etcd; their names are in `keys`, their JSON in `codec`.
 
-One job lives under `/swift/{job_id}/`. Every record is a frozen dataclass, stored as JSON with a version field; nothing
-is ever pickled. Values that belong to one generation carry its number in their key, so a process of an older generation
-cannot overwrite what a newer one reads.
-
-This module must never talk to a store: it turns keys and values into Python objects and back.
+Every record is a frozen dataclass, stored as JSON with a version field; nothing is ever pickled. This module must never
+talk to a store.
 """
 
 from __future__ import annotations

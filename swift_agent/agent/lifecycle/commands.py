@@ -1,4 +1,8 @@
-"""What an agent does: the commands of `machine`. Pure data."""
+"""What an agent does: the commands of `machine`. Pure data.
+
+Commands are orders; the agent's `loop` carries them out. They must never hold anything but plain values and records: a
+journal writes them down, and a replay compares them.
+"""
 
 from __future__ import annotations
 

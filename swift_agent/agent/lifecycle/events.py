@@ -1,6 +1,6 @@
-"""What happens to an agent and what it does: the events and commands of `machine`. Pure data.
+"""What happens to an agent: the events of `machine`. Pure data.
 
-Events are facts in the past tense, commands are orders; neither knows how it came about or how it is carried out.
+Events are facts in the past tense, and do not know how they came about; `commands` has the orders that follow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What an agent knows of its workers, as values; and how a step changes them. Pure."""
+"""What an agent knows of its workers, as values; and how a step changes them. Pure.
+
+All values are frozen: a change makes new ones. This module must never decide what an agent does (that is `machine` and
+`steps`), and must never read a clock.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +166,7 @@ WorkerPhase = Literal["started", "waiting", "running", "stopping", "stopped", "f
 
 
 def phase_of(worker: Worker) -> WorkerPhase:
-    """The worker's place in the picture at the top, for status lines."""
+    """The worker's place in the picture of `machine`, for status lines."""
     if not worker.alive:
         return "exited"
     if not worker.hello:
