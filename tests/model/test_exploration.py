@@ -203,12 +203,19 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "what a spare once saw is told when it gets a slot": (
         machine, "_age", "> EVIDENCE_S and", "> 1e9 and",
         lambda: training(faults=2, kinds=(model.ALARM, "crash"))),
+    "a node whose workers have ended is believed against the last that holds state": (
+        losses, "believed", " or _all_ended(generation, failures.get(other), other)", "",
+        lambda: training(faults=2, kinds=("cut", "kill"))),
     "what a record was is compared with, not what is stored": (
         view, "_unread", "view = replace(view, generation_revision=revision)", "pass",
         lambda: training(faults=2, kinds=("garble", "kill"))),
     "nobody mends what the job cannot do without": (
         mending, "repairs", 'if "generation" in view.damaged and', "if False and",
         lambda: training(faults=2, kinds=("remove", "lapse"))),
+    "a node that has told its end meanwhile is said to be lost": (
+        coordinator.Coordinator, "_execute",
+        "guards.append(self._unwritten(view, keys.exited(view.number, slot)))", "pass",
+        lambda: training(faults=2, kinds=("part", "late"))),
     "a generation that was removed is forgotten": (
         view, "_read", "if view.generation is not None and view.job is not None:", "if False:",
         lambda: training(faults=2, kinds=("remove", "kill"))),

@@ -38,8 +38,10 @@ from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node import registration
 from swift_rendezvous.node.coordinator import Coordinator
 from swift_rendezvous.node.registration import JobOver, PlaceLost, enter_job, leave_job
+from swift_rendezvous.roster.accusations import bare_ranks
 from swift_rendezvous.roster.codec import decode, encode
 from swift_rendezvous.roster.decision import Rules
+from swift_rendezvous.roster.draining import is_alive
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.losses import losses
 from swift_rendezvous.roster.records import (
@@ -696,6 +698,11 @@ class World:
         # Who has not trained yet in the first generation has what the others began with. A death may be untold yet.
         unknown = any((node.proc is not None and node.proc.status == "setup")
                       or any(write.what == "failure" for write in node.writes) for node in self.nodes)  # fmt: skip
+        unknown = unknown or self.view.released  # then it is refused
+        # Whom its author counts on, who may have gone untold.
+        bare = bare_ranks(view, old)
+        counted = {owner.incarnation for slot, owner in enumerate(old.slots)
+                   if is_alive(view, owner) and len(bare.get(slot, ())) < old.workers_of(slot)}  # fmt: skip
         lost = {view.generation.slots[slot].incarnation for slot in losses(view).nodes}
         for put in puts:
             if put.key == KEYS.generation:
@@ -705,7 +712,7 @@ class World:
                 owners = {owner.incarnation for owner in new.slots}
                 demand(not lost & owners, f"a slot is given to {lost & owners}, known to be lost")
                 kept = owners | {owner.incarnation for owner in new.handover.values()}
-                demand(not holders or unknown or bool(holders & kept),
+                demand(not holders or unknown or bool((holders | counted) & kept),
                        f"{holders} hold the state, and all lose their slots")  # fmt: skip
 
     def _decide(self, node: Node) -> None:

@@ -32,7 +32,7 @@ from swift_rendezvous.roster.decision import (
     Rules,
 )
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.losses import absent, believed_failures, missing
+from swift_rendezvous.roster.losses import absent, believed_failures, losses, missing
 from swift_rendezvous.roster.membership import decide, stage_of
 from swift_rendezvous.roster.mending import RemoveDamaged, RestoreGeneration, RestoreJob
 from swift_rendezvous.roster.records import (
@@ -69,6 +69,8 @@ class Witness(Protocol):
 # Lost nodes whose records are removed with a generation, and in one transaction before it; etcd takes 128 operations.
 FORGOTTEN_WITH = 64
 FORGOTTEN_AT_ONCE = 100
+# Ends that are compared with before nodes are said to be lost after training.
+EXITS_COMPARED = 64
 # So many generations stay in the history.
 NUM_EVENTS_KEPT = 1000
 
@@ -281,6 +283,10 @@ class Coordinator:
                 guards.append(self._unwritten(view, keys.result))
                 if view.generation is not None:
                     guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
+                    # What was taken for lost may have told its end meanwhile.
+                    open_ends = set(losses(view).nodes) - set(view.exited) if view.released else set()
+                    for slot in sorted(open_ends)[:EXITS_COMPARED]:
+                        guards.append(self._unwritten(view, keys.exited(view.number, slot)))
                 ops = [Put(keys.result, encode(result))]
             case PublishLoss(failure):
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))

@@ -9,6 +9,7 @@ What one node says of another may be true of the link between them only. Two kin
 - A node without state, a newcomer that has not got it yet, cannot reach those who have it: it would cost the job the
   last copies, with nothing to lose itself. So it is given up instead, unless the kernel of the accused has closed the
   connection and refuses another one. If the accused is lost indeed its lease tells.
+  So is a node all of whose workers have ended: it has lost what it had.
 
 Who holds no state is in the record of the generation (`GenerationRecord.bare`), which is older than what happens in
 it; so who accuses somebody says of itself whether it has the state by now (`FailureRecord.is_empty`).
@@ -64,7 +65,9 @@ def believed(
         return found
     for slot in holders:
         failure, other = accused[slot], slot_of.get(accused[slot].reporter)
-        if other is None or failure.is_dead or not (failure.is_empty or other in gone):
+        if other is None or failure.is_dead:
+            continue
+        if not (failure.is_empty or other in gone or _all_ended(generation, failures.get(other), other)):
             continue
         del found[slot]
         if other not in accused or other not in found:
@@ -72,3 +75,10 @@ def believed(
             evidence = f"it cannot reach {name}, which holds what is left of the state ({failure.evidence})"
             found[other] = FailureRecord("node", other, owner.incarnation, (), evidence, failure.reporter)
     return found
+
+
+def _all_ended(generation: GenerationRecord, failure: FailureRecord | None, slot: int) -> bool:
+    """*failure*, what is told of *slot*, says that no worker of it is left."""
+    if failure is None or failure.kind != "workers" or failure.incarnation != generation.slots[slot].incarnation:
+        return False
+    return len(set(failure.local_ranks)) == generation.workers_of(slot)

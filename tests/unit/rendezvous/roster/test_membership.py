@@ -536,6 +536,11 @@ def test_a_node_without_state_does_not_cost_the_job_the_last_copies() -> None:
     # Its workers were lost in this very generation.
     died = failure("workers", 0, (0, 1))
     assert losses(replace(three({2: (0, 1)}, (0, 1)), failures={0: died, **v.failures})).nodes.keys() == {0}
+    # They were lost after it had accused, so it did not say of itself that it has nothing; one of two is not enough.
+    v = three({2: (0, 1)}, (0, 1))
+    later = {0: died, 1: replace(v.failures[1], is_empty=False)}
+    assert losses(replace(v, failures=later)).nodes.keys() == {0}
+    assert losses(replace(v, failures={**later, 0: failure("workers", 0, (0,))})).nodes.keys() == {1}
     # A script that tracks nothing has no state that could be lost.
     assert losses(replace(v, tracked=False)).nodes.keys() == {1}
 
