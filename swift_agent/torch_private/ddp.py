@@ -7,17 +7,13 @@ communicate to rebuild one: the layout comes in as an argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.torch_private.works import Finished
-
-if TYPE_CHECKING:
-    pass
-
 
 Layout = list[list[int]]  # bucket -> indices into the reducer's parameters, in reduction order
 

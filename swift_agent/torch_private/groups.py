@@ -12,16 +12,13 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from swift_agent.torch_private.messages import _tensors
-
-if TYPE_CHECKING:
-    pass
 
 Backend = Any  # c10d::Backend and its subclasses; torch exports no common Python name for them
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
-
-if TYPE_CHECKING:
-    pass
 
 
 def bind_command_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:

@@ -11,13 +11,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    pass
 
 
 def wrap_messages(send: Callable[..., Any], recv: Callable[..., Any], recv_from_any: Callable[..., Any]) -> None:

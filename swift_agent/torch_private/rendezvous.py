@@ -5,10 +5,7 @@ It must never fill or change a state: that is `torchrun_plugin.state`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 def new_rendezvous_state() -> Any:

@@ -7,12 +7,8 @@ never wait, communicate or touch a tensor: whoever asks it is told at once that 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    pass
 
 
 class Finished(dist.Work):

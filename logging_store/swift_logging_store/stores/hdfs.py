@@ -1,4 +1,4 @@
-"""Files in HDFS, by hdfs-native, which needs no Java, or by libhdfs, Hadoop's own: a `store.Store`.
+"""Files in HDFS, by hdfs-native, which needs no Java, or by libhdfs, Hadoop's own: a `contract.Store`.
 
 The library runs in a process of its own (`hdfs_helper`), for each operation that is under way one: it may sit in a call
 for ten minutes when data nodes die, deaf to everything. So each answer has a deadline, after which the process is

@@ -107,7 +107,10 @@ def _build(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError:
+            raise RecordError(f"{where}: a number of {len(str(abs(data)))} digits is too large") from None
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise RecordError(f"{where}: expected {kind.__name__}, found {type(data).__name__}")
     return data

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from swift_agent.errors import UsageError
+from swift_agent.errors import SwiftError, UsageError
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
@@ -20,6 +20,10 @@ from swift_recovery.errors import StateError
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 # Of waiting at the end; then after twice as long, and so on.
 _FIRST_NOTE_S = 5.0
+
+
+class UnusableCheckpoints(SwiftError, CheckpointError):
+    """`CheckpointError`, where it ends the script: what it catches by `SwiftError` includes this."""
 
 
 class Checkpointing:
@@ -35,13 +39,19 @@ class Checkpointing:
 
     def find(self) -> tuple[int, int]:
         """The iteration of the newest one that this rank sees, 0: there is none; and after how many the next comes."""
-        return self._checkpoints.find(), self._checkpoints.every
+        return self._newest(), self._checkpoints.every
+
+    def _newest(self, before: int | None = None) -> int:
+        try:
+            return self._checkpoints.find(before)
+        except CheckpointError as error:
+            raise UnusableCheckpoints(str(error)) from error
 
     def begin(self, found: Sequence[tuple[int, int]]) -> None:
         """All ranks together, before the script is in a loop: begin with the newest one that all can load. *found*:
         what `find` says on all ranks, (0, 0) where none was asked for.
 
-        Raises `CheckpointError` if there is none, or not the same for all; the state is mixed then. `UsageError`, if
+        Raises `UnusableCheckpoints` if there is none, or not the same for all; the state is mixed then. `UsageError` if
         the script has not asked for the same on all ranks."""
         place, tracked, checkpoints, reasons = self._place, self._tracked, self._checkpoints, []
         if len({every for _, every in found}) > 1:
@@ -75,8 +85,8 @@ class Checkpointing:
                 self._compare_seeds(extra, iteration)
                 checkpoints.begins(iteration, self._groups.generation)
                 return
-            iteration = max(older for (older,) in self._groups.all_gather_ints([checkpoints.find(iteration)]))
-        raise CheckpointError(
+            iteration = max(older for (older,) in self._groups.all_gather_ints([self._newest(iteration)]))
+        raise UnusableCheckpoints(
             f"no checkpoint in {checkpoints.directory} can be loaded on all ranks: "
             f"{'; '.join(reasons) or 'see what other ranks say'}. Do all nodes share it? Nothing there was changed. To "
             "begin anew give job.checkpoint() another directory."

@@ -114,7 +114,7 @@ class Results:
         return dict.fromkeys(channels, before * MAX_NUMBER)
 
     def make(self, name: str, group: Any, outputs: Outputs, call: Callable[[], Any]) -> Any:
-        """One operation of those in `groups.ALIKE`, by *call*, or with what it gave the others."""
+        """One operation of those in `messages.ALIKE`, by *call*, or with what it gave the others."""
         members = self._members.get(group.group_name)
         if members is None:
             members = self._members[group.group_name] = dist.get_process_group_ranks(group)

@@ -81,6 +81,7 @@ def _altered(record: Any, **changes: Any) -> bytes:
         (k.GenerationRecord, _altered(RECORDS[4], lost={"one": [0]}), "GenerationRecord.lost"),
         (k.GenerationRecord, _altered(RECORDS[4], lost=[0]), "GenerationRecord.lost"),
         (k.ResumedRecord, _altered(RECORDS[8], phases_s={"regroup": True}), "ResumedRecord.phases_s"),
+        (k.ResumedRecord, _altered(RECORDS[8], phases_s={"regroup": 10**400}), "ResumedRecord.phases_s.*401 digits"),
     ],
 )
 def test_what_was_not_written_by_us_is_refused_by_name(cls: type[Any], value: bytes, names: str) -> None:
