@@ -72,6 +72,12 @@ class Outside:
                     "where the others have made it already. Decorate the function that has it with @job.resilient, or "
                     "leave it out"
                 )
+            step = (place.begun_by_others or ("iteration", 0, 0))[0]
+            if step != "iteration":
+                self._unfit(
+                    f"{operation} ({where}) comes before a {step.partition(' ')[0]} in a replacement, which begins "
+                    "where the others are in that already. Decorate the function that has it with @job.resilient"
+                )
             self._unfit(
                 f"{operation} ({where}) comes between a batch and its iteration in a replacement, which begins where "
                 "the others have made it already. Have the iteration make it"
