@@ -139,6 +139,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_stranger[transformers' trainer-node]",
         "test_stranger[traced pipeline-worker]",
         "test_stranger[micro-steps with a flag-node]",
+        "test_stranger[a batch that is changed in place-worker]",
         "test_stranger[accelerate's loader-node]",
         "test_stranger[stateful loader-worker]",
         "test_stranger[augmentation in processes that stay-node]",

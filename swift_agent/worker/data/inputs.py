@@ -4,10 +4,11 @@
 - Something else that was made between two iterations, and is not known to the job (`made_before`): told at the start.
 - Other data than the predecessor was given (`given`): told by the replacement, which is of no use then. For that,
   what this process is given is shown to others as soon as it has it.
+- What it was given and has changed in place before it was cut (`given_again`): put back, else told.
 - Other data than the same iteration was given in its first run, or in the one that is made once more for what it leaves
   behind (`remade`): told by whoever notices.
 
-This module must never change what an iteration is given, nor take part in it.
+This module must never take part in an iteration.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 
 from swift_agent.errors import UsageError
 from swift_agent.wire.given import Given, fingerprint, fingerprint_of_indices, leaves
+from swift_agent.worker.data.given_again import CannotPutBack, GivenAgain
 from swift_agent.worker.data.made_before import Alive, MadeBefore
 from swift_agent.worker.data.own_state import OwnState, held_weakly, numbers_of
 from swift_agent.worker.tracked.loop_state import Place
@@ -54,6 +56,8 @@ class Inputs:
         self._has_iterated = False
         self._awaits_forward = self._is_opaque = False
         self._models: list[nn.Module] = []
+        self._tracked: list[nn.Module] = []
+        self._again = GivenAgain(self._is_buffer)
         self._name = ""
         self._is_given_nothing = False
         self._is_replacement = place.status == "empty"
@@ -68,6 +72,7 @@ class Inputs:
         """*models*: those tracked; an iteration that was given no batch calls one of them. *show*: what is new in the
         page of *given* is to go to who keeps a copy."""
         self._models, self._given, self._show = list(models), given, show
+        self._tracked = self._models[:]
 
     def begin_pass(self, number: int, loader: Any, epoch: int) -> None:
         """Of the loop, over a loader that begins at its beginning, and was told *epoch*."""
@@ -134,6 +139,7 @@ class Inputs:
                 )
         if self._given is None:
             return
+        self._again.begin(*args, *kwargs.values())
         if self._given.iteration != self._number:
             self._begin_given(self._given)  # another one with the same batch
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]
@@ -152,6 +158,22 @@ class Inputs:
     def run(self) -> None:
         """What the script has called begins to run, for the first time or once more."""
         self._awaits_forward = self._is_given_nothing
+        try:
+            self._again.run()
+        except CannotPutBack as what:
+            self._unfit(
+                f"{self._name}() has changed {what}, which it was given, in place before iteration {self._called} was "
+                "cut, and begins with that when it is run again: have it change a copy (see: Will my script be "
+                "recovered?)"
+            )
+
+    def ran(self) -> None:
+        """The script goes on after the iteration."""
+        self._place.drawn = 0
+        self._again.end()
+
+    def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is buffer for model in self._tracked for buffer in model.buffers())
 
     def _begin_given(self, given: Given) -> None:
         given.begin(self._number, run=self._place.began, passes=self._place.here.passes)
@@ -165,6 +187,7 @@ class Inputs:
         """By the iteration, while it runs."""
         if self._given is not None:
             self._awaits_forward = False
+            self._again.add(batch)
             self._compare(batch)
             self._show_now()
 

@@ -453,7 +453,7 @@ class Job:
 
             self._place.leaves = 0
             result = self._running.iterate(self._draws.remembered(call))
-            self._place.drawn = 0
+            self._inputs.ran()
             return result
 
         run._swift_iteration = True  # type: ignore[attr-defined]

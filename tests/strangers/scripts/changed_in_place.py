@@ -1,0 +1,75 @@
+"""An iteration that mixes its batch where it lies, scales an array of it and takes it apart ("given"); or that takes
+such a batch itself ("inside")."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import hooks
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+import swift_agent as swift
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "scale": x.abs(), "labels": x.sum()}
+
+
+def batches_of(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def main() -> None:
+    hooks.begin()
+    job = swift.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = DDP(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    job.track(model=model, optimizer=optimizer)
+    sampler = DistributedSampler(Rows(), num_replicas=job.world_size, rank=job.rank)
+    loader = DataLoader(Rows(), batch_size=4, sampler=sampler)
+
+    def update(batch: dict[str, torch.Tensor]) -> None:
+        x, labels = batch["x"], batch.pop("labels")
+        share = torch.rand(())
+        x.mul_(share).add_(x.flip(0) * (1 - share))
+        batch["scale"].numpy()[...] *= 0.5
+        loss = F.mse_loss(model(x + batch["scale"]).squeeze(1), labels)
+        hooks.moment("inside", job.iteration_number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        hooks.moment("after", job.iteration_number)
+
+    if "inside" in sys.argv:
+        source = batches_of(job.loader(loader))
+        take = job.iteration(lambda: update(next(source)))
+        for number in job.iterations(24):
+            hooks.moment("before", number)
+            take()
+    else:
+        train = job.iteration(update)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for batch in job.batches(loader):
+                hooks.moment("before", job.iteration_number)
+                train(batch)
+    hooks.finish(job, list(net.parameters()), optimizer)
+
+
+if __name__ == "__main__":
+    main()
