@@ -14,9 +14,10 @@ This module must never take part in an iteration.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -35,6 +36,7 @@ _REMAKES = (
     "after a failure the iteration before is run once more, without effect, for what it leaves; if on a rank that was "
     "there it does not leave the same, all workers restart"
 )
+R = TypeVar("R")
 _PLAIN = (bool, int, float, str, bytes, numpy.ndarray, type(None))
 
 
@@ -158,13 +160,29 @@ class Inputs:
     def run(self) -> None:
         """What the script has called begins to run, for the first time or once more."""
         self._awaits_forward = self._is_given_nothing
+        self._put_back(self._again, self._name, f"iteration {self._called}")
+
+    def given_to_section(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+                         ) -> Callable[[], R]:  # fmt: skip
+        """*function* with that, given the same each time it is called: a collective may have been cut inside."""
+        if self._given is None:
+            return functools.partial(function, *args, **kwargs)
+        again = GivenAgain(self._is_buffer)
+        again.begin(*args, *kwargs.values())
+
+        def call() -> R:
+            self._put_back(again, getattr(function, "__name__", "a section"), "it")
+            return function(*args, **kwargs)
+
+        return call
+
+    def _put_back(self, again: GivenAgain, name: str, what: str) -> None:
         try:
-            self._again.run()
-        except CannotPutBack as what:
+            again.run()
+        except CannotPutBack as changed:
             self._unfit(
-                f"{self._name}() has changed {what}, which it was given, in place before iteration {self._called} was "
-                "cut, and begins with that when it is run again: have it change a copy (see: Will my script be "
-                "recovered?)"
+                f"{name}() has changed {changed}, which it was given, in place before {what} was cut, and begins with "
+                "that when it is run again: have it change a copy (see: Will my script be recovered?)"
             )
 
     def ran(self) -> None:

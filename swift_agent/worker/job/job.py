@@ -470,9 +470,8 @@ class Job:
             self._begin()
             if self._place.inside or not self._place.has_points:
                 return function(*args, **kwargs)  # a part of what surrounds it
-            return self._running.section(
-                self._draws.remembered(lambda: function(*args, **kwargs), is_section=True)
-            )
+            call = self._inputs.given_to_section(function, args, kwargs)
+            return self._running.section(self._draws.remembered(call, is_section=True))
 
         return run
 

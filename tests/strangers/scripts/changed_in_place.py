@@ -1,5 +1,5 @@
-"""An iteration that mixes its batch where it lies, scales an array of it and takes it apart ("given"); or that takes
-such a batch itself ("inside")."""
+"""An iteration that mixes its batch where it lies, scales an array of it and takes it apart; or that takes such a batch
+itself ("inside"). Or a section that sums up in the tensor that it is given ("section")."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import hooks
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -30,6 +31,28 @@ class Rows(Dataset[Any]):
 def batches_of(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
+
+
+def train_with_sums(job: swift.Job, net: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    @job.resilient
+    def sum_up(total: torch.Tensor, parts: list[float]) -> float:
+        hooks.moment("before", job.iteration_number)
+        parts.append(float(sum(p.detach().sum() for p in net.parameters())) + job.rank)
+        total.add_(sum(parts))
+        hooks.moment("inside", job.iteration_number)
+        hooks.moment("after", job.iteration_number)  # of the change; after the collective all would begin anew
+        dist.all_reduce(total)
+        return float(total[0])
+
+    @job.iteration
+    def train(scale: float) -> None:
+        x = torch.randn(6, 8)
+        optimizer.zero_grad()
+        F.mse_loss(model(x) * (1 + scale / 100), x.sum(dim=1, keepdim=True)).backward()
+        optimizer.step()
+
+    for _ in job.iterations(24):
+        train(sum_up(torch.zeros(50_000), []))
 
 
 def main() -> None:
@@ -55,7 +78,9 @@ def main() -> None:
         optimizer.step()
         hooks.moment("after", job.iteration_number)
 
-    if "inside" in sys.argv:
+    if "section" in sys.argv:
+        train_with_sums(job, net, model, optimizer)
+    elif "inside" in sys.argv:
         source = batches_of(job.loader(loader))
         take = job.iteration(lambda: update(next(source)))
         for number in job.iterations(24):
