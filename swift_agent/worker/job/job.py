@@ -424,8 +424,8 @@ class Job:
         """Decorate the function that makes one update of the model. It is run again if a peer fails inside it.
 
         It must make one step of every tracked optimizer (or none), and whatever else it changes must be tracked or
-        harmless to repeat. Its result is the caller's; where the update came from a replica instead, the function is
-        run once more without effect and without communication to give one.
+        harmless to repeat; its arguments are put back. Its result is the caller's; where the update came from a replica
+        instead, the function is run once more without effect and without communication to give one.
         """
 
         @functools.wraps(function)
