@@ -3,7 +3,7 @@
     page of a rank (`given`) --changed records, before each iteration--> its witnesses: a copy, as it comes
     its node is lost: generation n + 1 --copies, through the store--> its replacement, elsewhere
 
-The connections are one-way, one for each generation and witness, and both ends find each other through the store of the
+The connections are one-way but for one byte, one for each generation and witness, and both ends find each other through the store of the
 generation, which only workers of the job can read. The sender never waits: what does not fit is left out, and the whole
 page follows. What has arrived stays in the socket until the witness looks, which it does now and then, and first of all
 in a recovery. So a rank whose record has left its node is no longer the only one that knows what it was given.
@@ -31,6 +31,7 @@ from swift_rendezvous.threads import has_started, thread
 
 _RANK = struct.Struct(">Q")
 _TICKET = struct.Struct(">Q")
+_MET = b"m"  # from the witness, once it holds the connection
 _CONNECT = timedelta(seconds=10)
 _SLICE = timedelta(seconds=2)
 # All ranks begin together, so a witness is there within milliseconds; who is later is still found, and so long.
@@ -231,6 +232,8 @@ class Witnesses:
             for sock in visitors:
                 if sock is not None:
                     self._hand_over(_Incoming(sock), stop)
+                    with contextlib.suppress(OSError):
+                        sock.send(_MET, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 if stop.is_set() or time.monotonic() > until_s:
                     return
 
@@ -264,6 +267,9 @@ class Witnesses:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(_TICKET.pack(len(ticket)) + ticket.encode() + _RANK.pack(self._rank))
+            # What is sent from now on is found by the witness even if the generation ends at once.
+            with contextlib.suppress(TimeoutError):
+                sock.recv(len(_MET))
             sock.setblocking(False)
         except OSError:
             sock.close()
