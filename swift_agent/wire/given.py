@@ -48,13 +48,22 @@ _NUM_SAMPLES = 512
 _MAX_LEAVES = 64
 
 
+# What has no parts and no state of its own.
+PLAIN: frozenset[type] = frozenset({bool, int, float, str, bytes, type(None)})
+# Tensors that are read as arrays: fewer calls than by torch's own, and it happens in every iteration.
+_NUMPY_DTYPES = frozenset({
+    torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.bool,
+})  # fmt: skip
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """The first things that *value* consists of, through lists, tuples and mappings."""
     return itertools.islice(_leaves(value), _MAX_LEAVES)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
+    if type(value) in PLAIN or isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -97,13 +106,21 @@ def fingerprint_of_indices(entry: Any, begin: int) -> int:
 
 
 def _content(tensor: torch.Tensor) -> bytes:
-    content = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel():
-        flat = tensor.detach().view(-1)
-        step = flat.numel() // _NUM_SAMPLES
-        samples = (flat[::step] if step > 1 else flat).resolve_conj().resolve_neg().contiguous()
-        content += samples.view(torch.uint8).numpy().tobytes()
-    return content
+    kind = _kind(tensor.dtype, tensor.shape)
+    if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel()):
+        return kind
+    step = tensor.numel() // _NUM_SAMPLES
+    if type(tensor) is torch.Tensor and tensor.dtype in _NUMPY_DTYPES and not tensor.is_neg():
+        array = tensor.detach().numpy().reshape(-1)
+        return kind + (array[::step] if step > 1 else array).tobytes()
+    flat = tensor.detach().view(-1)
+    samples = (flat[::step] if step > 1 else flat).resolve_conj().resolve_neg().contiguous()
+    return kind + samples.view(torch.uint8).numpy().tobytes()
+
+
+@functools.lru_cache(maxsize=64)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{tuple(shape)}".encode()
 
 
 @dataclass(frozen=True)

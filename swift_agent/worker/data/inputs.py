@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from swift_agent.errors import UsageError
-from swift_agent.wire.given import Given, fingerprint, fingerprint_of_indices, leaves
+from swift_agent.wire.given import PLAIN, Given, fingerprint, fingerprint_of_indices, leaves
 from swift_agent.worker.data.given_again import CannotPutBack, GivenAgain
 from swift_agent.worker.data.made_before import Alive, MadeBefore
 from swift_agent.worker.data.own_state import OwnState, held_weakly, numbers_of
@@ -37,7 +37,7 @@ _REMAKES = (
     "there it does not leave the same, all workers restart"
 )
 R = TypeVar("R")
-_PLAIN = (bool, int, float, str, bytes, numpy.ndarray, type(None))
+_KNOWN: tuple[type, ...] = (*PLAIN, numpy.ndarray)
 
 
 def _to_nobody() -> None: ...
@@ -119,7 +119,7 @@ class Inputs:
         for leaf in leaves(batch):
             if isinstance(leaf, torch.Tensor):
                 self._handed[id(leaf)] = weakref.ref(leaf)
-            elif not isinstance(leaf, _PLAIN):
+            elif not isinstance(leaf, _KNOWN):
                 self._is_opaque = True
         if self._given is not None:
             self._compare(batch)
@@ -129,7 +129,8 @@ class Inputs:
     def begin(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The script calls an iteration. Raises `UsageError` for a batch that a replacement would not have."""
         self._name, self._has_iterated = name, True
-        tensors = [leaf for leaf in leaves([*args, kwargs]) if isinstance(leaf, torch.Tensor)]
+        values = [value for value in (*args, *kwargs.values()) if type(value) not in PLAIN]
+        tensors = [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)] if values else []
         for tensor in tensors:
             found = self._stale.get(id(tensor))
             if found is not None and found() is tensor and id(tensor) not in self._handed:
@@ -141,7 +142,7 @@ class Inputs:
                 )
         if self._given is None:
             return
-        self._again.begin(*args, *kwargs.values())
+        self._again.begin(*values)
         if self._given.iteration != self._number:
             self._begin_given(self._given)  # another one with the same batch
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]

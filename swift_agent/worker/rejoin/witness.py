@@ -3,10 +3,11 @@
     page of a rank (`given`) --changed records, before each iteration--> its witnesses: a copy, as it comes
     its node is lost: generation n + 1 --copies, through the store--> its replacement, elsewhere
 
-The connections are one-way but for one byte, one for each generation and witness, and both ends find each other through the store of the
-generation, which only workers of the job can read. The sender never waits: what does not fit is left out, and the whole
-page follows. What has arrived stays in the socket until the witness looks, which it does now and then, and first of all
-in a recovery. So a rank whose record has left its node is no longer the only one that knows what it was given.
+The connections are one-way but for one byte, one for each generation and witness, and both ends find each other
+through the store of the generation, which only workers of the job can read. The sender never waits: what does not fit
+is left out, and the whole page follows. What has arrived stays in the socket until the witness looks, which it does
+now and then, and first of all in a recovery. So a rank whose record has left its node is no longer the only one that
+knows what it was given.
 
 This module must never hold up training, and decides nothing: what a copy says `given` compares.
 """
