@@ -74,6 +74,7 @@ IDIOMS: dict[str, Idiom] = {
     "a batch that is changed in place": Idiom("changed_in_place.py"),
     "a batch that is taken inside and changed in place": Idiom("changed_in_place.py", args=("inside",)),
     "a tensor that a section sums up in": Idiom("changed_in_place.py", args=("section",)),
+    "weights that are given to the iteration": Idiom("changed_in_place.py", args=("weights",)),
     "steps that are left out": Idiom("left_out_steps.py", args=("norm",), at=(2, 5, 8), workers=2),
     "steps in every third iteration": Idiom("left_out_steps.py", args=("accumulated",), at=(2, 4, 7)),
     "steps in every third iteration, hsdp": Idiom(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -25,11 +26,12 @@ from torch import nn
 
 from swift_agent.errors import UsageError
 from swift_agent.wire.given import PLAIN, Given, fingerprint, fingerprint_of_indices, leaves
-from swift_agent.worker.data.given_again import CannotPutBack, GivenAgain
+from swift_agent.worker.data.given_again import CannotPutBack, GivenAgain, storage_of
 from swift_agent.worker.data.made_before import Alive, MadeBefore
 from swift_agent.worker.data.own_state import OwnState, held_weakly, numbers_of
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.remade import FirstRuns, can_be_compared
+from swift_recovery.state.sharded import local_of
 
 _RESTARTS = "a lost worker restarts all workers"
 _REMAKES = (
@@ -59,7 +61,7 @@ class Inputs:
         self._awaits_forward = self._is_opaque = False
         self._models: list[nn.Module] = []
         self._tracked: list[nn.Module] = []
-        self._again = GivenAgain(self._is_buffer)
+        self._again = GivenAgain(self._is_state)
         self._name = ""
         self._is_given_nothing = False
         self._is_replacement = place.status == "empty"
@@ -168,7 +170,7 @@ class Inputs:
         """*function* with that, given the same each time it is called: a collective may have been cut inside."""
         if self._given is None:
             return functools.partial(function, *args, **kwargs)
-        again = GivenAgain(self._is_buffer)
+        again = GivenAgain(self._is_state)
         again.begin(*args, *kwargs.values())
 
         def call() -> R:
@@ -191,8 +193,11 @@ class Inputs:
         self._place.drawn = 0
         self._again.end()
 
-    def _is_buffer(self, tensor: torch.Tensor) -> bool:
-        return any(tensor is buffer for model in self._tracked for buffer in model.buffers())
+    def _is_state(self, tensor: torch.Tensor) -> bool:
+        """Also what `state_dict()`, `detach()` or a slice of a parameter or buffer has given."""
+        where = storage_of(tensor)
+        states = (state for model in self._tracked for state in itertools.chain(model.parameters(), model.buffers()))
+        return where is not None and any(storage_of(local_of(state)) == where for state in states)
 
     def _begin_given(self, given: Given) -> None:
         given.begin(self._number, run=self._place.began, passes=self._place.here.passes)

@@ -1,5 +1,6 @@
 """An iteration that mixes its batch where it lies, scales an array of it and takes it apart; or that takes such a batch
-itself ("inside"). Or a section that sums up in the tensor that it is given ("section")."""
+itself ("inside"). Or a section that sums up in the tensor that it is given ("section"); or an iteration that is given
+the weights, by `state_dict()`, and changes them as any does ("weights")."""
 
 from __future__ import annotations
 
@@ -55,6 +56,26 @@ def train_with_sums(job: swift.Job, net: nn.Module, model: nn.Module, optimizer:
         train(sum_up(torch.zeros(50_000), []))
 
 
+def train_near(job: swift.Job, net: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    @job.iteration
+    def train(before: dict[str, torch.Tensor]) -> float:
+        x = torch.randn(6, 8)
+        loss = F.mse_loss(model(x), x.sum(dim=1, keepdim=True))
+        loss = loss + sum((p - before[name] + 0.1).square().sum() for name, p in net.named_parameters())
+        optimizer.zero_grad()
+        loss.backward()
+        hooks.moment("inside", job.iteration_number)
+        optimizer.step()
+        hooks.moment("after", job.iteration_number)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total)
+
+    for number in job.iterations(24):
+        hooks.moment("before", number)
+        train(net.state_dict())
+
+
 def main() -> None:
     hooks.begin()
     job = swift.init()
@@ -80,6 +101,8 @@ def main() -> None:
 
     if "section" in sys.argv:
         train_with_sums(job, net, model, optimizer)
+    elif "weights" in sys.argv:
+        train_near(job, net, model, optimizer)
     elif "inside" in sys.argv:
         source = batches_of(job.loader(loader))
         take = job.iteration(lambda: update(next(source)))
