@@ -35,6 +35,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "faults/test_defaults.py": (
         "test_kills_without_progress_end_the_job_at_the_third",
         "test_the_same_exception_ends_the_job_at_the_second_time[raises]",
+        "test_what_a_worker_raised_that_was_started_as_by_torchrun_counts_too",
         "test_the_quick_start_goes_on_when_a_worker_is_killed",
     ),
     "faults/test_soak.py": ALL,

@@ -23,9 +23,13 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(make_agents: Callable[..., Agents], tmp_path: Path) -> Run:
-    def run(fails: str, max_restarts: int | None = None, **environment: str) -> Outcome:
+    def run(
+        fails: str, max_restarts: int | None = None, start_method: str = "forkserver", **environment: str
+    ) -> Outcome:
         environment = {"FAILS": fails, "HERE": str(tmp_path), **environment}
-        agents = make_agents(num_nodes=1, max_restarts=max_restarts, script=SCRIPT, environment=environment)
+        agents = make_agents(
+            num_nodes=1, max_restarts=max_restarts, script=SCRIPT, environment=environment, start_method=start_method
+        )
         agents.start("a")
         return agents.wait(80)
 
@@ -67,6 +71,15 @@ def test_the_same_exception_ends_the_job_at_the_second_time(run: Run, fails: str
     assert max(sum(f"[rank{rank}]" in line for line in raised) for rank in outcome.pids) == 2, outcome.text()
     assert fails == "all-raise" or max(len(pids) for pids in outcome.pids.values()) == 2, outcome.text()
     assert "a bad sample" in outcome.text().partition("Root Cause")[2]
+
+
+def test_what_a_worker_raised_that_was_started_as_by_torchrun_counts_too(run: Run) -> None:
+    """Nothing handles an exception any more when its hook is called: torch finds no traceback by itself there."""
+    outcome = run("raises", start_method="spawn")
+    assert outcome.exit_codes == {"a": 1}, outcome.text()
+    assert lines(outcome, "the same exception at the same place, ValueError at failing_train.py:"), outcome.text()
+    assert len(outcome.pids[1]) == 2, outcome.text()
+    assert "NoneType" not in outcome.text()
 
 
 @pytest.mark.parametrize("number", [None, 5])

@@ -226,5 +226,11 @@ def _record(error: BaseException) -> None:
     """Leave the traceback where the agent looks for the root cause, in torch's format."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return
+    trace = error.__traceback__
+    try:
+        raise error  # torch writes the traceback of what is being handled, and a hook for exceptions handles none
+    except BaseException:
+        error.__traceback__ = trace
         get_error_handler().record_exception(error)
