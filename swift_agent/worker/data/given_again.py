@@ -88,9 +88,9 @@ class _Tensor:
 
 
 class GivenAgain:
-    """One per job. *is_state*: whether a tensor is one of the tracked models, or lies where one does."""
+    """One per job. *is_state*: whether a tensor lies where state of the job does, or a mapping is a part of it."""
 
-    def __init__(self, is_state: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, is_state: Callable[[torch.Tensor | Mapping[Any, Any]], bool]) -> None:
         self._is_state = is_state
         self._copies = True
         self._has_run = False
@@ -135,7 +135,7 @@ class GivenAgain:
             self._has_run = True
             return
         for mapping, entries in self._mappings:
-            if _differs(mapping, entries):
+            if _differs(mapping, entries) and not self._is_state(mapping):
                 mapping.clear()
                 mapping.update(entries)
         for one, items in self._lists:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from swift_agent.errors import UsageError
 from swift_agent.wire.given import PLAIN, Given, fingerprint, fingerprint_of_indices, leaves
@@ -61,6 +62,7 @@ class Inputs:
         self._awaits_forward = self._is_opaque = False
         self._models: list[nn.Module] = []
         self._tracked: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
         self._again = GivenAgain(self._is_state)
         self._name = ""
         self._is_given_nothing = False
@@ -72,9 +74,13 @@ class Inputs:
         self._own_state = OwnState()
         self._at_first: Callable[[], None] | None = None
 
-    def watch(self, models: Iterable[nn.Module], given: Given, show: Callable[[], None] = _to_nobody) -> None:
-        """*models*: those tracked; an iteration that was given no batch calls one of them. *show*: what is new in the
-        page of *given* is to go to who keeps a copy."""
+    def watch(
+        self, models: Iterable[nn.Module], given: Given, show: Callable[[], None] = _to_nobody,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:  # fmt: skip
+        """*models*, *optimizers*: those tracked; an iteration that was given no batch calls one of the models. *show*:
+        what is new in the page of *given* is to go to who keeps a copy."""
+        self._optimizers = list(optimizers)
         self._models, self._given, self._show = list(models), given, show
         self._tracked = self._models[:]
 
@@ -193,11 +199,19 @@ class Inputs:
         self._place.drawn = 0
         self._again.end()
 
-    def _is_state(self, tensor: torch.Tensor) -> bool:
-        """Also what `state_dict()`, `detach()` or a slice of a parameter or buffer has given."""
-        where = storage_of(tensor)
-        states = (state for model in self._tracked for state in itertools.chain(model.parameters(), model.buffers()))
-        return where is not None and any(storage_of(local_of(state)) == where for state in states)
+    def _is_state(self, thing: torch.Tensor | Mapping[Any, Any]) -> bool:
+        """Also what `state_dict()`, `detach()` or a slice of a parameter, of a buffer or of an optimizer's state is."""
+        of_optimizers = [slots for optimizer in self._optimizers for slots in optimizer.state.values()]
+        if not isinstance(thing, torch.Tensor):
+            return any(thing is slots for slots in of_optimizers)
+        where = storage_of(thing)
+        states = itertools.chain(
+            *(itertools.chain(model.parameters(), model.buffers()) for model in self._tracked),
+            *(slots.values() for slots in of_optimizers),
+        )
+        return where is not None and any(
+            isinstance(state, torch.Tensor) and storage_of(local_of(state)) == where for state in states
+        )
 
     def _begin_given(self, given: Given) -> None:
         given.begin(self._number, run=self._place.began, passes=self._place.here.passes)

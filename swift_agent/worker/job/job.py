@@ -304,7 +304,9 @@ class Job:
         except OSError as error:
             self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
         witnesses = Witnesses(page, self.rank, others, self.world_size, self._note)
-        self._inputs.watch(tracked.state.models.values(), Given(page), witnesses.show)
+        self._inputs.watch(
+            tracked.state.models.values(), Given(page), witnesses.show, tracked.state.optimizers.values()
+        )
         return witnesses
 
     def _is_state(self, loader: Any) -> bool:

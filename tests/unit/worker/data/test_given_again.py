@@ -27,7 +27,7 @@ class Frozen:
     x: torch.Tensor
 
 
-def no_state(tensor: torch.Tensor) -> bool:
+def no_state(thing: Any) -> bool:
     return False
 
 
@@ -281,7 +281,7 @@ def test_state_of_the_job_is_left_alone() -> None:
     model = nn.BatchNorm1d(2)
     mean = model.running_mean
     assert mean is not None
-    again = GivenAgain(lambda tensor: tensor is mean)
+    again = GivenAgain(lambda thing: thing is mean)
     again.begin(model.weight, mean)
     again.run()
     with torch.no_grad():

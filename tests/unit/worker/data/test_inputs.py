@@ -169,20 +169,24 @@ class Script:
         return result
 
 
-def test_weights_that_an_iteration_is_given_are_not_put_back() -> None:
-    """A run whose update is made already comes again for its result: it would end with the weights before that."""
+def test_state_that_an_iteration_is_given_is_not_put_back() -> None:
+    """A run whose update is made already comes again for its result: it would end with the state before that."""
     script = Script()
-    bias, runs = script.model.bias, itertools.count()
+    model, runs = script.model, itertools.count()
+    optimizer = torch.optim.Adam(model.parameters())
+    script.inputs.watch([model], Given(None), optimizers=[optimizer])
 
-    def update(weights: dict[str, torch.Tensor], part: torch.Tensor) -> None:
+    def update(weights: dict[str, torch.Tensor], part: torch.Tensor, state: dict[str, Any]) -> None:
         if (number := next(runs)) % 2 == 0:  # the other run is for its result only
+            model(torch.ones(2)).backward()
+            optimizer.step()
             with torch.no_grad():
-                bias.fill_(number)
+                model.bias.fill_(number)
 
-    for _ in range(3):
-        script.iterate(update, script.model.state_dict(), bias.detach()[:1], times=2)
+    for number in range(3):
+        script.iterate(update, model.state_dict(), model.bias.detach()[:1], optimizer.state_dict(), times=2)
         assert not script.unfit
-    assert bias.item() == 4
+        assert model.bias.item() == 2 * number and optimizer.state[model.bias]["step"] == number + 1
 
 
 def numbers(count: int = 12) -> list[torch.Tensor]:
