@@ -21,12 +21,14 @@ This module must never wait for a device: of a tensor that is not on the process
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import mmap
 import operator
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,15 +64,19 @@ def leaves(value: Any) -> Iterator[Any]:
     return itertools.islice(_leaves(value), _MAX_LEAVES)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any, *, of_data: bool = False) -> Iterator[Any]:
+    """*of_data*: also through objects of data classes and queues."""
     if type(value) in PLAIN or isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
+            yield from _leaves(item, of_data=of_data)
+    elif isinstance(value, (list, tuple)) or (of_data and isinstance(value, deque)):
         for item in value:
-            yield from _leaves(item)
+            yield from _leaves(item, of_data=of_data)
+    elif of_data and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name, None), of_data=of_data)
     else:
         yield value
 
@@ -78,7 +84,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def fingerprint(value: Any, begin: int = 0) -> int:
     """Of the tensors, arrays, numbers and texts in *value*, of samples of those that are large."""
     state = xxhash.xxh3_64(seed=begin)
-    for leaf in leaves(value):
+    for leaf in itertools.islice(_leaves(value, of_data=True), _MAX_LEAVES):
         if isinstance(leaf, torch.Tensor):
             try:
                 content = _content(leaf)

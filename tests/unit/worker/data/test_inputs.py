@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import itertools
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,12 @@ from swift_agent.worker.data.made_before import MadeBefore
 from swift_agent.worker.tracked.loop_state import Place, Position, Seeds, Units
 
 
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
 def page(directory: Path, *, is_replacement: bool = False) -> Given:
     return Given(GivenPage(directory / "given.0", is_replacement=is_replacement))
 
@@ -40,6 +48,9 @@ def page(directory: Path, *, is_replacement: bool = False) -> Given:
         (torch.zeros(5000), torch.cat([torch.zeros(2500), torch.ones(2500)])),
         ({"x": torch.zeros(2), "y": 1}, {"x": torch.zeros(2), "y": 2}),
         (["a text"], ["another"]),
+        (Sample(torch.zeros(2)), Sample(torch.ones(2))),
+        ([Sample(torch.zeros(2), ["a"])], [Sample(torch.zeros(2), ["b"])]),
+        (deque([torch.zeros(2)]), deque([torch.ones(2)])),
         (numpy.zeros(4), numpy.ones(4)),
         (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
     ],
