@@ -128,6 +128,10 @@ IDIOMS: dict[str, Idiom] = {
         "loaders.py", Told("was given other data than in the process", "failure", "restart"), args=("counting",),
         at=(8, 9, 10)
     ),
+    "a stream that counts, batches of a data class": Idiom(
+        "loaders.py", Told("was given other data than in the process", "failure", "restart"), args=("counting rows",),
+        at=(8, 9, 10)
+    ),
     "a stream that counts": Idiom(
         "loaders.py", Told("was given other data than in the process", "failure", "restart"), args=("counting stream",),
         at=(8, 9, 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import hooks
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 import swift_agent as swift
 
@@ -85,6 +86,21 @@ class OwnOrder(DataLoader[Any]):
             yield torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
 
 
+@dataclass
+class Rows:
+    """A batch as an object of a class."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (self.x, self.y)
+
+
+def in_rows(samples: list[Any]) -> Rows:
+    return Rows(*default_collate(samples))
+
+
 def sharded(**options: Any) -> DataLoader[Any]:
     data = Augmented()
     return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, seed=3), **options)
@@ -121,6 +137,7 @@ LOADERS: dict[str, Callable[[swift.Job], Any]] = {
     "processes": lambda job: sharded(num_workers=2, persistent_workers=True, prefetch_factor=3),
     "stream": lambda job: DataLoader(Stream(job.rank, job.world_size), BATCH, num_workers=0),
     "counting": lambda job: DataLoader(Augmented(), BATCH, sampler=Counting()),
+    "counting rows": lambda job: DataLoader(CountingStream(job.rank), BATCH, collate_fn=in_rows),
     "counting stream": lambda job: DataLoader(CountingStream(job.rank), BATCH),
     "own order": lambda job: OwnOrder(Augmented(), BATCH),
 }  # fmt: skip
