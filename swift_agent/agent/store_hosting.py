@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import secrets
 import socket
 from dataclasses import replace
@@ -21,6 +22,8 @@ from swift_rendezvous.threads import OnFailure, only_logged
 
 log = logging.getLogger(__name__)
 
+# Eleven are what torch's store opens at first.
+_NUM_DESCRIPTORS = 24
 _TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 
@@ -103,4 +106,21 @@ def _listening_on(host: str, port: int) -> TCPStore:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=4096)
     port = listener.getsockname()[1]
+    try:
+        _check_descriptors(listener)
+    except OSError:
+        listener.close()
+        raise
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _check_descriptors(listener: socket.socket) -> None:
+    """Raises OSError where torch's store would not get all the descriptors that it needs: with those of half its event
+    loop libuv ends the whole process, and with a few more its own client waits for minutes."""
+    held: list[int] = []
+    try:
+        for _ in range(_NUM_DESCRIPTORS):
+            held.append(os.dup(listener.fileno()))
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

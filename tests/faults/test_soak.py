@@ -23,7 +23,7 @@ SEED = random.SystemRandom().randrange(1_000_000) if ALL else 4349
 @pytest.mark.timeout(7200 if ALL else 300)
 def test_nothing_is_lost_under_random_failures(tmp_path: Path) -> None:
     print(f"seed {SEED}")
-    with soaking(tmp_path, SEED) as soak:
+    with soaking(tmp_path, SEED, strangers=True) as soak:
         result = soak.run(NUM_FAILURES)
     print(summary(result))
     assert result.wrong == [], soak.agents.outcome(0).text()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -12,6 +15,7 @@ from torch.distributed import TCPStore
 from swift_agent.agent.store_hosting import GenerationStores, PortTaken
 from swift_rendezvous.node.job_key import JobKey
 from swift_rendezvous.roster.records import StoreRecord
+from tests.support.job import SOURCE_ROOTS
 
 KEY = JobKey.of_one_node()
 
@@ -59,3 +63,35 @@ def test_another_machines_address_is_not_taken() -> None:
     stores = GenerationStores("127.0.0.1", KEY, master_addr="192.0.2.1")
     assert stores.open(1).host == "127.0.0.1"
     stores.close()
+
+
+FEW_DESCRIPTORS = """
+import os, resource, signal
+
+from swift_agent.agent.store_hosting import GenerationStores
+from swift_rendezvous.node.job_key import JobKey
+
+stores = GenerationStores("127.0.0.1", JobKey.of_one_node())
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+for number in range(40):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + number, hard))
+        try:
+            stores.open(1)
+        except (OSError, RuntimeError):
+            os._exit(3)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=" ")
+"""
+
+
+def test_an_agent_that_is_short_of_descriptors_lives() -> None:
+    """torch's store ends the process, or waits for minutes, where it gets some of those that it needs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
+    done = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, env=environment)
+    codes = done.stdout.split()
+    assert len(codes) == 40 and set(codes) == {"0", "3"}, (codes, done.stderr[-2000:])
+    assert codes[0] == "3" and codes[-1] == "0"
