@@ -88,12 +88,13 @@ class _Tensor:
 
 
 class GivenAgain:
-    """One per job. *is_state*: whether a tensor lies where state of the job does, or a mapping is a part of it."""
+    """One per job. *is_state*: whether a tensor lies where state of the job does, or a mapping is a part of it.
+    *has_run*: the next run is one more."""
 
     def __init__(self, is_state: Callable[[torch.Tensor | Mapping[Any, Any]], bool]) -> None:
         self._is_state = is_state
         self._copies = True
-        self._has_run = False
+        self.has_run = False
         self._bytes_left = _MAX_BYTES
         self._tensors: list[_Tensor] = []
         self._arrays: list[tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]] = []
@@ -131,8 +132,8 @@ class GivenAgain:
 
     def run(self) -> None:
         """It begins to run, for the first time or again. Raises `CannotPutBack`."""
-        if not self._has_run:
-            self._has_run = True
+        if not self.has_run:
+            self.has_run = True
             return
         for mapping, entries in self._mappings:
             if _differs(mapping, entries) and not self._is_state(mapping):
@@ -178,7 +179,7 @@ class GivenAgain:
         return True
 
     def _forget(self) -> None:
-        self._has_run, self._bytes_left = False, _MAX_BYTES
+        self.has_run, self._bytes_left = False, _MAX_BYTES
         for kept in (self._tensors, self._arrays, self._lists, self._mappings, self._objects):
             kept.clear()
 

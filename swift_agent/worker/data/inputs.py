@@ -63,6 +63,8 @@ class Inputs:
         self._models: list[nn.Module] = []
         self._tracked: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        # As they were looked at last: what is wrong in that costs copies.
+        self._places: frozenset[int | None] | None = None
         self._again = GivenAgain(self._is_state)
         self._name = ""
         self._is_given_nothing = False
@@ -186,6 +188,8 @@ class Inputs:
         return call
 
     def _put_back(self, again: GivenAgain, name: str, what: str) -> None:
+        if again.has_run:
+            self._places = None
         try:
             again.run()
         except CannotPutBack as changed:
@@ -201,17 +205,21 @@ class Inputs:
 
     def _is_state(self, thing: torch.Tensor | Mapping[Any, Any]) -> bool:
         """Also what `state_dict()`, `detach()` or a slice of a parameter, of a buffer or of an optimizer's state is."""
-        of_optimizers = [slots for optimizer in self._optimizers for slots in optimizer.state.values()]
         if not isinstance(thing, torch.Tensor):
-            return any(thing is slots for slots in of_optimizers)
+            return any(thing is slots for one in self._optimizers for slots in one.state.values())
         where = storage_of(thing)
+        if where is None:
+            return False
+        if self._places is None or where in self._places:  # that may have moved
+            self._places = self._places_of_state()
+        return where in self._places
+
+    def _places_of_state(self) -> frozenset[int | None]:
         states = itertools.chain(
             *(itertools.chain(model.parameters(), model.buffers()) for model in self._tracked),
-            *(slots.values() for slots in of_optimizers),
+            *(slots.values() for optimizer in self._optimizers for slots in optimizer.state.values()),
         )
-        return where is not None and any(
-            isinstance(state, torch.Tensor) and storage_of(local_of(state)) == where for state in states
-        )
+        return frozenset(storage_of(local_of(state)) for state in states if isinstance(state, torch.Tensor))
 
     def _begin_given(self, given: Given) -> None:
         given.begin(self._number, run=self._place.began, passes=self._place.here.passes)
