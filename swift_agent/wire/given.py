@@ -48,6 +48,8 @@ _MARK = 0x5357_4749_5645_4E31
 _TRACK_MARK = 0x5357_5452_4143_4B31
 _NUM_SAMPLES = 512
 _MAX_LEAVES = 64
+# What lies deeper is no batch, but something that is a part of itself.
+_MAX_DEPTH = 16
 
 
 # What has no parts and no state of its own.
@@ -64,19 +66,19 @@ def leaves(value: Any) -> Iterator[Any]:
     return itertools.islice(_leaves(value), _MAX_LEAVES)
 
 
-def _leaves(value: Any, *, of_data: bool = False) -> Iterator[Any]:
+def _leaves(value: Any, depth: int = 0, *, of_data: bool = False) -> Iterator[Any]:
     """*of_data*: also through objects of data classes and queues."""
-    if type(value) in PLAIN or isinstance(value, torch.Tensor):
+    if type(value) in PLAIN or isinstance(value, torch.Tensor) or depth == _MAX_DEPTH:
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _leaves(item, of_data=of_data)
+            yield from _leaves(item, depth + 1, of_data=of_data)
     elif isinstance(value, (list, tuple)) or (of_data and isinstance(value, deque)):
         for item in value:
-            yield from _leaves(item, of_data=of_data)
+            yield from _leaves(item, depth + 1, of_data=of_data)
     elif of_data and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name, None), of_data=of_data)
+            yield from _leaves(getattr(value, field.name, None), depth + 1, of_data=of_data)
     else:
         yield value
 

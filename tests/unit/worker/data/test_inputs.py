@@ -23,6 +23,7 @@ from torch import nn
 from swift_agent.errors import UsageError
 from swift_agent.wire.given import NUM_SLOTS, Given, GivenPage, fingerprint, fingerprint_of_indices
 from swift_agent.worker.data.batches import Batches, Draws, Looping, Passes
+from swift_agent.worker.data.given_again import GivenAgain
 from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.data.loader_order import Fetch
 from swift_agent.worker.data.made_before import MadeBefore
@@ -69,6 +70,15 @@ def test_anything_has_a_fingerprint() -> None:
     complex_ones = torch.full((2,), 1 + 1j)
     assert fingerprint(complex_ones.conj()) != fingerprint(complex_ones), "its numbers count, not how they are kept"
     assert fingerprint(complex_ones.conj()) == fingerprint(complex_ones.conj().resolve_conj())
+
+
+def test_what_is_a_part_of_itself_has_a_fingerprint() -> None:
+    sample, batch = Sample(torch.zeros(2)), list[Any]()
+    sample.x = sample  # type: ignore[assignment]  # a node of a graph names its parent
+    batch.append(batch)
+    for value in (sample, batch, {"batch": batch}):
+        assert fingerprint(value) == fingerprint(value)
+        GivenAgain(lambda _: False).begin(value)
 
 
 def test_a_successor_is_given_the_same_or_told(tmp_path: Path) -> None:
