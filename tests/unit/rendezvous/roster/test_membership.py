@@ -124,6 +124,17 @@ def test_replicas_that_differ_at_the_end_fail_the_job() -> None:
     assert ask(shards).commands == (PublishRelease(),)
 
 
+def test_ranks_that_hold_what_nobody_else_holds_are_not_said_to_be_equal() -> None:
+    def end(slot: int) -> FinishedRecord:
+        own = {rank: {"iteration": 5, "checksum": f"a{rank}", "replicas": [rank]} for rank in (2 * slot, 2 * slot + 1)}
+        return FinishedRecord(slot, f"n{slot}.1", own)
+
+    decision = ask(view(finished={0: end(0), 1: end(1)}))
+    assert decision.commands == (PublishRelease(),) and decision.why == "all workers reached their end"
+    # Two that are replicas, and two that are alone.
+    assert "; 2 replicas" in ask(view(finished={0: _finished(0, replicas=[0, 1]), 1: end(1)})).why
+
+
 def test_what_a_restart_would_not_mend_ends_the_job() -> None:
     for is_final in (False, True):
         failure = FailureRecord("restart", 0, "n0.1", (), "rank 0: replicas differ", "n0", 3, is_final=is_final)
