@@ -71,6 +71,10 @@ IDIOMS: dict[str, Idiom] = {
     "gradients that are never cleared": Idiom(
         "refused.py", Told("Call optimizer.zero_grad() in each iteration", "start", "refused"), args=("carried",)
     ),
+    "gradients that are never cleared, sequence parallel": Idiom(
+        "refused.py", Told("Call optimizer.zero_grad() in each iteration", "start", "refused"),
+        args=("carried", "tensor"), scopes=("worker",)
+    ),
     "a batch that is changed in place": Idiom("changed_in_place.py"),
     "a batch that is taken inside and changed in place": Idiom("changed_in_place.py", args=("inside",)),
     "a tensor that a section sums up in": Idiom("changed_in_place.py", args=("section",)),

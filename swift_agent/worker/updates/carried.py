@@ -46,8 +46,8 @@ class GradientWatch:
                     watch = _watch(parameter, self._found)
                     if is_sharded(parameter):
                         in_shards.append(watch)
-                    else:
-                        self._undo.append(parameter.register_hook(watch).remove)
+                    # FSDP2's parts never have a gradient of autograd's, those of tensor parallelism do.
+                    self._undo.append(parameter.register_hook(watch).remove)
             self._notice_clearing(optimizer)
 
         def at_backward(gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Scripts whose ranks hold what no other rank has: refused.py fsdp1 | averager | carried."""
+"""Scripts whose ranks hold what no other rank has: refused.py fsdp1 | averager | carried [tensor]."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def main() -> None:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
         averager = PeriodicModelAverager(period=4)
+    elif "tensor" in sys.argv:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        ways = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+        model = parallelize_module(model, init_device_mesh("cpu", (job.world_size,)), ways)
     else:
         model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -108,3 +108,30 @@ def test_shards_add_to_theirs_without_hooks() -> None:
                     assert carried.end(updated=True) is last
     finally:
         dist.destroy_process_group()
+
+
+def test_parts_of_tensor_parallel_modules_are_told_too() -> None:
+    """They are DTensors, as FSDP's, and no module of FSDP's is around them: autograd itself adds to their gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = parallelize_module(nn.Linear(3, 2), init_device_mesh("cpu", (1,)), ColwiseParallel())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for clear in (None, optimizer.zero_grad):
+            carried = CarriedGradients([optimizer])
+            for last in (False, True):
+                carried.begin(ghost=False)
+                if clear is not None:
+                    clear()
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+                if clear is None and last:
+                    with pytest.raises(UsageError, match="zero_grad"):
+                        carried.end(updated=True)
+                else:
+                    assert carried.end(updated=True) is last
+            assert not any(parameter._backward_hooks for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
