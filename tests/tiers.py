@@ -160,6 +160,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "integration/test_torchrun_launcher.py": (
         "test_the_caller_of_main_keeps_its_children",
         "test_a_failure_names_its_error_file[option0]",
+        "test_a_script_without_record_tells_how_it_failed",
         "test_workers_meet_where_they_are_told_to",
         "test_events_are_those_of_torchs_agent[badly]",
         "test_nodes_of_different_roles_sizes_and_arguments",

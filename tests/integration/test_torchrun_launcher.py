@@ -152,6 +152,23 @@ def test_run_path_records_how_a_script_fails(tmp_path: Path) -> None:
         assert "KeyError: 'lost my keys'" in one and "error.json" in one, one
 
 
+PROTECTED = """
+import swift_agent
+job = swift_agent.init("gloo")
+raise KeyError("lost my keys")
+"""
+
+
+def test_a_script_without_record_tells_how_it_failed(tmp_path: Path) -> None:
+    """Of a process that the agent has not forked, too: no exception is being handled when Python calls its hook."""
+    script = write(tmp_path, PROTECTED)
+    done, _ = launch(BOTH[-1], ["--standalone", "--nproc-per-node", "1", "--max-restarts", "0", script.name], script)
+    assert done.returncode == 1
+    cause = done.stderr.partition("Root Cause")[2]
+    assert "KeyError: 'lost my keys'" in cause and "NoneType" not in cause, done.stderr
+    assert f'{script.name}", line 4' in cause and "raise error" not in cause, cause
+
+
 GROUP = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
