@@ -12,6 +12,7 @@ a worker: what that does not take is kept for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import time
@@ -144,6 +145,8 @@ class WorkerChannels:
         if not descends_from(peer, pid) or (bound is not None and bound.is_open()):
             why = "another process has that channel" if descends_from(peer, pid) else "it was not started by that"
             log.warning("refused process %d as local rank %d (process %d): %s", peer, local_rank, pid, why)
+            with contextlib.suppress(ChannelClosed):
+                channel.post({"op": "refused", "why": why})
             channel.close()
             return
         self.drop(local_rank)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from swift_agent.errors import PeerFailure
+from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.wire.channel import Channel, ChannelClosed, Message
 from swift_agent.wire.standing import MyStanding
 from swift_recovery.planning.plan import Plan
@@ -110,6 +110,7 @@ class Supervisor:
         self._updating = 0
         self._waits_for_leave = False
         self._released = False
+        self._refused = ""
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
         self._looked_s = math.inf
@@ -184,11 +185,17 @@ class Supervisor:
             return True
 
     def peek_go(self) -> Go:
-        """Like `wait_go`, without entering: the decision is needed before the main thread is ready to join."""
+        """Like `wait_go`, without entering: the decision is needed before the main thread is ready to join. Raises
+        `UsageError` if the agent does not take this process as that rank."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self._go is not None and self._go.generation > max(self._stopped, self._entered)
+                lambda: (
+                    self._refused
+                    or (self._go is not None and self._go.generation > max(self._stopped, self._entered))
+                )
             )
+            if self._refused:
+                raise UsageError(self._refused)
             assert self._go is not None
             return self._go
 
@@ -370,7 +377,7 @@ class Supervisor:
             try:
                 message = self._channel.receive()
             except ChannelClosed:
-                if self._released:
+                if self._released or self._refused:
                     return
                 _die("its agent is gone")
             try:
@@ -409,6 +416,14 @@ class Supervisor:
                 with self.fence:
                     iteration = self._position()
                 self.send({"op": "at", "iteration": iteration})
+            case "refused":
+                with self.changed:
+                    self._refused = (
+                        f"swift_agent.init(): this process ({os.getpid()}) does not count as rank {self._rank}: "
+                        f"{message['why']}. swift-run starts a process for each rank: leave multiprocessing.spawn and "
+                        "the like out, and give their number by --nproc-per-node."
+                    )
+                    self.changed.notify_all()
             case "release":
                 with self.changed:
                     self._released = True

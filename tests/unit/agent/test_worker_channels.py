@@ -181,6 +181,7 @@ def test_a_channel_belongs_to_the_process_that_was_started_for_it(
         second = connect(line.channels.path)
         second.send({"op": "hello", "local_rank": 0, "generation": 1})
         line.until(lambda: "another process has that channel" in caplog.text)
+        assert second.receive() == {"op": "refused", "why": "another process has that channel"}
         with pytest.raises(ChannelClosed):
             second.receive()
         second.close()

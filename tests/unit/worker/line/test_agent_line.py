@@ -47,6 +47,39 @@ def test_a_worker_that_cannot_follow_its_agent_says_so_and_ends(message: dict[st
         agent.close()
 
 
+_REFUSED = """
+import socket, sys
+from swift_agent.wire.channel import Channel
+from swift_agent.worker.line.agent_line import Supervisor
+line = Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3)
+line.start({}, dict, lambda why, generation: None)
+line.wait_go()
+"""
+
+
+def test_a_process_that_does_not_count_is_told_what_to_type_instead() -> None:
+    """One of several that a worker has started; the line ends right after that word."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(60)
+    with theirs:
+        command = [sys.executable, "-c", _REFUSED, str(theirs.fileno())]
+        worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    agent = Channel(ours)
+    try:
+        assert agent.receive()["op"] == "hello"
+        agent.post({"op": "refused", "why": "another process has that channel"})
+        agent.close()
+        _, errors = worker.communicate(timeout=30)
+        assert worker.returncode == 1, errors
+        assert "UsageError" in errors and "does not count as rank 3: another process has that channel" in errors
+        assert "leave multiprocessing.spawn" in errors and "--nproc-per-node" in errors
+        assert "its agent is gone" not in errors
+    finally:
+        worker.kill()
+        worker.communicate()
+        agent.close()
+
+
 _BLIND = """
 import socket, sys, time
 from swift_agent.wire.channel import Channel
