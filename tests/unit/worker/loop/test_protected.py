@@ -157,6 +157,33 @@ def test_whether_a_restart_of_all_begins_anew() -> None:
     optimizer.step()
     # The script has loaded a snapshot, with the state of its optimizer.
     assert not job.begins_anew(tracked(optimizer))
+    # It has its state from the beginning.
+    optimizer = torch.optim.Adagrad(model.parameters())
+    assert optimizer.state and job.begins_anew(tracked(optimizer))
+    optimizer.step()
+    assert not job.begins_anew(tracked(optimizer))
+
+
+def test_a_snapshot_of_the_scripts_own_draws_the_first_numbers_once_more() -> None:
+    def tracked(optimizer: torch.optim.Optimizer) -> Tracked:
+        named: dict[str, dict[str, Any]] = {"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}
+        return Tracked(named, [0], 1, None)
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    without = torch.optim.SGD(model.parameters(), lr=0.1)
+    say = job.what_is_drawn_anew
+    assert not say(tracked(optimizer), None, 0, seeded=True) and not say(tracked(optimizer), 0, 0, seeded=True)
+    assert "loop begins with iteration 0" in say(tracked(without), 3, 0, seeded=True), "job.epochs(n, start=3)"
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert "loop begins with iteration 0" in say(tracked(optimizer), None, 0, seeded=True), "range(3, n)"
+    # The script has said how many; or draws by itself; or all is in a checkpoint.
+    assert not say(tracked(optimizer), 24, 24, seeded=True)
+    assert not say(tracked(optimizer), 3, 0, seeded=False)
+    kept = tracked(optimizer)
+    kept.checkpoints = object()  # type: ignore[assignment]
+    assert not say(kept, 3, 0, seeded=True)
 
 
 @pytest.mark.parametrize(
