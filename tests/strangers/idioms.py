@@ -53,6 +53,13 @@ IDIOMS: dict[str, Idiom] = {
     "endless iterator": Idiom("endless_iterator.py"),
     "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),
     "fsdp x tp": Idiom("sharded_transformer.py", args=("tp",), workers=2),
+    "shards that nobody holds twice, lost in an iteration": Idiom(
+        "sharded_snapshots.py", Told("no rank holds a replica of another one's shards", "start", "restart", "inside")
+    ),
+    "shards that nobody holds twice, lost in a snapshot": Idiom(
+        "sharded_snapshots.py", Told("no rank holds a replica of another one's shards", "start", "restart", "after"),
+        at=(3, 6, 8)
+    ),
     "per-step fault tolerance": Idiom("fault_tolerant_ddp.py"),
     "step with a closure": Idiom("closure_step.py"),
     "step with a closure, hsdp": Idiom("closure_step.py", args=("hsdp",), workers=2),
