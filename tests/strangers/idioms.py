@@ -21,13 +21,14 @@ class Told:
     *line*: a part of it. *when*: "start": in a run without any failure too; "failure": at the first recovery.
     *then*: "refused": the job ends before its first iteration; "restart": all workers start again after a failure, and
     the end is that of an undisturbed run; "ends": the job ends with a failure that names *line*. *moment*: of the three
-    faults this one is made.
+    faults this one is made. *never*: what must not be said in a run without any failure, as it would not help.
     """
 
     line: str
     when: Literal["start", "failure"]
     then: Literal["refused", "restart", "ends"]
     moment: Literal["before", "inside", "after"] = "before"
+    never: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ IDIOMS: dict[str, Idiom] = {
     "hsdp": Idiom("sharded_transformer.py", args=("hsdp",), workers=2),
     "fsdp x tp": Idiom("sharded_transformer.py", args=("tp",), workers=2),
     "shards that nobody holds twice, lost in an iteration": Idiom(
-        "sharded_snapshots.py", Told("no rank holds a replica of another one's shards", "start", "restart", "inside")
+        "sharded_snapshots.py",
+        Told("no rank holds a replica of another one's shards", "start", "restart", "inside", never="@job.resilient")
     ),
     "shards that nobody holds twice, lost in a snapshot": Idiom(
         "sharded_snapshots.py", Told("no rank holds a replica of another one's shards", "start", "restart", "after"),

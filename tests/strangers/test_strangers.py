@@ -71,6 +71,7 @@ def _check_told_at_start(idiom: Idiom, outcome: Outcome) -> None:
     told = idiom.expected
     if isinstance(told, Told) and told.when == "start":
         assert told.line in outcome.text(), outcome.text()
+        assert not told.never or told.never not in outcome.text(), outcome.text()
 
 
 def faults_of(idiom: Idiom, scope: str) -> list[dict[str, Any]]:

@@ -307,7 +307,8 @@ class Job:
             self._note(text)
         self._running.begin(tracked, self._watch_inputs(tracked))
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
-        note = self._supervisor.note if self._supervisor is not None else None
+        # Where any loss has all workers start again, which is told, a section would not help.
+        note = self._supervisor.note if self._supervisor is not None and not tracked.has_shards_alone else None
         unfit = self._unfit if self.is_replacement else None
         Outside(self._place, self._running, note, begin, unfit).watch()
         if self.is_replacement and self._place.carries and not self._place.remakes:
