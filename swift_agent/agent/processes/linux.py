@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import shutil
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -82,14 +85,26 @@ def signal_group(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
 
 
+_of_others: set[int] = set()  # children that have become another user's, and have been told of
+
+
 def signal_living(pid: int, signum: int) -> None:
-    """Like `signal_group`, for a child that has not been reaped: its id cannot belong to anybody else."""
+    """Like `signal_group`, for a child that has not been reaped: its id cannot belong to anybody else. One that has
+    become another user's (setuid) is told once, and left."""
     try:
-        os.killpg(pid, signum)
-    except ProcessLookupError:
-        # A standby that has got its assignment a moment ago leads no group yet; it must not escape.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
+        try:
+            os.killpg(pid, signum)
+        except ProcessLookupError:
+            # A standby that has got its assignment a moment ago leads no group yet; it must not escape.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+    except PermissionError:
+        if pid not in _of_others:
+            _of_others.add(pid)
+            log.warning(
+                "worker %d has become a process of another user, whom this agent may not signal: it can be neither "
+                "stopped nor ended from here. Start the agent as that user, and leave setuid out of the script", pid
+            )  # fmt: skip
 
 
 MAX_DESCRIPTORS = 1 << 16
