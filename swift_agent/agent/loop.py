@@ -601,7 +601,7 @@ class Agent:
         store = view.store or StoreRecord(generation.slots[generation.store_slot].host, 0)
         place = Placement(
             slot=slot,
-            num_slots=len(generation.slots),
+            num_slots=len(generation.slots), nodes=generation.uneven_nodes,
             num_workers=generation.workers_of(slot),
             first_rank=generation.first_rank(slot),
             world_size=generation.world_size,

@@ -33,6 +33,9 @@ ENV_RUN = "SWIFT_RUN"
 ENV_SIZES = "SWIFT_SIZES"
 """`--nnodes`, if it is a range: workers are started again when the size of the job changes, all of them."""
 
+ENV_NODES = "SWIFT_NODES"
+"""How many workers each node has, in the order of their ranks: "2,1,2". Not set where all have the same number."""
+
 ENV_MESSAGE_LOG = "SWIFT_MESSAGE_LOG_DIR"
 """The directory for logs of messages, local to the node and gone with its agent."""
 
@@ -49,7 +52,8 @@ class Placement:
     *first_role_rank*, *num_of_role*: among the workers of this role, None where all are of it. *sizes*: see
     `ENV_SIZES`, empty for a job of one size. *message_log*: see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers
     together, None if there is no limit. *log_store*: see `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`.
-    *timers*: see `ENV_TIMERS`, empty if no server runs."""
+    *timers*: see `ENV_TIMERS`, empty if no server runs. *nodes*: see `ENV_NODES`, empty where all slots have
+    *num_workers*."""
 
     slot: int
     num_slots: int
@@ -73,6 +77,7 @@ class Placement:
     world_size: int | None = None
     first_role_rank: int | None = None
     num_of_role: int | None = None
+    nodes: tuple[int, ...] = ()
 
     def rank(self, local_rank: int) -> int:
         return (self.slot * self.num_workers if self.first_rank is None else self.first_rank) + local_rank
@@ -121,7 +126,7 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         ENV_RUN: place.run,
         ENV_MESSAGE_LOG: place.message_log,
     }
-    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE):
+    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES):
         env.pop(name, None)  # of a job that this one is part of
     if place.message_log_bytes is not None:
         env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
@@ -131,10 +136,19 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         env[ENV_TIMERS] = place.timers
     if place.sizes:
         env[ENV_SIZES] = place.sizes
+    if place.nodes:
+        env[ENV_NODES] = ",".join(map(str, place.nodes))
     if place.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _visible_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
     return env
+
+
+def nodes_of(env: Mapping[str, str]) -> tuple[int, ...]:
+    """How many workers each node of the job has, from the variables of one of them."""
+    if env.get(ENV_NODES):
+        return tuple(map(int, env[ENV_NODES].split(",")))
+    return (int(env["LOCAL_WORLD_SIZE"]),) * int(env["GROUP_WORLD_SIZE"])
 
 
 def _visible_device(visible: str | None, local_rank: int) -> str:

@@ -153,6 +153,12 @@ class GenerationRecord:
     def workers_of(self, slot: int) -> int:
         return self.slots[slot].num_workers or self.num_workers
 
+    @property
+    def uneven_nodes(self) -> tuple[int, ...]:
+        """How many workers each slot has; empty if all have the same number."""
+        nodes = tuple(owner.num_workers or self.num_workers for owner in self.slots)
+        return nodes if len(set(nodes)) > 1 else ()
+
     def first_rank(self, slot: int) -> int:
         return sum(owner.num_workers or self.num_workers for owner in self.slots[:slot])
 

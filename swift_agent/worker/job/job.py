@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from swift_agent.errors import UsageError
 from swift_agent.torch_private import pipelining
 from swift_agent.wire.channel import ENV_SOCKET
-from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES
+from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES, nodes_of
 from swift_agent.wire.given import Given, GivenPage
 from swift_agent.worker.data import accelerated, own_epochs
 from swift_agent.worker.data.batches import Draws, Looping, Passes
@@ -319,8 +319,8 @@ class Job:
             return None
         # In a job of a range of sizes the process before had other data.
         has_sizes = bool(os.environ.get(ENV_SIZES))
-        node = int(os.environ[ENV_LOCAL_RANK]), int(os.environ["LOCAL_WORLD_SIZE"])
-        others = [] if has_sizes else witnesses_of(self.rank, *node, self.world_size)
+        node = int(os.environ["GROUP_RANK"]), int(os.environ[ENV_LOCAL_RANK])
+        others = [] if has_sizes else witnesses_of(*node, nodes_of(os.environ))
         if tracked.messages is not None:  # a stage without replicas is given messages
             return Witnesses(None, self.rank, others, self.world_size, self._note)
         is_replacement = self.is_replacement and not has_sizes

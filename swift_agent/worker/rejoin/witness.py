@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -44,13 +44,19 @@ _LOOK_EVERY = 8
 _MAX_WAITING = 1 << 16
 
 
-def witnesses_of(rank: int, local_rank: int, num_local: int, world_size: int) -> list[int]:
-    """Ranks on other nodes: one on the next node, and where there are three or more another one, as two nodes may be
-    lost at once. *num_local*: of the workers on the node of *rank*."""
-    num_others = world_size - num_local
-    first = rank - local_rank + num_local
-    found = [local_rank, local_rank + num_local] if num_others >= 2 * num_local else [local_rank]
-    return sorted({(first + one % num_others) % world_size for one in found}) if num_others > 0 else []
+def witnesses_of(node: int, local_rank: int, nodes: Sequence[int]) -> list[int]:
+    """Ranks on other nodes, for a rank of *node*; *nodes*: how many workers each has, in the order of their ranks. One
+    on the next node, and one on the node after that if there is another one, as two nodes may be lost at once."""
+    num_nodes = len(nodes)
+    next_node, second = (node + 1) % num_nodes, (node + 2) % num_nodes
+    if num_nodes == 1:
+        return []
+    found = [(next_node, local_rank)]
+    if num_nodes > 2:
+        found.append((second, local_rank))
+    elif nodes[next_node] >= 2 * nodes[node]:
+        found.append((next_node, local_rank + nodes[node]))
+    return sorted(sum(nodes[:one]) + local % nodes[one] for one, local in found)
 
 
 def _copies_of(rank: int) -> str:

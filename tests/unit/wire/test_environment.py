@@ -12,10 +12,12 @@ from swift_agent.wire.environment import (
     ENV_LOG_STORE,
     ENV_MESSAGE_LOG,
     ENV_MESSAGE_LOG_BYTES,
+    ENV_NODES,
     ENV_RUN,
     ENV_SIZES,
     Placement,
     log_prefix,
+    nodes_of,
     run_name,
     worker_env,
 )
@@ -37,6 +39,12 @@ def test_ranks_belong_to_slots() -> None:
 def test_only_workers_of_a_range_are_told_of_it() -> None:
     assert ENV_SIZES not in worker_env(PLACE, 0, {})
     assert worker_env(replace(PLACE, sizes="2:4"), 0, {})[ENV_SIZES] == "2:4"
+
+
+def test_how_many_workers_each_node_has() -> None:
+    assert ENV_NODES not in (even := worker_env(PLACE, 0, {ENV_NODES: "7"}))
+    assert nodes_of(even) == (PLACE.num_workers,) * PLACE.num_slots
+    assert nodes_of(worker_env(replace(PLACE, nodes=(2, 1, 3)), 0, {})) == (2, 1, 3)
 
 
 def test_workers_of_a_node_share_what_logs_may_take() -> None:

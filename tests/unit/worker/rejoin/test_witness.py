@@ -39,16 +39,19 @@ def _all_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         ([1, 2], [[1, 2], [0], [0]]),
         ([2, 2, 2], [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]]),
         ([1, 1, 1, 1], [[1, 2], [2, 3], [0, 3], [0, 1]]),
+        ([1, 2, 1], [[1, 3], [0, 3], [0, 3], [0, 1]]),
+        ([2, 1, 2], [[2, 3], [2, 4], [0, 3], [0, 2], [1, 2]]),
+        ([1, 4, 1, 4], [[1, 5], [5, 6], [5, 7], [5, 8], [5, 9], [0, 6], [0, 1], [0, 2], [0, 3], [0, 4]]),
     ],
 )
 def test_witnesses_are_on_other_nodes(nodes: list[int], expected: list[list[int]]) -> None:
-    world_size, found, first = sum(nodes), [], 0
-    for num_local in nodes:
+    found, node_of = [], [node for node, num_local in enumerate(nodes) for _ in range(num_local)]
+    for node, num_local in enumerate(nodes):
         for local_rank in range(num_local):
-            of = witnesses_of(first + local_rank, local_rank, num_local, world_size)
-            assert not set(of).intersection(range(first, first + num_local))
+            of = witnesses_of(node, local_rank, nodes)
+            on = {node_of[one] for one in of}
+            assert node not in on and len(on) == min(len(nodes) - 1, 2)
             found.append(of)
-        first += num_local
     assert found == expected
 
 
