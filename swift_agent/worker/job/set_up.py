@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from swift_agent.torch_private import groups
+from swift_agent.torch_private import groups, seeds
 from swift_agent.worker.job import second_init
 from swift_agent.worker.line import in_script
 
@@ -39,14 +39,14 @@ _FILLING = (
 MAX_TOLD = 5
 _NAMES = ("broadcast_object_list", "scatter_object_list", "all_gather_object")
 
-# torch seeds itself with 64 random bits; what a script gives it, or a library draws for it, has fewer.
+# torch seeds itself with 64 random bits; what a script gives it, or a library draws for it, has fewer, mostly.
 _OF_A_SCRIPT = 1 << 53
 
 
 def seed(run: str, rank: int) -> None:
     """*run*: names this run of the job, the same in all its processes. Nothing is done if the script has seeded torch
     before."""
-    if torch.initial_seed() % (1 << 64) >= _OF_A_SCRIPT:
+    if torch.initial_seed() % (1 << 64) >= _OF_A_SCRIPT and not seeds.is_given():
         digest = hashlib.sha256(f"{run} {rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1 | _OF_A_SCRIPT)
 

@@ -41,6 +41,7 @@ from swift_agent.torch_private import (
     works as torch_works,
 )
 from swift_agent.worker.tracked import ddp_buckets as surgery
+from tests.support.job import ROOT
 
 MINUTE = timedelta(minutes=1)
 
@@ -677,3 +678,22 @@ def test_a_server_of_timers_ends_and_kills_only_workers(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert threading.active_count() == before
     assert told == ["watchdog started", "watchdog stopped"] and not (tmp_path / "pipe").exists()
+
+
+def test_whose_seed_it_is() -> None:
+    code = """
+import torch
+from swift_agent.torch_private import seeds
+found = [seeds.is_given()]
+for seed in (0, -1, 1 << 60):
+    torch.manual_seed(seed)
+    found.append(seeds.is_given())
+torch.seed()
+found.append(seeds.is_given())
+torch.manual_seed(7)
+torch.default_generator.manual_seed(8)
+found.append(seeds.is_given())
+assert found == [False, True, True, True, False, False], found
+"""
+    path = ":".join(str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store"))
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path, "PATH": ""}, check=True, timeout=60)

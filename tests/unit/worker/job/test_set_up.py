@@ -167,14 +167,29 @@ def test_what_the_script_has_not_seeded_draws_the_same_in_a_replacement(of_torch
     with torch.random.fork_rng():
         drawn = []
         for run, rank in (("job e7", 1), ("job e7", 1), ("job e7", 0), ("job e8", 1)):
-            torch.manual_seed(of_torch + len(drawn))
+            torch.default_generator.manual_seed(of_torch + len(drawn))  # as torch itself does
             set_up.seed(run, rank)
             drawn.append(torch.rand(1).item())
         assert drawn[0] == drawn[1] and len(set(drawn)) == 3
-        for of_script in (0, 42, (1 << 32) - 1):
-            torch.manual_seed(of_script)
+
+
+@pytest.mark.parametrize("given", [0, 42, (1 << 32) - 1, -1, -(1 << 63), 1 << 53, (1 << 60) + 3, (1 << 64) - 1])
+def test_what_the_script_has_seeded_stays(given: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(given)
+        set_up.seed("job e7", 1)
+        assert torch.initial_seed() == given % (1 << 64)
+
+
+def test_what_torch_has_drawn_for_the_script_does_not() -> None:
+    with torch.random.fork_rng():
+        seeds = set()
+        for _ in range(2):
+            while torch.seed() < 1 << 53:
+                pass
             set_up.seed("job e7", 1)
-            assert torch.initial_seed() == of_script
+            seeds.add(torch.initial_seed())
+        assert len(seeds) == 1
 
 
 def test_tensors_that_a_replacement_has_by_itself_are_told_when_the_loop_begins(run: Callable[..., list[str]]) -> None:
