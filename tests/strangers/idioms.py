@@ -107,6 +107,12 @@ IDIOMS: dict[str, Idiom] = {
         "accelerated_groups.py", Told("Give the iteration all batches of an update", "start", "refused"),
         args=("single",), scopes=("worker",), needs="accelerate"
     ),
+    "accelerate's accumulation, reduced in each batch, in groups": Idiom(
+        "accelerated_groups.py", args=("each",), at=(3, 4, 8), needs="accelerate"
+    ),
+    "accelerate's accumulation, reduced in each batch, batch by batch": Idiom(
+        "accelerated_groups.py", args=("single", "each"), at=(4, 9, 12), needs="accelerate"
+    ),
     "fabric's wrappers": Idiom("library_wrappers.py", args=("fabric",), needs="lightning"),
     "lightning's trainer": Idiom("lightning_trainer.py", needs="lightning"),
     "lightning's trainer, lost in a validation": Idiom(

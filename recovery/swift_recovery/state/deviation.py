@@ -193,8 +193,8 @@ def sentence(
     if undisturbed:
         return (
             f"{what}. Nothing has failed: these ranks do not train the same model, so none can replace another. Wrap "
-            "it in DistributedDataParallel, give all ranks the same start, or say who holds the same: "
-            "job.track(replicas=[job.rank]) if nobody does"
+            "it in DistributedDataParallel, make a copy of it (an average of the weights) after that and not before, "
+            "give all ranks the same start, or say who holds the same: job.track(replicas=[job.rank]) if nobody does"
         )
     if not forbids_going_on(differences):
         return (

@@ -1,6 +1,6 @@
 """Accelerate's `accumulate()` around each batch of an update; the last update of a pass has fewer.
 
-accelerated_groups.py [single]    single: the iteration is given one batch
+accelerated_groups.py [single] [each]    single: the iteration is given one batch. each: gradients are reduced in each
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +24,8 @@ EPOCHS, BATCHES, SIZE, STEPS = 4, 7, 4, 3
 def main() -> None:
     hooks.begin()
     job = swift.init()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    plugin = GradientAccumulationPlugin(num_steps=STEPS, sync_each_batch="each" in sys.argv)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(2 * BATCHES * SIZE, 8), torch.randint(3, (2 * BATCHES * SIZE,)))
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
@@ -53,6 +55,7 @@ def main() -> None:
     for _ in job.epochs(EPOCHS):
         if "single" in sys.argv:
             for batch in job.batches(loader):
+                hooks.moment("before", job.iteration_number)
                 train([batch])
             continue
         for group in job.batches(loader, group=STEPS):

@@ -96,6 +96,7 @@ def test_parameters_must_be_equal_from_the_start() -> None:
     wrong, _ = compare(told, undisturbed=True)
     said = sentence(told, wrong, iteration=1, equal_after=None, undisturbed=True, generation=1)
     assert "Nothing has failed" in said and "job.track(replicas=[job.rank])" in said
+    assert "make a copy of it (an average of the weights) after that" in said  # made before it, each rank has its own
 
 
 def test_state_that_one_rank_alone_keeps_is_no_other_model() -> None:
