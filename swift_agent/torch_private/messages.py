@@ -62,23 +62,36 @@ _NOT_ALIKE = (
 )  # fmt: skip
 
 
-def wrap_all_collectives(wrapper: Callable[[str, Any, bool, Callable[[], Any]], Any]) -> None:
-    """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call)`; only of
-    a barrier it is known whether it *is_async*. C++ callers are not affected."""
+Wrapper = Callable[[str, Any, bool, Callable[[], Any], Callable[[], str]], Any]
+
+
+def wrap_all_collectives(wrapper: Wrapper) -> None:
+    """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call, what)`;
+    only of a barrier it is known whether it *is_async*. `what()`: its name, and how much it gives, where that has to be
+    the same on all ranks. C++ callers are not affected."""
     for name in (*ALIKE, *_NOT_ALIKE):
         if hasattr(dist.ProcessGroup, name):
             _wrap_any(name, wrapper)
 
 
-def _wrap_any(name: str, wrapper: Callable[[str, Any, bool, Callable[[], Any]], Any]) -> None:
+def _wrap_any(name: str, wrapper: Wrapper) -> None:
     original = getattr(dist.ProcessGroup, name)
 
     @functools.wraps(original)
     def operation(group: Any, *args: Any, **named: Any) -> Any:
         is_async = bool(getattr(named.get("opts"), "asyncOp", False))
-        return wrapper(name, group, is_async, lambda: original(group, *args, **named))
+        return wrapper(
+            name, group, is_async, lambda: original(group, *args, **named), lambda: _what(name, args, named)
+        )
 
     setattr(dist.ProcessGroup, name, operation)
+
+
+def _what(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    outputs = _outputs(name, args, named) if name in ALIKE else []
+    if not outputs:
+        return name
+    return f"{name} of {sum(tensor.numel() for tensor in outputs)} {str(outputs[0].dtype).removeprefix('torch.')}"
 
 
 def _wrap_collective(name: str, wrapper: Callable[..., Any]) -> None:

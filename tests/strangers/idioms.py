@@ -88,6 +88,10 @@ IDIOMS: dict[str, Idiom] = {
     "a batch that is taken inside and changed in place": Idiom("changed_in_place.py", args=("inside",)),
     "a tensor that a section sums up in": Idiom("changed_in_place.py", args=("section",)),
     "weights that are given to the iteration": Idiom("changed_in_place.py", args=("weights",)),
+    "a validation by a flag that it clears": Idiom(
+        "section_by_a_flag.py", Told("goes another way on rank", "failure", "restart", "after")
+    ),
+    "a validation by a flag that it clears, tracked": Idiom("section_by_a_flag.py", args=("tracked",)),
     "steps that are left out": Idiom("left_out_steps.py", args=("norm",), at=(2, 5, 8), workers=2),
     "steps in every third iteration": Idiom("left_out_steps.py", args=("accumulated",), at=(2, 4, 7)),
     "steps in every third iteration, hsdp": Idiom(
@@ -121,6 +125,9 @@ IDIOMS: dict[str, Idiom] = {
     "transformers' trainer": Idiom("transformers_trainer.py", needs="transformers"),
     "transformers' trainer, in groups": Idiom(
         "transformers_trainer.py", args=("grouped",), at=(1, 3, 5), needs="transformers"
+    ),
+    "transformers' trainer, lost in an evaluation and while it saves": Idiom(
+        "transformers_trainer.py", args=("stopping",), at=(4, 8, 12), needs="transformers"
     ),
     "lightning's trainer, nothing named": Idiom(
         "unnamed_trainer.py", Told("makes a step, and the job's loop has not begun", "start", "restart"),

@@ -33,6 +33,13 @@ class Barriers(Protocol):
     def barrier(self, call: Callable[[], None], way: str) -> None:
         """Make it by *call*, until it counts. *way*: to where the script makes it."""
 
+    @property
+    def compares_section(self) -> bool:
+        """Whether `in_section` wants to know."""
+
+    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
+        """The section that runs is about to make a collective."""
+
 
 class Outside:
     """One per process, from the first point of the loop on. *note* tells people, None: nothing is protected. *begin*:
@@ -50,10 +57,14 @@ class Outside:
     def watch(self) -> None:
         torch_messages.wrap_all_collectives(self._collective)
 
-    def _collective(self, name: str, group: Any, is_async: bool, call: Callable[[], Any]) -> Any:
+    def _collective(
+        self, name: str, group: Any, is_async: bool, call: Callable[[], Any], what: Callable[[], str]
+    ) -> Any:
         place = self._place
         if place.is_past_section and name != "barrier" and group.size() > 1:
             self._keep_local(name)
+        if place.inside == "section" and self._barriers.compares_section and group.size() > 1:
+            self._say_in_section(group, what)
         if place.inside or not place.has_points or group.size() == 1 or threading.get_ident() != self._script:
             return call()
         # In no variable: a frame that holds itself keeps *group*, with its threads and sockets, until a collection.
@@ -86,6 +97,11 @@ class Outside:
             operation = in_script.operation_of(sys._getframe()) or name
             self._tell(name, group, operation, in_script.place_of(sys._getframe()))
         return call()
+
+    def _say_in_section(self, group: Any, what: Callable[[], str]) -> None:
+        if threading.get_ident() == self._script and not in_script.called_by_us(sys._getframe()):
+            ranks = tuple(groups.global_ranks(group))
+            self._barriers.in_section(ranks, what(), in_script.place_of(sys._getframe()))
 
     def _keep_local(self, name: str) -> None:
         if self._place.local_result or threading.get_ident() != self._script or in_script.called_by_us(sys._getframe()):

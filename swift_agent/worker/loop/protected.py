@@ -36,6 +36,7 @@ from swift_agent.worker.line.agent_line import Go, Supervisor
 from swift_agent.worker.loop.checkpointing import Checkpointing
 from swift_agent.worker.loop.dry_runs import Ghosts
 from swift_agent.worker.loop.lookout import Lookout
+from swift_agent.worker.loop.section_calls import SectionCalls
 from swift_agent.worker.messages.collective_counts import REFUSED
 from swift_agent.worker.rejoin.rejoin import Rejoin
 from swift_agent.worker.rejoin.witness import Witnesses
@@ -107,6 +108,7 @@ class Protected:
         self._has_recovered = False
         self._is_new = True  # it has run no iteration yet
         self._told_local: set[str] = set()
+        self._section_calls = SectionCalls(place.rank, self._tell_section_differs)
 
     def begin(self, tracked: Tracked, witnesses: Witnesses | None = None) -> None:
         """See `unprotected.Running`."""
@@ -635,6 +637,19 @@ class Protected:
             return
         self.section(call, seeded=False, what=f"barrier {way}")
 
+    @property
+    def compares_section(self) -> bool:
+        """Whether `in_section` wants to know."""
+        return self._section_calls.compares
+
+    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
+        """The section that runs is about to make a collective of the group of *ranks*."""
+        if not self.supervisor.interrupted:
+            self._section_calls.before(ranks, what, where)
+
+    def _tell_section_differs(self, why: str) -> NoReturn:
+        self._give_up(f"{why}. All workers have to start again, with {self._begin_with}")
+
     def section(self, call: Callable[[], R], *, seeded: bool = True, what: str = "section") -> R:
         place, supervisor = self._place, self.supervisor
         while True:
@@ -657,7 +672,10 @@ class Protected:
                 if seeded:
                     place.seeds.for_section(place.here.sections)
                 place.enter("section")
+                self._section_calls.begin(place.here.sections, self._groups.store, self._groups.generation)
                 result = call()
+                if self._section_calls.compares and not supervisor.interrupted:
+                    self._section_calls.end()
                 with place.lock:
                     supervisor.check()  # what a cut collective gave must not be handed out
                     place.inside = ""
@@ -763,6 +781,7 @@ class Protected:
             self._witnesses.begin()
         place = self._place
         self._has_recovered = place.has_recovered = True
+        self._section_calls.recovered()
         place.has_to_remake = place.remakes or place.lacks
         self._compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:

@@ -36,6 +36,13 @@ class Running(Protocol):
     def barrier(self, call: Callable[[], None], way: str) -> None:
         """Make a barrier of all ranks between iterations, until it counts. *way*: to where the script makes it."""
 
+    @property
+    def compares_section(self) -> bool:
+        """Whether the collectives of the section that runs are compared with those of other ranks."""
+
+    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
+        """That section is about to make a collective of the group of *ranks*."""
+
     def close(self) -> None:
         """The end of the run: return once no other rank can need this one."""
 
@@ -77,5 +84,11 @@ class Unprotected:
     def barrier(self, call: Callable[[], None], way: str) -> None:
         self._place.here.sections += 1  # as it is a section under an agent
         call()
+
+    @property
+    def compares_section(self) -> bool:
+        return False
+
+    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None: ...
 
     def close(self) -> None: ...

@@ -30,7 +30,13 @@ def unfit(why):
 place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0, is_behind=True, is_past_section=False,
                         local_result="", begun_by_others=("iteration", 1, 0))
 notes = []
-Outside(place, None, notes.append, "the newest checkpoint", unfit).watch()
+class Running:
+    compares_section = True
+
+    def in_section(self, ranks, what, where):
+        print("said", ranks, what, where)
+
+Outside(place, Running(), notes.append, "the newest checkpoint", unfit).watch()
 
 def sum_up():
     dist.all_reduce(torch.ones(1))
@@ -56,6 +62,9 @@ dist.barrier()
 assert not place.local_result
 sum_up()
 print(place.local_result)
+place.inside, place.is_past_section = "section", False
+sum_up()
+dist.barrier()
 """
 
 
@@ -70,7 +79,11 @@ def test_a_replacement_makes_none_that_the_others_have_behind_them(tmp_path: Pat
     )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
+    said = lines[-2:]
+    del lines[-2:]
     assert len(lines) == 5, lines
+    assert said[0].startswith("said (0,) allreduce of 1 float32 sum_up, outside_train.py:")
+    assert said[1].startswith("said (0,) barrier ")
     assert "comes between a batch and its iteration in a replacement" in lines.pop(1)
     line = lines.pop(1)  # the others wait in a validation: no iteration could make it
     assert "comes before a barrier in a replacement" in line and line.endswith("with @job.resilient")
