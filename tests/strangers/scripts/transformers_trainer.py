@@ -148,6 +148,10 @@ class Recovered(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **named)
 
+    @job.resilient
+    def _finalize_training(self, *args: Any, **named: Any) -> Any:
+        return super()._finalize_training(*args, **named)
+
     def prediction_step(self, *args: Any, **named: Any) -> Any:
         if STOPS:
             hooks.moment("before", job.iteration_number)
@@ -172,9 +176,10 @@ def main() -> None:
     config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
     arguments = TrainingArguments(
         output_dir=str(hooks.DIR / "trainer"), use_cpu=True, num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH, gradient_accumulation_steps=GROUP, eval_strategy="epoch",
-        logging_steps=2, save_strategy="epoch" if STOPS else "no", load_best_model_at_end=STOPS,
-        metric_for_best_model="eval_loss" if STOPS else None, greater_is_better=True if STOPS else None, report_to=[], max_grad_norm=0.0, disable_tqdm=True, learning_rate=1e-2,
+        per_device_eval_batch_size=BATCH, gradient_accumulation_steps=GROUP, eval_strategy="epoch", logging_steps=2,
+        save_strategy="epoch" if STOPS else "no", load_best_model_at_end=STOPS, report_to=[], max_grad_norm=0.0,
+        metric_for_best_model="eval_loss" if STOPS else None, greater_is_better=True if STOPS else None,
+        disable_tqdm=True, learning_rate=1e-2,
     )  # fmt: skip
     begin = Begin()
     # The loss falls, so by what this watches nothing gets better.

@@ -55,7 +55,7 @@ def test_one_collective_more_is_told_on_either_side() -> None:
     for one in (first, second):
         one.before(ALL, "barrier", "f, train.py:1")
     first.end()
-    with pytest.raises(Differs, match="barrier .* here, the end of the section there"):
+    with pytest.raises(Differs, match=r"barrier .* here, the end of the section there"):
         second.before(ALL, "barrier", "f, train.py:1")
 
     first, second, _ = ranks_in(HashStore())
