@@ -108,6 +108,7 @@ class Protected:
         self._has_recovered = False
         self._is_new = True  # it has run no iteration yet
         self._told_local: set[str] = set()
+        self._has_told_section = False
         self._section_calls = SectionCalls(place.rank, self._tell_section_differs)
 
     def begin(self, tracked: Tracked, witnesses: Witnesses | None = None) -> None:
@@ -653,6 +654,7 @@ class Protected:
     def section(self, call: Callable[[], R], *, seeded: bool = True, what: str = "section") -> R:
         place, supervisor = self._place, self.supervisor
         while True:
+            since = None
             if seeded:
                 place.seeds.for_section(place.here.sections)
             try:
@@ -671,6 +673,8 @@ class Protected:
                 place.keep_start()  # what was received belongs to it, too
                 if seeded:
                     place.seeds.for_section(place.here.sections)
+                if seeded and self._tracked is not None:
+                    since = self._tracked.begin_section()
                 place.enter("section")
                 self._section_calls.begin(place.here.sections, self._groups.store, self._groups.generation)
                 result = call()
@@ -682,11 +686,17 @@ class Protected:
                     place.here.sections += 1
                 if self._tracked is not None:
                     self._tracked.end()
+                if since is not None and not self._has_told_section and (
+                    why := self._require_tracked().changed_by_section(since)
+                ):
+                    self._tell_section_changes(why)
             except Exception as error:
                 if not self._was_cut(error):
                     _own(error)
                     raise
                 del error
+                if since is not None and (why := self._require_tracked().changed_by_section(since)):
+                    self._give_up(f"{why}. It was cut: all workers have to start again, with {self._begin_with}")
                 if place.inside:
                     self._wait_quiet()
                     place.start.restore()
@@ -697,6 +707,11 @@ class Protected:
             if self._recovered_in:
                 self._tell_resumed()
             return result
+
+    def _tell_section_changes(self, why: str) -> None:
+        self._has_told_section = True
+        if self._place.rank == 0:
+            self.supervisor.note(f"{why}: all workers start again then, with {self._begin_with}")
 
     def _tell_elsewhere(self, what: str) -> NoReturn:
         """This newcomer would meet the others in another place: one collective would be taken for another one."""

@@ -229,6 +229,15 @@ class Tracked:
                 self._supervisor.note(touched.told(self._names_of(self._touched.found)))
             self._touched = None
 
+    def begin_section(self) -> touched.ChangedSince:
+        """For `changed_by_section`."""
+        return touched.ChangedSince(self.state.optimizers.values())
+
+    def changed_by_section(self, since: touched.ChangedSince) -> str:
+        """Parameters that a section has changed, which is told; empty if there are none."""
+        ids = since.ids()
+        return touched.told_of_section(self._names_of(ids)) if ids else ""
+
     def _names_of(self, ids: Iterable[int]) -> list[str]:
         """Of parameters, by id, or the id of the part that is here."""
         names = self.state.parameter_names()

@@ -90,6 +90,29 @@ class ChangedWithoutStep:
         return updated or bool(self.found) or not self._num_left
 
 
+class ChangedSince:
+    """Which parameters of *optimizers* have been changed since this was made, by their counters: `.data` has none."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._before = [(local, local._version, local.data_ptr()) for local in map(local_of, parameters)]
+
+    def ids(self) -> set[int]:
+        """Of the parts that are here."""
+        return {
+            id(local) for local, version, address in self._before
+            if local._version != version or local.data_ptr() != address
+        }  # fmt: skip
+
+
+def told_of_section(names: Sequence[str]) -> str:
+    """A section has changed these."""
+    return (
+        f"a section (@job.resilient) changes parameters that an optimizer has ({_some(names)}), and would do so twice "
+        "if a failure cuts it. Do that outside of it (optimizer.train() and optimizer.eval(), for one)"
+    )
+
+
 def without_step(names: Sequence[str]) -> str:
     return (
         f"parameters have changed in an iteration without a step() of the tracked optimizer ({_some(names)}): such an "

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from swift_agent.errors import UsageError
 from swift_agent.worker.tracked.tracked import Tracked
-from swift_agent.worker.updates.touched import TouchedParameters, told
+from swift_agent.worker.updates.touched import ChangedSince, TouchedParameters, told
 
 
 def run(before: Callable[[nn.Module], object], after: Callable[[nn.Module], object]) -> tuple[nn.Module, set[int]]:
@@ -155,3 +155,15 @@ def test_an_iteration_may_change_nothing() -> None:
         if number == 1:
             model.weight.data = model.weight.data.clone()  # elsewhere
         tracked.check_repeatable()
+
+
+def test_what_a_section_has_changed() -> None:
+    """An optimizer's `eval()` that moves parameters (schedule-free): made twice it gives another model."""
+    net = torch.nn.Linear(2, 2)
+    since = ChangedSince([torch.optim.SGD(net.parameters(), lr=0.1)])
+    assert net(torch.ones(1, 2)).sum().item() is not None and not since.ids()
+    with torch.no_grad():
+        net.bias.lerp_(torch.ones(2), 0.5)
+    assert since.ids() == {id(net.bias)}
+    net.weight.data = net.weight.data.clone()
+    assert since.ids() == {id(net.bias), id(net.weight)}
