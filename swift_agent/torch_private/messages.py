@@ -66,9 +66,9 @@ Wrapper = Callable[[str, Any, bool, Callable[[], Any], Callable[[], str]], Any]
 
 
 def wrap_all_collectives(wrapper: Wrapper) -> None:
-    """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call, what)`;
-    only of a barrier it is known whether it *is_async*. `what()`: its name, and how much it gives, where that has to be
-    the same on all ranks. C++ callers are not affected."""
+    """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call, what)`. A
+    barrier *is_async* if it says so, all others unless they say that they are not. `what()`: its name, and how much it
+    gives, where that has to be the same on all ranks. C++ callers are not affected."""
     for name in (*ALIKE, *_NOT_ALIKE):
         if hasattr(dist.ProcessGroup, name):
             _wrap_any(name, wrapper)
@@ -79,7 +79,8 @@ def _wrap_any(name: str, wrapper: Wrapper) -> None:
 
     @functools.wraps(original)
     def operation(group: Any, *args: Any, **named: Any) -> Any:
-        is_async = bool(getattr(named.get("opts"), "asyncOp", False))
+        said = [one.asyncOp for one in (*args, *named.values()) if hasattr(one, "asyncOp")]
+        is_async = any(said) if name == "barrier" else any(said) or not said
         return wrapper(
             name, group, is_async, lambda: original(group, *args, **named), lambda: _what(name, args, named)
         )

@@ -66,6 +66,10 @@ IDIOMS: dict[str, Idiom] = {
     "step with a closure": Idiom("closure_step.py"),
     "step with a closure, hsdp": Idiom("closure_step.py", args=("hsdp",), workers=2),
     "learning rate by a counter": Idiom("counted_rate.py", Told("lr of optimizer is", "failure", "restart")),
+    "collective by a counter": Idiom(
+        "counted_collective.py", Told("ranks make different collectives", "failure", "restart"), args=("own",)
+    ),
+    "collective by the position": Idiom("counted_collective.py", args=("position",), at=(2, 6, 8)),
     "statistics of each rank": Idiom("own_statistics.py", args=("hand",)),
     "statistics that ddp leaves alone": Idiom("own_statistics.py", args=("ddp",)),
     "local sgd": Idiom("local_sgd.py", Told("Nothing has failed", "start", "refused")),

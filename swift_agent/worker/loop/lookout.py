@@ -44,6 +44,7 @@ _WAITING = tuple(
         in_script.OURS + f"worker/{path}.py"
         for path in (
             "loop/outside",
+            "loop/meetings",
             "messages/operations",
             "messages/messages",
             "messages/collective_results",
@@ -66,12 +67,16 @@ def is_wait(path: str, *, inside: bool) -> bool:
 
 
 class Lookout:
-    """One per worker, from the first point of its loop on. *give_up* is called in the thread if nobody can move."""
+    """One per worker, from the first point of its loop on. *give_up* is called in the thread if nobody can move.
+    *has_passed*: asked while an iteration does not move, whether others wait in what this rank has left out, which is
+    told then."""
 
     def __init__(
-        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, give_up: Callable[[str], None]
-    ) -> None:
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, give_up: Callable[[str], None],
+        has_passed: Callable[[StoreClient, str], bool] | None = None,
+    ) -> None:  # fmt: skip
         self._place, self._supervisor, self._groups, self._give_up = place, supervisor, groups, give_up
+        self._has_passed = has_passed
         self._script = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._script)
         self._world_size = dist.get_world_size()
@@ -81,6 +86,8 @@ class Lookout:
         """It is at its first point, where all wait for the end of each other's set-up."""
         self.is_aside = False
         """It is in a recovery: what is waited for there is no business of the script's."""
+        self.is_told = False
+        """That this rank has left out what others wait in: all end."""
         self._mark: tuple[Any, ...] = ()
         self._since_s = self._cpu_s = 0.0
         self._beat = 0
@@ -126,7 +133,11 @@ class Lookout:
             self._mark, self._since_s = mark, now_s
             return
         still_s = now_s - self._since_s
-        if still_s < STILL_S:
+        if self._has_passed is not None and place.has_recovered and place.inside == "iteration" and not self.is_told:
+            if self._store is None:
+                self._store = self._groups.store.clone(_CONNECT)
+            self.is_told = self._has_passed(self._store, self._doing()[1])
+        if still_s < STILL_S or self.is_told:
             return
         waits, where = self._doing()
         inside: Inside = "end" if self.at_end else "begin" if self.at_begin else place.inside

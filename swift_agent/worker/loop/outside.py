@@ -4,6 +4,9 @@ One that is cut there cannot be run again: its results may be anywhere in the sc
 and that is said the first time one is made, with its line. A barrier of all ranks has no results: it is a section of
 its own, repeated if a peer fails in it, and passed if the others have passed it.
 
+After a recovery, ranks meet before each of these, and tell each other which it is: a counter of the script's own that
+decides on it may have begun anew in a replacement, and unlike collectives abort the process in gloo, or are mixed up.
+
 One in a section that the others have finished gives this rank its own values only: noted, for who runs an iteration
 with them.
 
@@ -27,6 +30,13 @@ from swift_agent.worker.tracked.loop_state import Place
 
 # Of a script's lines, to be told.
 MAX_TOLD = 20
+# All ranks wait for each other in these.
+_MEETING = (
+    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall",
+    "alltoall_base", "all_to_all_single",
+)  # fmt: skip
 
 
 class Barriers(Protocol):
@@ -39,6 +49,9 @@ class Barriers(Protocol):
 
     def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
         """The section that runs is about to make a collective."""
+
+    def meet(self, what: str, where: str) -> None:
+        """Before a collective of all ranks outside of iterations, once all have come to one. *what*: the operation."""
 
 
 class Outside:
@@ -96,6 +109,9 @@ class Outside:
         if self._note is not None and len(self._told) < MAX_TOLD:
             operation = in_script.operation_of(sys._getframe()) or name
             self._tell(name, group, operation, in_script.place_of(sys._getframe()))
+        if place.has_recovered and not is_async and name in _MEETING and group.size() == dist.get_world_size():
+            operation = in_script.operation_of(sys._getframe()) or name
+            self._barriers.meet(what().replace(name, operation, 1), in_script.place_of(sys._getframe()))
         return call()
 
     def _say_in_section(self, group: Any, what: Callable[[], str]) -> None:

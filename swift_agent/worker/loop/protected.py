@@ -36,6 +36,7 @@ from swift_agent.worker.line.agent_line import Go, Supervisor
 from swift_agent.worker.loop.checkpointing import Checkpointing
 from swift_agent.worker.loop.dry_runs import Ghosts
 from swift_agent.worker.loop.lookout import Lookout
+from swift_agent.worker.loop.meetings import Meetings
 from swift_agent.worker.loop.section_calls import SectionCalls
 from swift_agent.worker.messages.collective_counts import REFUSED
 from swift_agent.worker.rejoin.rejoin import Rejoin
@@ -108,12 +109,14 @@ class Protected:
         self._has_recovered = False
         self._is_new = True  # it has run no iteration yet
         self._told_local: set[str] = set()
+        self.meetings = Meetings(place, supervisor, groups)
+        self.meet = self.meetings.meet
         self._has_told_section = False
         self._section_calls = SectionCalls(place.rank, self._tell_section_differs)
 
     def begin(self, tracked: Tracked, witnesses: Witnesses | None = None) -> None:
         """See `unprotected.Running`."""
-        self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill)
+        self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill, self.meetings.look)
         self._lookout.at_begin = True
         self._lookout.start()
         self._begin(tracked, witnesses)
@@ -135,11 +138,8 @@ class Protected:
                 f"start again, with {self._begin_with}. On a mesh of two dimensions (replicate, shard) they go on."
             )
         if tracked.checkpoints is not None:
-            note = self.supervisor.note
-            self._checkpointing = Checkpointing(tracked.checkpoints, place, tracked, self._groups, note)
-        self._rejoin = Rejoin(
-            place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet, witnesses
-        )  # fmt: skip
+            self._checkpointing = Checkpointing(tracked.checkpoints, place, tracked, self._groups, self.supervisor.note)
+        self._rejoin = Rejoin(place, self.supervisor, self._groups, tracked, self._device, self._wait_quiet, witnesses)
         if len(tracked.replicas) > 1:
             self._comparison = Comparison(place, self.supervisor, self._groups, tracked, self._tell_deviation)
             if tracked.checkpoints is not None:

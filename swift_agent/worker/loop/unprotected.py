@@ -43,6 +43,9 @@ class Running(Protocol):
     def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
         """That section is about to make a collective of the group of *ranks*."""
 
+    def meet(self, what: str, where: str) -> None:
+        """All ranks are about to make a collective *what* between iterations, at *where*."""
+
     def close(self) -> None:
         """The end of the run: return once no other rank can need this one."""
 
@@ -90,5 +93,7 @@ class Unprotected:
         return False
 
     def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None: ...
+
+    def meet(self, what: str, where: str) -> None: ...
 
     def close(self) -> None: ...

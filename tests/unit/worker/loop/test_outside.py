@@ -28,7 +28,7 @@ def unfit(why):
     raise NotArrived(why)
 
 place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0, is_behind=True, is_past_section=False,
-                        local_result="", begun_by_others=("iteration", 1, 0))
+                        local_result="", begun_by_others=("iteration", 1, 0), has_recovered=False)
 notes = []
 class Running:
     compares_section = True

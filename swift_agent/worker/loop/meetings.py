@@ -1,0 +1,106 @@
+"""Ranks that have recovered meet before a collective between iterations: all make the same one there, or it is told.
+
+    come: number 3, all_reduce after 20 iterations --compared with the first one's--> all have come: go on
+    passed: another rank looks, is in iteration 20 or later, and has come to less than 3 --> it will never come
+
+Each numbers what it has come to since its generation began: they meet before the first ones, and then before those
+whose number is a power of two. So nobody enters one of these that another rank does not make. This module must never
+be called for a collective that some ranks leave before others have come.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from swift_agent.wire.store_client import StoreClient
+from swift_agent.worker.groups.process_groups import ProcessGroups
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.section_calls import is_compared
+from swift_agent.worker.tracked.loop_state import Place
+
+_REMEDY = (
+    "a counter of the script's own that decides on a collective begins anew in a replacement. Decide by "
+    "job.iteration_number, or count by enumerate(job.batches(loader), start=job.position.batch)"
+)
+# A counter that began anew is another one at the first of them already. The rest of the run pays for few.
+_FIRST_MET = 8
+# Longer than any operation: whoever waits is cut with its generation.
+_FOR_EVER = timedelta(days=30)
+_FIRST, _NUM, _GO = "first", "num", "go"
+_WAITED_FOR = "meeting/waited_for"
+
+
+class Meetings:
+    """One per worker."""
+
+    def __init__(self, place: Place, supervisor: Supervisor, groups: ProcessGroups) -> None:
+        self._place, self._supervisor, self._groups = place, supervisor, groups
+        self._generation, self._count = 0, 0
+
+    def meet(self, what: str, where: str) -> None:
+        """See `outside.Barriers`. Does not return if all workers have to start again."""
+        if self._place.is_before_epoch:
+            return
+        said = self.come(self._groups.store, self._supervisor.generation, what, where)
+        if said:
+            self._tell(said)
+            self._supervisor.wait_for_end()
+
+    def look(self, store: StoreClient, where: str) -> bool:
+        """In another thread: whether others wait for this rank, which is at *where*, in vain, which is told then."""
+        said = self.passed(store, self._supervisor.generation, where)
+        if said:
+            self._tell(said)
+        return bool(said)
+
+    def _tell(self, said: str) -> None:
+        tracked = self._place.tracked
+        begin = "the newest checkpoint" if tracked is not None and tracked.checkpoints else "what the script loads"
+        why = f"{said}. All workers have to start again, with {begin}"
+        self._supervisor.send({"op": "unfit", "why": why, "hopeless": False})
+
+    def come(self, store: StoreClient, generation: int, what: str, where: str) -> str:
+        """Return when all ranks have come, or at once where they do not meet; why nobody can go on, if the first to
+        come was at another one. Raises dist.DistStoreError when the generation ends."""
+        if generation != self._generation:
+            self._generation, self._count = generation, 0
+        if not is_compared(self._count + 1, _FIRST_MET):
+            self._count += 1
+            return ""
+        key = f"meeting/{self._count}"
+        mine = json.dumps([what, self._place.here.iteration, where, self._place.rank])
+        first = store.compare_set(f"{key}/{_FIRST}", "", mine).decode()
+        theirs = json.loads(first)
+        if theirs[:2] != [what, self._place.here.iteration]:
+            return _told(theirs, f"rank {self._place.rank} in {what} ({where}) after {self._place.here.iteration}")
+        if store.add(f"{key}/{_NUM}", 1) == dist.get_world_size():
+            store.multi_set([f"{key}/{_GO}", _WAITED_FOR], ["", ""])
+        else:
+            if first == mine:
+                store.set(_WAITED_FOR, json.dumps([self._count, *theirs]))
+            store.wait([f"{key}/{_GO}"], _FOR_EVER)
+        self._count += 1
+        return ""
+
+    def passed(self, store: StoreClient, generation: int, where: str) -> str:
+        """In another thread: why nobody can go on, if others wait for this rank, which is in an iteration, and has
+        left out what they are in."""
+        count = self._count if generation == self._generation else 0
+        if not store.check([_WAITED_FOR]) or not (said := store.get(_WAITED_FOR)):
+            return ""
+        number, *theirs = json.loads(said)
+        here = self._place.here.iteration
+        if self._place.inside != "iteration" or number < count or here < theirs[1]:
+            return ""
+        return _told(theirs, f"rank {self._place.rank} has left that out, and is in iteration {here} ({where})")
+
+
+def _told(theirs: list[object], mine: str) -> str:
+    what, iteration, where, rank = theirs
+    return (
+        f"ranks make different collectives: rank {rank} is in {what} ({where}) after {iteration} iterations, {mine}: "
+        f"{_REMEDY}"
+    )
