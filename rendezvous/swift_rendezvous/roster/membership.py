@@ -226,7 +226,7 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
 
 
 def _release(view: View) -> Decision:
-    """All have reached the end: compare the replicas one last time, then let the workers exit."""
+    """All have reached the end: compare what several ranks hold one last time, then let the workers exit."""
     seen: dict[str, dict[str, list[int]]] = {}
     ends: dict[int, dict[str, Any]] = {}
     for record in view.finished.values():
@@ -240,8 +240,7 @@ def _release(view: View) -> Decision:
             what = _differing({rank: ends[rank] for ranks in held_by.values() for rank in ranks})
             why = f"the replicas differ at the end of the run: {what}{found}"
             return Decision((PublishResult(ResultRecord("failed", why)),), why=why)
-    # A rank whose parts nobody else holds was compared with none.
-    checked = sum(len(ranks) for held_by in seen.values() for ranks in held_by.values() if len(ranks) > 1)
+    checked = sum(n for held in seen.values() for n in map(len, held.values()) if n > 1)
     why = "all workers reached their end" + (f"; {checked} replicas have equal checksums" if checked else "")
     return Decision((PublishRelease(),), why=why)
 

@@ -27,13 +27,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.wire.channel import Channel, ChannelClosed, Message
 from swift_agent.wire.standing import MyStanding
-from swift_recovery.planning.plan import Plan
+from swift_agent.worker.line.go import Go
 from swift_rendezvous.threads import thread
 
 log = logging.getLogger(__name__)
@@ -56,29 +55,6 @@ LOOK_S = 1.0
 STOOD_S = 2.0
 # An error so soon after that may come from it: a collective has run over its timeout, of which the pause was a part.
 STOOD_COUNTS_S = 60.0
-
-
-@dataclass(frozen=True)
-class Go:
-    """Enter a generation: its plan, and where its stores listen (see `StoreRecord`)."""
-
-    generation: int
-    plan: Plan
-    world_size: int
-    store_host: str
-    store_port: int
-    session_port: int
-    token: bytes = field(repr=False)
-    leaves: bool = False
-    """Of a drained node: hand the state over to the successors in the plan, and enter nothing."""
-    keeps: bool = False
-    """Of a worker that ends because the job changes its size: keep the state in *kept*, and enter nothing."""
-    kept: str = ""
-    """The directory where a node keeps a state for its new workers."""
-
-    @property
-    def session_store(self) -> tuple[str, int]:
-        return self.store_host, self.session_port
 
 
 class Supervisor:
@@ -394,7 +370,7 @@ class Supervisor:
             case "stop":
                 self._on_stop(int(message["generation"]), str(message["why"]))
             case "go":
-                go = _read_go(message)
+                go = Go.from_message(message)
                 with self.changed:
                     self._go = go
                     self.changed.notify_all()
@@ -458,22 +434,6 @@ class Supervisor:
 def _text(error: BaseException) -> str:
     """What pybind11 appends to an error that has passed through Python is of no use to people."""
     return str(error).partition("\n\nAt:\n")[0][-300:]
-
-
-def _read_go(message: Message) -> Go:
-    store = message["store"]
-    return Go(
-        generation=int(message["generation"]),
-        plan=Plan.from_json(message["plan"]),
-        world_size=int(message["world_size"]),
-        store_host=str(store["host"]),
-        store_port=int(store["port"]),
-        session_port=int(store["session_port"]),
-        token=str(store["token"]).encode(),
-        leaves=bool(message.get("leaves")),
-        keeps=bool(message.get("keeps")),
-        kept=str(message.get("kept", "")),
-    )
 
 
 def _die(why: str) -> NoReturn:

@@ -41,7 +41,8 @@ class Meetings:
         self._generation, self._count = 0, 0
 
     def meet(self, what: str, where: str) -> None:
-        """See `outside.Barriers`. Does not return if all workers have to start again."""
+        """Before a collective of all ranks outside of iterations, once all have come to one; *what*: the operation.
+        Does not return if all workers have to start again."""
         if self._place.is_before_epoch:
             return
         said = self.come(self._groups.store, self._supervisor.generation, what, where)

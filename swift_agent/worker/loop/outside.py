@@ -26,6 +26,7 @@ from swift_agent.torch_private import groups
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
 from swift_agent.worker.line import in_script
+from swift_agent.worker.loop.checks import Checks
 from swift_agent.worker.tracked.loop_state import Place
 
 # Of a script's lines, to be told.
@@ -44,14 +45,7 @@ class Barriers(Protocol):
         """Make it by *call*, until it counts. *way*: to where the script makes it."""
 
     @property
-    def compares_section(self) -> bool:
-        """Whether `in_section` wants to know."""
-
-    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
-        """The section that runs is about to make a collective."""
-
-    def meet(self, what: str, where: str) -> None:
-        """Before a collective of all ranks outside of iterations, once all have come to one. *what*: the operation."""
+    def checks(self) -> Checks | None: ...
 
 
 class Outside:
@@ -63,6 +57,7 @@ class Outside:
         unfit: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._place, self._barriers, self._note, self._begin = place, barriers, note, begin
+        self._checks = barriers.checks
         self._unfit = unfit
         self._script = threading.get_ident()
         self._told: set[str] = set()
@@ -76,8 +71,9 @@ class Outside:
         place = self._place
         if place.is_past_section and name != "barrier" and group.size() > 1:
             self._keep_local(name)
-        if place.inside == "section" and self._barriers.compares_section and group.size() > 1:
-            self._say_in_section(group, what)
+        checks = self._checks
+        if checks is not None and checks.sections.compares and place.inside == "section" and group.size() > 1:
+            self._say_in_section(checks, group, what)
         if place.inside or not place.has_points or group.size() == 1 or threading.get_ident() != self._script:
             return call()
         # In no variable: a frame that holds itself keeps *group*, with its threads and sockets, until a collection.
@@ -109,15 +105,16 @@ class Outside:
         if self._note is not None and len(self._told) < MAX_TOLD:
             operation = in_script.operation_of(sys._getframe()) or name
             self._tell(name, group, operation, in_script.place_of(sys._getframe()))
-        if place.has_recovered and not is_async and name in _MEETING and group.size() == dist.get_world_size():
+        meets = place.has_recovered and name in _MEETING and not is_async and group.size() == dist.get_world_size()
+        if checks is not None and meets:
             operation = in_script.operation_of(sys._getframe()) or name
-            self._barriers.meet(what().replace(name, operation, 1), in_script.place_of(sys._getframe()))
+            checks.meetings.meet(what().replace(name, operation, 1), in_script.place_of(sys._getframe()))
         return call()
 
-    def _say_in_section(self, group: Any, what: Callable[[], str]) -> None:
+    def _say_in_section(self, checks: Checks, group: Any, what: Callable[[], str]) -> None:
         if threading.get_ident() == self._script and not in_script.called_by_us(sys._getframe()):
             ranks = tuple(groups.global_ranks(group))
-            self._barriers.in_section(ranks, what(), in_script.place_of(sys._getframe()))
+            checks.sections.before(ranks, what(), in_script.place_of(sys._getframe()))
 
     def _keep_local(self, name: str) -> None:
         if self._place.local_result or threading.get_ident() != self._script or in_script.called_by_us(sys._getframe()):

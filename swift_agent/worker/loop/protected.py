@@ -32,12 +32,12 @@ from swift_agent.wire.environment import ENV_LOCAL_RANK
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
 from swift_agent.worker.line import in_script
-from swift_agent.worker.line.agent_line import Go, Supervisor
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.line.go import Go
 from swift_agent.worker.loop.checkpointing import Checkpointing
+from swift_agent.worker.loop.checks import Checks, elsewhere
 from swift_agent.worker.loop.dry_runs import Ghosts
 from swift_agent.worker.loop.lookout import Lookout
-from swift_agent.worker.loop.meetings import Meetings
-from swift_agent.worker.loop.section_calls import SectionCalls
 from swift_agent.worker.messages.collective_counts import REFUSED
 from swift_agent.worker.rejoin.rejoin import Rejoin
 from swift_agent.worker.rejoin.witness import Witnesses
@@ -76,9 +76,6 @@ ENDED_S = 60.0
 # Of what a rank tells at its end: it goes into etcd, for each rank.
 MAX_PARTS = 32
 
-# What `Place.begun` calls a step, for people.
-_STEPS = {"iteration": "an iteration", "section": "a section (@job.resilient)", "barrier": "a barrier"}
-
 _NOT_LOGGED = "no log has what this collective gave"
 
 
@@ -109,14 +106,12 @@ class Protected:
         self._has_recovered = False
         self._is_new = True  # it has run no iteration yet
         self._told_local: set[str] = set()
-        self.meetings = Meetings(place, supervisor, groups)
-        self.meet = self.meetings.meet
-        self._has_told_section = False
-        self._section_calls = SectionCalls(place.rank, self._tell_section_differs)
+        self.checks = Checks(place, supervisor, groups, self._restart_all)
 
     def begin(self, tracked: Tracked, witnesses: Witnesses | None = None) -> None:
         """See `unprotected.Running`."""
-        self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill, self.meetings.look)
+        look = self.checks.meetings.look
+        self._lookout = Lookout(self._place, self.supervisor, self._groups, self._tell_standstill, look)
         self._lookout.at_begin = True
         self._lookout.start()
         self._begin(tracked, witnesses)
@@ -586,6 +581,9 @@ class Protected:
         self.supervisor.wait_for_end()
         raise AssertionError("the agent ends this process")
 
+    def _restart_all(self, why: str) -> NoReturn:
+        self._give_up(f"{why}. All workers have to start again, with {self._begin_with}")
+
     def _pay(self, call: Callable[[], Any], gradients: Touched | None = None) -> None:
         """The replica that had the update is lost too: the iteration is run after all, for its effect. *gradients*: of
         which the script has touched some since it was run for its result."""
@@ -638,23 +636,9 @@ class Protected:
             return
         self.section(call, seeded=False, what=f"barrier {way}")
 
-    @property
-    def compares_section(self) -> bool:
-        """Whether `in_section` wants to know."""
-        return self._section_calls.compares
-
-    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
-        """The section that runs is about to make a collective of the group of *ranks*."""
-        if not self.supervisor.interrupted:
-            self._section_calls.before(ranks, what, where)
-
-    def _tell_section_differs(self, why: str) -> NoReturn:
-        self._give_up(f"{why}. All workers have to start again, with {self._begin_with}")
-
     def section(self, call: Callable[[], R], *, seeded: bool = True, what: str = "section") -> R:
         place, supervisor = self._place, self.supervisor
         while True:
-            since = None
             if seeded:
                 place.seeds.for_section(place.here.sections)
             try:
@@ -673,30 +657,23 @@ class Protected:
                 place.keep_start()  # what was received belongs to it, too
                 if seeded:
                     place.seeds.for_section(place.here.sections)
-                if seeded and self._tracked is not None:
-                    since = self._tracked.begin_section()
+                self.checks.begin_section(place.here.sections, self._tracked if seeded else None)
                 place.enter("section")
-                self._section_calls.begin(place.here.sections, self._groups.store, self._groups.generation)
                 result = call()
-                if self._section_calls.compares and not supervisor.interrupted:
-                    self._section_calls.end()
+                self.checks.sections.end()
                 with place.lock:
                     supervisor.check()  # what a cut collective gave must not be handed out
                     place.inside = ""
                     place.here.sections += 1
                 if self._tracked is not None:
                     self._tracked.end()
-                if since is not None and not self._has_told_section and (
-                    why := self._require_tracked().changed_by_section(since)
-                ):
-                    self._tell_section_changes(why)
+                self.checks.end_section()
             except Exception as error:
                 if not self._was_cut(error):
                     _own(error)
                     raise
                 del error
-                if since is not None and (why := self._require_tracked().changed_by_section(since)):
-                    self._give_up(f"{why}. It was cut: all workers have to start again, with {self._begin_with}")
+                self.checks.cut_section()
                 if place.inside:
                     self._wait_quiet()
                     place.start.restore()
@@ -708,22 +685,8 @@ class Protected:
                 self._tell_resumed()
             return result
 
-    def _tell_section_changes(self, why: str) -> None:
-        self._has_told_section = True
-        if self._place.rank == 0:
-            self.supervisor.note(f"{why}: all workers start again then, with {self._begin_with}")
-
     def _tell_elsewhere(self, what: str) -> NoReturn:
-        """This newcomer would meet the others in another place: one collective would be taken for another one."""
-        others = self._place.begun_by_others
-        assert others is not None
-        mine, theirs = what.partition(" ")[0], others[0].partition(" ")[0]
-        self._give_up(
-            f"a replacement has come to {_STEPS[mine]} ({in_script.place_of(sys._getframe())}), and the others are in "
-            f"{'another barrier' if mine == theirs else _STEPS[theirs]}: what they did since their last batch is "
-            "outside of iterations and sections, and the replacement did not do the same. Decorate the function that "
-            f"has it with @job.resilient. All workers have to start again, with {self._begin_with}"
-        )
+        self._restart_all(elsewhere(what, self._place.begun_by_others, in_script.place_of(sys._getframe())))
 
     def _section_between_logs(self, call: Callable[[], R]) -> R:
         """A newcomer that repeats iterations really uses what a section gives it: that must not be invented."""
@@ -789,14 +752,14 @@ class Protected:
         except CannotReplay as error:
             self._give_up(str(error))
         except ReplicaMismatch as error:
-            self._give_up(f"{error}. All workers have to start again, with {self._begin_with}")
+            self._restart_all(f"{error}")
         if self._checkpointing is not None:
             self._checkpointing.recovered(self._rejoin.iteration)
         if self._witnesses is not None:
             self._witnesses.begin()
         place = self._place
         self._has_recovered = place.has_recovered = True
-        self._section_calls.recovered()
+        self.checks.sections.recovered()
         place.has_to_remake = place.remakes or place.lacks
         self._compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:

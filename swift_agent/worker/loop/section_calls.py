@@ -32,10 +32,13 @@ def is_compared(number: int, first: int) -> bool:
 
 
 class SectionCalls:
-    """One per worker. *differ*: has all workers start again, with that reason."""
+    """One per worker. *differ*: has all workers start again, with that reason. *is_cut*: whether this generation ends,
+    in which nobody makes a collective any more."""
 
-    def __init__(self, rank: int, differ: Callable[[str], NoReturn]) -> None:
-        self._rank, self._differ = rank, differ
+    def __init__(
+        self, rank: int, differ: Callable[[str], NoReturn], is_cut: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._rank, self._differ, self._is_cut = rank, differ, is_cut
         self._sections_left_out = True  # nothing has failed
         self._num_sections = 0
         self._store: Any = None
@@ -63,12 +66,12 @@ class SectionCalls:
     def before(self, ranks: tuple[int, ...], what: str, where: str) -> None:
         """The next collective of the group of *ranks* is *what*, alike on all of them; *where*: in the script."""
         self._calls[ranks] += 1
-        if is_compared(self._calls[ranks], CALLS):
+        if not self._is_cut() and is_compared(self._calls[ranks], CALLS):
             self._compare(ranks, self._calls[ranks], what, f"{what} ({where})")
 
     def end(self) -> None:
         """It is over. Who waits for this rank in a collective more is told."""
-        if self._store is None:
+        if self._store is None or self._is_cut():
             return
         for ranks, number in self._calls.items():
             if is_compared(number + 1, CALLS):

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
+from swift_agent.worker.loop.checks import Checks
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
@@ -37,14 +38,8 @@ class Running(Protocol):
         """Make a barrier of all ranks between iterations, until it counts. *way*: to where the script makes it."""
 
     @property
-    def compares_section(self) -> bool:
-        """Whether the collectives of the section that runs are compared with those of other ranks."""
-
-    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None:
-        """That section is about to make a collective of the group of *ranks*."""
-
-    def meet(self, what: str, where: str) -> None:
-        """All ranks are about to make a collective *what* between iterations, at *where*."""
+    def checks(self) -> Checks | None:
+        """What collectives are to be shown to; None without an agent."""
 
     def close(self) -> None:
         """The end of the run: return once no other rank can need this one."""
@@ -52,6 +47,8 @@ class Running(Protocol):
 
 class Unprotected:
     """Without an agent: the same order of seeds and counts, so that the same script trains the same model."""
+
+    checks = None
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -87,13 +84,5 @@ class Unprotected:
     def barrier(self, call: Callable[[], None], way: str) -> None:
         self._place.here.sections += 1  # as it is a section under an agent
         call()
-
-    @property
-    def compares_section(self) -> bool:
-        return False
-
-    def in_section(self, ranks: tuple[int, ...], what: str, where: str) -> None: ...
-
-    def meet(self, what: str, where: str) -> None: ...
 
     def close(self) -> None: ...

@@ -31,7 +31,8 @@ from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, Swif
 from swift_agent.torch_private.ddp import Layout
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
-from swift_agent.worker.line.agent_line import Go, Supervisor
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.line.go import Go
 from swift_agent.worker.rejoin import handover
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.fingerprints import Fingerprints
@@ -86,12 +87,9 @@ class Rejoin:
             if not self._supervisor.enter_go(go):
                 continue
             try:
-                if go.leaves:
-                    self._hand_over(go)
-                    continue  # there may be no more to come; or the slot is given back
-                if go.keeps:
-                    self._keep(go)
-                    continue  # it is ended, or asked again
+                if go.leaves or go.keeps:
+                    (self._hand_over if go.leaves else self._keep)(go)
+                    continue  # there may be no more to come, or it is asked again
                 self._enter(go)
                 if not self._supervisor.interrupted or (self._place.replays and self._place.replays_alone):
                     return True

@@ -220,25 +220,16 @@ class Tracked:
         before, and for an update without a step; says it if the script changes what an optimizer updates."""
         if self._unstepped is not None and self._unstepped.end(updated=self.updates.num_steps > 0):
             if self._unstepped.found:
-                raise UsageError(touched.without_step(self._names_of(map(id, self._unstepped.found))))
+                raise UsageError(touched.without_step(self.names_of(map(id, self._unstepped.found))))
             self._unstepped = None
         if self._carried is not None and self._carried.end(updated=self.updates.num_steps > 0):
             self._carried = None
         if self._touched is not None and self._touched.end(updated=self.updates.num_steps > 0):
             if self._touched.found and self._tells and self._supervisor is not None:
-                self._supervisor.note(touched.told(self._names_of(self._touched.found)))
+                self._supervisor.note(touched.told(self.names_of(self._touched.found)))
             self._touched = None
 
-    def begin_section(self) -> touched.ChangedSince:
-        """For `changed_by_section`."""
-        return touched.ChangedSince(self.state.optimizers.values())
-
-    def changed_by_section(self, since: touched.ChangedSince) -> str:
-        """Parameters that a section has changed, which is told; empty if there are none."""
-        ids = since.ids()
-        return touched.told_of_section(self._names_of(ids)) if ids else ""
-
-    def _names_of(self, ids: Iterable[int]) -> list[str]:
+    def names_of(self, ids: Iterable[int]) -> list[str]:
         """Of parameters, by id, or the id of the part that is here."""
         names = self.state.parameter_names()
         known = {id(local_of(p)): names[id(p)] for p in self.state.parameters()}

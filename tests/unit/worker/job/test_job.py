@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from swift_agent.errors import UsageError
-from swift_agent.worker.job import job as session
+from swift_agent.worker.job import restarts
 from swift_agent.worker.job.job import Job, JobPosition
 from swift_agent.worker.tracked.loop_state import Place, Position, Seeds, Units
 
@@ -105,15 +105,15 @@ def looping(*, target: Position | None = None) -> Job:
 
 def test_a_start_says_that_the_script_may_have_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0 that is all that is known: it may load one after a restart, or begin anew."""
-    monkeypatch.setattr(session, "begins_anew", lambda tracked: True)
+    monkeypatch.setattr(restarts, "begins_anew", lambda tracked: True)
     for name in ("epochs", "iterations"):
         for start, found in ((None, "at iteration 0, or with what"), (0, "the snapshot that the script loads then")):
             made = looping()
             next(getattr(made, name)(3, start=start))
-            assert found in session.what_a_restart_begins_with(None, made._start)  # type: ignore[arg-type]
+            assert found in restarts.what_a_restart_begins_with(None, made._start)  # type: ignore[arg-type]
         made = looping()
         next(getattr(made, name)(3, start=1))
-        assert not session.what_a_restart_begins_with(None, made._start)  # type: ignore[arg-type]
+        assert not restarts.what_a_restart_begins_with(None, made._start)  # type: ignore[arg-type]
 
 
 def taken(job: Job, numbers: Iterator[int]) -> list[int]:

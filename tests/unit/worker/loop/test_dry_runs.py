@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swift_agent.worker.job.job import Job
+from swift_agent.worker.loop.checks import Checks
 from swift_agent.worker.loop.dry_runs import Ghosts
 from swift_agent.worker.loop.protected import Protected
-from swift_agent.worker.loop.section_calls import SectionCalls
 from swift_agent.worker.tracked.loop_state import Place, Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.state import by_hand
@@ -276,9 +276,10 @@ def test_a_newcomer_that_would_meet_the_others_in_another_place_is_told(theirs: 
     newcomer.ghosts.iteration_of_newcomer(newcomer.iteration)
     protected: Any = object.__new__(Protected)
     protected._place, protected.ghosts, protected._tracked = newcomer.place, newcomer.ghosts, None
-    protected._recovered_in, protected._section_calls = 0, SectionCalls(0, lambda why: pytest.fail(why))
-    protected._groups = SimpleNamespace(store=None, generation=2)
+    groups: Any = SimpleNamespace(store=None, generation=2)
     protected.supervisor = SimpleNamespace(interrupted=False, check=lambda: None)
+    protected._recovered_in, protected._checkpointing = 0, None
+    protected.checks = Checks(newcomer.place, protected.supervisor, groups, lambda why: pytest.fail(why))
     given_up: list[str] = []
 
     def give_up(why: str) -> None:

@@ -30,11 +30,14 @@ def unfit(why):
 place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0, is_behind=True, is_past_section=False,
                         local_result="", begun_by_others=("iteration", 1, 0), has_recovered=False)
 notes = []
-class Running:
-    compares_section = True
+class Calls:
+    compares = True
 
-    def in_section(self, ranks, what, where):
+    def before(self, ranks, what, where):
         print("said", ranks, what, where)
+
+class Running:
+    checks = SimpleNamespace(sections=Calls())
 
 Outside(place, Running(), notes.append, "the newest checkpoint", unfit).watch()
 

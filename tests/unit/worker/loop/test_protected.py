@@ -16,7 +16,7 @@ from torch import nn
 from swift_agent.errors import CannotConnect, PeerFailure, UsageError
 from swift_agent.wire.channel import Channel
 from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
-from swift_agent.worker.job import init, job
+from swift_agent.worker.job import init, restarts
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop import protected as running
 from swift_agent.worker.loop.protected import Protected, cause_of, is_communication_error, is_own
@@ -152,16 +152,16 @@ def test_whether_a_restart_of_all_begins_anew() -> None:
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
-    assert job.begins_anew(tracked(optimizer))
+    assert restarts.begins_anew(tracked(optimizer))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     # The script has loaded a snapshot, with the state of its optimizer.
-    assert not job.begins_anew(tracked(optimizer))
+    assert not restarts.begins_anew(tracked(optimizer))
     # It has its state from the beginning.
     optimizer = torch.optim.Adagrad(model.parameters())
-    assert optimizer.state and job.begins_anew(tracked(optimizer))
+    assert optimizer.state and restarts.begins_anew(tracked(optimizer))
     optimizer.step()
-    assert not job.begins_anew(tracked(optimizer))
+    assert not restarts.begins_anew(tracked(optimizer))
 
 
 def test_a_snapshot_of_the_scripts_own_draws_the_first_numbers_once_more() -> None:
@@ -172,7 +172,7 @@ def test_a_snapshot_of_the_scripts_own_draws_the_first_numbers_once_more() -> No
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     without = torch.optim.SGD(model.parameters(), lr=0.1)
-    say = job.what_is_drawn_anew
+    say = restarts.what_is_drawn_anew
     assert not say(tracked(optimizer), None, 0, seeded=True) and not say(tracked(optimizer), 0, 0, seeded=True)
     assert "loop begins with iteration 0" in say(tracked(without), 3, 0, seeded=True), "job.epochs(n, start=3)"
     model(torch.ones(1, 2)).sum().backward()

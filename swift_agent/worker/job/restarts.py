@@ -1,0 +1,63 @@
+"""What a restart of all workers would begin with, in words, for the start of a run: the newest checkpoint, a snapshot
+of the script's own, or iteration 0.
+
+This module must never look for checkpoints or load one: it says what the script's calls and its optimizers show.
+"""
+
+from __future__ import annotations
+
+from swift_agent.worker.tracked.tracked import Tracked
+
+_BEGINS_ANEW = (
+    "no job.checkpoint: should all workers have to start again (nobody is left who holds the state of a lost rank, or "
+    "a collective outside an iteration was cut), training begins at iteration 0, or with what the script loads itself. "
+    "With job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint; job.epochs(n, start=...) or "
+    "iterations(n, start=...) says that the script has snapshots of its own"
+)
+
+_BEGINS_WITH_A_SNAPSHOT = (
+    "no job.checkpoint: should all workers have to start again, training begins with the snapshot that the script "
+    "loads then, or at iteration 0 if it loads none (a script that does so only when it is told to resume). With "
+    "job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint"
+)
+
+_DRAWS_ANEW = (
+    "the script has loaded a snapshot of its own, and its loop begins with iteration 0: dropout, augmentation and "
+    "orders that generators make draw the numbers of the first iterations once more, so what comes is not bit for bit "
+    "what the run before would have trained. A checkpoint of job.checkpoint(DIRECTORY, every=N) has the number of the "
+    "iteration, job.iterations(n, start=...) is given it"
+)
+
+
+def what_a_restart_begins_with(tracked: Tracked, start: int | None) -> str:
+    """To be said at the begin, if it may be the begin. *start*: that of the loop, None if the script gives none."""
+    if start or not begins_anew(tracked):
+        return ""
+    return _BEGINS_ANEW if start is None else _BEGINS_WITH_A_SNAPSHOT
+
+
+def what_is_drawn_anew(tracked: Tracked, start: int | None, iteration: int, *, seeded: bool) -> str:
+    """To be said if the loop, which begins with *iteration*, goes on from a snapshot of the script's own and does not
+    know how many iterations that has behind it. *seeded*: the job seeds the generators."""
+    if not seeded or iteration or tracked.checkpoints is not None:
+        return ""
+    return _DRAWS_ANEW if start or _has_optimizer_state(tracked) else ""
+
+
+def told(tracked: Tracked, start: int | None, iteration: int, *, seeded: bool) -> list[str]:
+    """Both, where they are to be said, once, as the loop begins."""
+    lines = [what_a_restart_begins_with(tracked, start), what_is_drawn_anew(tracked, start, iteration, seeded=seeded)]
+    return [line for line in lines if line]
+
+
+def begins_anew(tracked: Tracked) -> bool:
+    """Whether nothing says that the script would go on from somewhere if all workers started again."""
+    if tracked.checkpoints is not None or tracked.has_shards_alone:  # that is told in words of its own
+        return False
+    return not _has_optimizer_state(tracked)
+
+
+def _has_optimizer_state(tracked: Tracked) -> bool:
+    """Before the first update: a snapshot of the script's own was loaded."""
+    states = [state for optimizer in tracked.state.optimizers.values() for state in optimizer.state.values()]
+    return any(state.get("step", True) for state in states if state)  # Adagrad makes its own, of step 0

@@ -1,0 +1,74 @@
+"""What is looked at where ranks could part without a word: the collectives that they make after a recovery, in sections
+and between iterations, and parameters that a section changes.
+
+This module must never make or repeat a collective, or change anything: it tells, or has all workers start again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from swift_agent.worker.groups.process_groups import ProcessGroups
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.meetings import Meetings
+from swift_agent.worker.loop.section_calls import SectionCalls
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_agent.worker.updates import touched
+
+# What `Place.begun` calls a step, for people.
+_STEPS = {"iteration": "an iteration", "section": "a section (@job.resilient)", "barrier": "a barrier"}
+
+
+def elsewhere(mine: str, others: tuple[str, int, int] | None, where: str) -> str:
+    """A newcomer would make step *mine*, at *where*, and meet the others in another one: one collective would be taken
+    for another. *others*: what they have begun."""
+    assert others is not None
+    step, theirs = mine.partition(" ")[0], others[0].partition(" ")[0]
+    return (
+        f"a replacement has come to {_STEPS[step]} ({where}), and the others are in "
+        f"{'another barrier' if step == theirs else _STEPS[theirs]}: what they did since their last batch is "
+        "outside of iterations and sections, and the replacement did not do the same. Decorate the function that "
+        "has it with @job.resilient"
+    )
+
+
+class Checks:
+    """One per worker. *restart*: has all workers start again, with that reason."""
+
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, restart: Callable[[str], NoReturn]
+    ) -> None:
+        self.sections = SectionCalls(place.rank, restart, lambda: supervisor.interrupted)
+        self.meetings = Meetings(place, supervisor, groups)
+        self._place, self._supervisor, self._groups, self._restart = place, supervisor, groups, restart
+        self._section: tuple[Tracked, touched.ChangedSince] | None = None
+        self._has_told = False
+
+    def begin_section(self, number: int, tracked: Tracked | None) -> None:
+        """Section *number* begins to run. *tracked*: None where the script has no say in it."""
+        if tracked is not None:
+            self._section = tracked, touched.ChangedSince(tracked.state.optimizers.values())
+        self.sections.begin(number, self._groups.store, self._groups.generation)
+
+    def end_section(self) -> None:
+        """It counts."""
+        if not self._has_told and (why := self._changed()):
+            self._has_told = True
+            if self._place.rank == 0:
+                self._supervisor.note(f"{why}: all workers start again then")
+        self._section = None
+
+    def cut_section(self) -> None:
+        """It was cut, if it had begun, and may run again."""
+        why, self._section = self._changed(), None
+        if why:
+            self._restart(f"{why}. It was cut")
+
+    def _changed(self) -> str:
+        if self._section is None:
+            return ""
+        tracked, since = self._section
+        ids = since.ids()
+        return touched.told_of_section(tracked.names_of(ids)) if ids else ""
