@@ -62,13 +62,13 @@ _NOT_ALIKE = (
 )  # fmt: skip
 
 
-Wrapper = Callable[[str, Any, bool, Callable[[], Any], Callable[[], str]], Any]
+Wrapper = Callable[[str, Any, Callable[[], bool], Callable[[], Any], Callable[[], str]], Any]
 
 
 def wrap_all_collectives(wrapper: Wrapper) -> None:
     """From now on all collectives that Python calls, of all groups, are `wrapper(name, group, is_async, call, what)`. A
-    barrier *is_async* if it says so, all others unless they say that they are not. `what()`: its name, and how much it
-    gives, where that has to be the same on all ranks. C++ callers are not affected."""
+    barrier `is_async()` if it says so, all others unless they say that they are not. `what()`: its name, and how much
+    it gives, where that has to be the same on all ranks. C++ callers are not affected."""
     for name in (*ALIKE, *_NOT_ALIKE):
         if hasattr(dist.ProcessGroup, name):
             _wrap_any(name, wrapper)
@@ -79,13 +79,17 @@ def _wrap_any(name: str, wrapper: Wrapper) -> None:
 
     @functools.wraps(original)
     def operation(group: Any, *args: Any, **named: Any) -> Any:
-        said = [one.asyncOp for one in (*args, *named.values()) if hasattr(one, "asyncOp")]
-        is_async = any(said) if name == "barrier" else any(said) or not said
         return wrapper(
-            name, group, is_async, lambda: original(group, *args, **named), lambda: _what(name, args, named)
-        )
+            name, group, lambda: _is_async(name, args, named), lambda: original(group, *args, **named),
+            lambda: _what(name, args, named)
+        )  # fmt: skip
 
     setattr(dist.ProcessGroup, name, operation)
+
+
+def _is_async(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    said = [one.asyncOp for one in (*args, *named.values()) if hasattr(one, "asyncOp")]
+    return any(said) or (not said and name != "barrier")
 
 
 def _what(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ This module must never wait for a device: of a tensor that is not on the process
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -78,7 +79,10 @@ def _leaves(value: Any, depth: int = 0, *, of_data: bool = False) -> Iterator[An
             yield from _leaves(item, depth + 1, of_data=of_data)
     elif of_data and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name, None), depth + 1, of_data=of_data)
+            part = None
+            with contextlib.suppress(Exception):  # a property may raise anything
+                part = getattr(value, field.name)
+            yield from _leaves(part, depth + 1, of_data=of_data)
     else:
         yield value
 

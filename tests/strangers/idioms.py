@@ -96,6 +96,12 @@ IDIOMS: dict[str, Idiom] = {
         "section_by_a_flag.py", Told("goes another way on rank", "failure", "restart", "after")
     ),
     "a validation by a flag that it clears, tracked": Idiom("section_by_a_flag.py", args=("tracked",)),
+    "uneven inputs": Idiom(
+        "uneven_inputs.py", Told("Give all ranks the same number of batches", "start", "refused"), scopes=("worker",)
+    ),
+    "a validation on averaged weights": Idiom(
+        "swapped_weights.py", Told("changes parameters that an optimizer has", "start", "restart", "inside")
+    ),
     "steps that are left out": Idiom("left_out_steps.py", args=("norm",), at=(2, 5, 8), workers=2),
     "steps in every third iteration": Idiom("left_out_steps.py", args=("accumulated",), at=(2, 4, 7)),
     "steps in every third iteration, hsdp": Idiom(

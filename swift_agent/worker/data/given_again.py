@@ -84,7 +84,7 @@ class _Tensor:
         self.version = _version(tensor)
 
     def _cannot(self) -> CannotPutBack:
-        return CannotPutBack(f"a tensor of shape {list(self.form[0])}" if self.form else "a nested tensor")
+        return CannotPutBack(_named(self.form))
 
 
 class GivenAgain:
@@ -97,6 +97,8 @@ class GivenAgain:
         self.has_run = False
         self._bytes_left = _MAX_BYTES
         self._tensors: list[_Tensor] = []
+        self._plain: list[torch.Tensor] = []  # none is kept of these, and autograd is not concerned
+        self._versions: list[int] = []
         self._arrays: list[tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]] = []
         self._lists: list[tuple[list[Any] | deque[Any], list[Any]]] = []
         self._mappings: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
@@ -115,6 +117,10 @@ class GivenAgain:
             return  # of a model or an optimizer
         for part in parts:
             if isinstance(part, torch.Tensor):
+                if not self._copies and not part.requires_grad and not part.is_inference():
+                    self._plain.append(part)
+                    self._versions.append(part._version)
+                    continue
                 self._tensors.append(kept := self._kept(part))
                 if kept.gradient is not None:
                     self._tensors.append(self._kept(kept.gradient))
@@ -154,13 +160,26 @@ class GivenAgain:
         for kept in self._tensors:
             if kept.has_changed() and not self._is_state(kept.tensor):
                 kept.put_back()
+        for tensor, version in self._changed_of_plain():
+            if tensor._version != version or not tensor.is_leaf:
+                raise CannotPutBack(_named(_form(tensor)))
+            tensor.requires_grad_(False)
+            tensor.grad = None
 
     def end(self) -> None:
         """The script goes on after it."""
-        self._copies = any(kept.has_changed() and not self._is_state(kept.tensor) for kept in self._tensors) or any(
-            _kind(array) != _kind(copy) or array.tobytes() != copy.tobytes() for array, copy in self._arrays
+        self._copies = (
+            any(kept.has_changed() and not self._is_state(kept.tensor) for kept in self._tensors)
+            or any(_kind(array) != _kind(copy) or array.tobytes() != copy.tobytes() for array, copy in self._arrays)
+            or any(True for _ in self._changed_of_plain())
         )
         self._forget()
+
+    def _changed_of_plain(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Each with its version of before."""
+        for tensor, version in zip(self._plain, self._versions, strict=True):
+            if (tensor._version != version or tensor.requires_grad) and not self._is_state(tensor):
+                yield tensor, version
 
     def _kept(self, tensor: torch.Tensor) -> _Tensor:
         is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
@@ -180,7 +199,9 @@ class GivenAgain:
 
     def _forget(self) -> None:
         self.has_run, self._bytes_left = False, _MAX_BYTES
-        for kept in (self._tensors, self._arrays, self._lists, self._mappings, self._objects):
+        for tensors in (self._tensors, self._plain, self._versions, self._arrays):
+            tensors.clear()
+        for kept in (self._lists, self._mappings, self._objects):
             kept.clear()
 
 
@@ -230,7 +251,12 @@ def _is_data(value: Any) -> bool:
 
 
 def _fields(data: Any) -> dict[str, Any]:
-    return {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if hasattr(data, field.name)}
+    """Those that can be read: one may be a property of a class that derives from it, and raise anything."""
+    values = {}
+    for field in dataclasses.fields(data):
+        with contextlib.suppress(Exception):
+            values[field.name] = getattr(data, field.name)
+    return values
 
 
 def _is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
@@ -238,6 +264,10 @@ def _is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
         return torch.equal(tensor, copy)
     except RuntimeError:
         return True  # of this kind nobody can say but the version
+
+
+def _named(form: tuple[Any, ...]) -> str:
+    return f"a tensor of shape {list(form[0])}" if form else "a nested tensor"
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ This module must never look for checkpoints or load one: it says what the script
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from swift_agent.worker.tracked.tracked import Tracked
 
 _BEGINS_ANEW = (
@@ -60,4 +62,5 @@ def begins_anew(tracked: Tracked) -> bool:
 def _has_optimizer_state(tracked: Tracked) -> bool:
     """Before the first update: a snapshot of the script's own was loaded."""
     states = [state for optimizer in tracked.state.optimizers.values() for state in optimizer.state.values()]
-    return any(state.get("step", True) for state in states if state)  # Adagrad makes its own, of step 0
+    # Adagrad makes its own, of step 0.
+    return any(state.get("step", True) for state in states if isinstance(state, Mapping) and state)

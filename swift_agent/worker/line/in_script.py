@@ -66,6 +66,11 @@ def is_called_by_torch(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(TORCH)
 
 
+def is_in(frame: FrameType | None, folder: str) -> bool:
+    """Whether a function of a file in *folder* is being called, here or further out."""
+    return any(one.f_code.co_filename.startswith(folder) for one in _frames(frame))
+
+
 def operation_of(frame: FrameType | None) -> str:
     """The function of `torch.distributed` that was called: "all_reduce", or ""."""
     name = ""

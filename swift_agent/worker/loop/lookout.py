@@ -57,6 +57,8 @@ _ALONE = tuple(
     in_script.TORCH + f"distributed/{path}"
     for path in ("checkpoint/", "_serialization.py", "_state_dict_utils.py", "elastic/", "rpc/")
 )
+# Who asks the store there decides what is waited for.
+_STORE = in_script.OURS + "wire/"
 # DDP's and FSDP's reductions are waited for in the backward of an iteration; others compute, on a GPU for example.
 _BACKWARD = in_script.TORCH + "autograd/"
 
@@ -149,8 +151,10 @@ class Lookout:
 
     def _doing(self) -> tuple[bool, str]:
         """Whether the script's thread is in an operation in which ranks wait for each other; where the script is."""
-        frame = sys._current_frames().get(self._script)
-        waits = frame is not None and is_wait(frame.f_code.co_filename, inside=bool(self._place.inside))
+        frame = waiter = sys._current_frames().get(self._script)
+        while waiter is not None and waiter.f_code.co_filename.startswith(_STORE):
+            waiter = waiter.f_back
+        waits = waiter is not None and is_wait(waiter.f_code.co_filename, inside=bool(self._place.inside))
         return waits, in_script.place_of(frame)
 
     def _tell(self, standing: Standing) -> None:

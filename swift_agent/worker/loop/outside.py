@@ -4,8 +4,9 @@ One that is cut there cannot be run again: its results may be anywhere in the sc
 and that is said the first time one is made, with its line. A barrier of all ranks has no results: it is a section of
 its own, repeated if a peer fails in it, and passed if the others have passed it.
 
-After a recovery, ranks meet before each of these, and tell each other which it is: a counter of the script's own that
-decides on it may have begun anew in a replacement, and unlike collectives abort the process in gloo, or are mixed up.
+After a recovery, ranks tell each other which it is, and meet before the first of these: a counter of the script's own
+that decides on it may have begun anew in a replacement, and unlike collectives abort the process in gloo, or are mixed
+up (`meetings`).
 
 One in a section that the others have finished gives this rank its own values only: noted, for who runs an iteration
 with them.
@@ -32,12 +33,13 @@ from swift_agent.worker.tracked.loop_state import Place
 # Of a script's lines, to be told.
 MAX_TOLD = 20
 # All ranks wait for each other in these.
-_MEETING = (
+_WAITING = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base",
     "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall",
     "alltoall_base", "all_to_all_single",
 )  # fmt: skip
+_OF_ONE = in_script.TORCH + "distributed/algorithms/"
 
 
 class Barriers(Protocol):
@@ -66,7 +68,7 @@ class Outside:
         torch_messages.wrap_all_collectives(self._collective)
 
     def _collective(
-        self, name: str, group: Any, is_async: bool, call: Callable[[], Any], what: Callable[[], str]
+        self, name: str, group: Any, is_async: Callable[[], bool], call: Callable[[], Any], what: Callable[[], str]
     ) -> Any:
         place = self._place
         if place.is_past_section and name != "barrier" and group.size() > 1:
@@ -79,10 +81,10 @@ class Outside:
         # In no variable: a frame that holds itself keeps *group*, with its threads and sockets, until a collection.
         if in_script.called_by_us(sys._getframe()):
             return call()
-        if name == "barrier" and not is_async and group.size() == dist.get_world_size():
+        if name == "barrier" and not is_async() and group.size() == dist.get_world_size():
             self._barriers.barrier(lambda: _wait(call()), in_script.way_to(sys._getframe()))
             return torch_works.finished_work()
-        if self._unfit is not None and (place.target is not None or place.is_behind):
+        if self._unfit is not None and (place.target is not None or place.is_behind or place.replays):
             # Its groups are those of the others, which are behind this collective: it would meet another of theirs.
             operation = in_script.operation_of(sys._getframe()) or name
             where = in_script.place_of(sys._getframe())
@@ -91,6 +93,11 @@ class Outside:
                     f"{operation} ({where}) comes before the first batch of the loop in a replacement, which begins "
                     "where the others have made it already. Decorate the function that has it with @job.resilient, or "
                     "leave it out"
+                )
+            if place.replays:
+                self._unfit(
+                    f"{operation} ({where}) comes between iterations that a replacement repeats from logs, and the "
+                    "others have made it already. Decorate the function that has it with @job.resilient"
                 )
             step = (place.begun_by_others or ("iteration", 0, 0))[0]
             if step != "iteration":
@@ -105,11 +112,18 @@ class Outside:
         if self._note is not None and len(self._told) < MAX_TOLD:
             operation = in_script.operation_of(sys._getframe()) or name
             self._tell(name, group, operation, in_script.place_of(sys._getframe()))
-        meets = place.has_recovered and name in _MEETING and not is_async and group.size() == dist.get_world_size()
-        if checks is not None and meets:
-            operation = in_script.operation_of(sys._getframe()) or name
-            checks.meetings.meet(what().replace(name, operation, 1), in_script.place_of(sys._getframe()))
+        if checks is not None and place.has_recovered and group.size() == dist.get_world_size():
+            self._meet(checks, name, is_async, what)
         return call()
+
+    def _meet(self, checks: Checks, name: str, is_async: Callable[[], bool], what: Callable[[], str]) -> None:
+        # One rank alone makes these, while the others are in iterations (`Join`).
+        if not in_script.is_in(sys._getframe(), _OF_ONE):
+            checks.meetings.meet(
+                lambda: what().replace(name, in_script.operation_of(sys._getframe()) or name, 1),
+                lambda: in_script.place_of(sys._getframe()),
+                waits=name in _WAITING and not is_async(),
+            )
 
     def _say_in_section(self, checks: Checks, group: Any, what: Callable[[], str]) -> None:
         if threading.get_ident() == self._script and not in_script.called_by_us(sys._getframe()):

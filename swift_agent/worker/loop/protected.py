@@ -557,13 +557,13 @@ class Protected:
             self._recovered_s = now_s
         return result
 
-    def _restore_start(self) -> None:
+    def _restore_start(self, what: str = "iteration") -> None:
         place = self._place
         if place.start.is_spoilt():
+            number = place.here.iteration if what == "iteration" else place.here.sections
             self._have_this_replaced(
-                f"iteration {place.here.iteration}, which was cut, has changed parameters of no tracked optimizer for "
-                "the first time in this process, or by way of .data, which nobody counts, and what they were is not "
-                "kept"
+                f"{what} {number}, which was cut, has changed parameters of no tracked optimizer for the first time in "
+                "this process, or by way of .data, which nobody counts, and what they were is not kept"
             )
         place.start.restore()
 
@@ -676,7 +676,7 @@ class Protected:
                 self.checks.cut_section()
                 if place.inside:
                     self._wait_quiet()
-                    place.start.restore()
+                    self._restore_start("section")
                 if self._tracked is not None and self._tracked.pipelines is not None:
                     self._tracked.pipelines.rewind()
                 place.leave()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from swift_agent.errors import UsageError
 from swift_agent.torch_private import ddp as torch_ddp
 from swift_agent.torch_private.ddp import Layout as Layout
 
@@ -130,6 +131,13 @@ def adopt_layout(ddp: DDP, layout: Layout) -> None:
     _known_layouts[ddp] = (ddp.reducer, True, [list(bucket) for bucket in layout])
 
 
+_JOIN = (
+    "DistributedDataParallel.join(): a rank that has no more batches takes part in iterations of the others without "
+    "being in one, so that none of them could be recovered. Give all ranks the same number of batches: "
+    "DistributedSampler does, drop_last=True if it shall repeat no sample"
+)
+
+
 class BucketKeeper:
     """Knows in which iteration a module had its first backward, and so which layout belongs to which iteration."""
 
@@ -138,11 +146,16 @@ class BucketKeeper:
         check_supported(ddp)
         self.ddp = ddp
         self.iteration = 0
-        """To be set by the session at the start of each iteration."""
         self._num_to_come = 0
         self._recorded_in: int | None = None
         self._hook: Any = None
         self._wait_for_first_backward()
+
+    def begin(self, iteration: int) -> None:
+        """Iteration number *iteration* begins. Raises UsageError inside of `ddp.join()`."""
+        self.iteration = iteration
+        if torch_ddp.is_in_join(self.ddp):
+            raise UsageError(_JOIN)
 
     def _wait_for_first_backward(self) -> None:
         self._recorded_in = None

@@ -190,7 +190,7 @@ class Tracked:
     def begin(self, iteration: int, *, ghost: bool = False) -> None:
         """Iteration number *iteration* begins."""
         for keeper in self.keepers:
-            keeper.iteration = iteration
+            keeper.begin(iteration)
         self.updates.begin(ghost=ghost)
         if self._carried is not None:
             self._carried.begin(ghost=ghost)
@@ -233,7 +233,7 @@ class Tracked:
         """Of parameters, by id, or the id of the part that is here."""
         names = self.state.parameter_names()
         known = {id(local_of(p)): names[id(p)] for p in self.state.parameters()}
-        return sorted(known[one] for one in ids)
+        return sorted(known.get(one, "a part of one") for one in ids)
 
     def end(self) -> None:
         """The iteration, or a section, is over, and counts."""

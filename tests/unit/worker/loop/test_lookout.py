@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.autograd.graph
+import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.distributed_c10d
 
@@ -20,6 +22,7 @@ from swift_agent.wire.store_client import StoreClient
 from swift_agent.wire.store_server import StoreServer
 from swift_agent.worker.loop import lookout
 from swift_agent.worker.loop.lookout import STILL_S, Lookout
+from swift_agent.worker.loop.meetings import Meetings
 from swift_agent.worker.tracked.loop_state import Position
 
 
@@ -129,6 +132,27 @@ def test_who_is_alone_in_torch_works(module: ModuleType, inside: str, expected: 
         while sys._current_frames()[one.lookout._script].f_code is not code:
             assert time.monotonic() < deadline_s
         assert one.lookout._doing()[0] is expected
+    script.join()
+
+
+def test_who_waits_for_others_before_a_collective_waits(ranks: list[Rank]) -> None:
+    """By the store: whoever goes into a section instead would be waited for without a word."""
+    one = ranks[0]
+    meetings = Meetings(one.place, one.supervisor, SimpleNamespace(store=one.store))  # type: ignore[arg-type]
+    one.place.is_before_epoch = False
+
+    def meet() -> None:
+        with contextlib.suppress(dist.DistStoreError):
+            meetings.meet(lambda: "all_reduce", lambda: "main, train.py:3", waits=True)
+
+    script = threading.Thread(target=meet)
+    script.start()
+    assert script.ident is not None
+    one.lookout._script = script.ident
+    deadline_s = time.monotonic() + 10.0
+    while not one.lookout._doing()[0]:
+        assert script.is_alive() and time.monotonic() < deadline_s
+    one.store.cut()
     script.join()
 
 

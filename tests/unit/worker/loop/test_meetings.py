@@ -33,10 +33,11 @@ class Rank:
         self.said: list[str] = []
         self.thread: threading.Thread | None = None
 
-    def comes(self, generation: int = 2, what: str = "all_reduce") -> None:
+    def comes(self, generation: int = 2, what: str = "all_reduce", *, waits: bool = True) -> None:
         def run() -> None:
             try:
-                self.said.append(self.meetings.come(self.store, generation, what, f"main, train.py:{self.place.rank}"))
+                where = f"main, train.py:{self.place.rank}"
+                self.said.append(self.meetings.come(self.store, generation, what, where, waits=waits))
             except dist.DistStoreError:
                 self.said.append("cut")
 
@@ -110,6 +111,53 @@ def test_who_has_left_it_out_is_told_and_who_is_yet_to_come_is_not(ranks: list[R
     assert ranks[1].looks() == ""
     ranks[0].store.cut()
     assert ranks[0].ends() == "cut"
+
+
+def test_one_that_not_all_wait_in_is_told_and_holds_up_nobody(ranks: list[Rank]) -> None:
+    ranks[0].comes(what="broadcast", waits=False)
+    assert ranks[0].ends() == ""
+    ranks[1].comes(what="broadcast", waits=False)
+    assert ranks[1].ends() == ""
+    ranks[0].comes(what="broadcast", waits=False)
+    assert ranks[0].ends() == ""
+    ranks[1].comes()
+    assert "rank 0 is in broadcast (main, train.py:0) after 20 iterations, rank 1 in all_reduce" in ranks[1].ends()
+
+
+def test_who_has_met_the_others_while_it_was_looked_has_left_out_nothing(ranks: list[Rank]) -> None:
+    """It goes on into the next iteration between two questions of the thread that looks."""
+    ranks[0].comes()
+    assert ranks[0].waits()
+    place, ask = ranks[1].place, ranks[1].store
+
+    class Slow:
+        """Of the thread that looks: when it has its answer, the script has gone on."""
+
+        def check(self, keys: list[str]) -> bool:
+            return ask.check(keys)
+
+        def get(self, key: str) -> bytes:
+            answer = ask.get(key)
+            ranks[1].comes()
+            assert ranks[1].ends() == ""
+            place.inside = "iteration"
+            return answer
+
+    slow: Any = Slow()
+    assert ranks[1].meetings.passed(slow, 2, "train, train.py:9") == ""
+    assert place.inside == "iteration" and ranks[0].ends() == ""
+
+
+def test_what_is_only_said_is_told_too_if_it_differs(ranks: list[Rank]) -> None:
+    for number in range(1, 12):
+        for rank in ranks:
+            rank.comes()
+        assert [rank.ends() for rank in ranks] == ["", ""], number
+    ranks[1].place.here.iteration = 21
+    ranks[0].comes()
+    assert ranks[0].ends() == ""  # the twelfth
+    ranks[1].comes()
+    assert "rank 1 in all_reduce (main, train.py:1) after 21" in ranks[1].ends()
 
 
 def test_each_generation_counts_anew(ranks: list[Rank], server: StoreServer) -> None:

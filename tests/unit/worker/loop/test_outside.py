@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
+from torch.distributed.algorithms import join
 
 import swift_agent
+from swift_agent.worker.loop import meetings
 from swift_agent.worker.loop.outside import Outside
 
 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -28,7 +31,7 @@ def unfit(why):
     raise NotArrived(why)
 
 place = SimpleNamespace(inside="", has_points=True, target=object(), rank=0, is_behind=True, is_past_section=False,
-                        local_result="", begun_by_others=("iteration", 1, 0), has_recovered=False)
+                        local_result="", begun_by_others=("iteration", 1, 0), has_recovered=False, replays=False)
 notes = []
 class Calls:
     compares = True
@@ -36,8 +39,14 @@ class Calls:
     def before(self, ranks, what, where):
         print("said", ranks, what, where)
 
+# Asked from a file of ours, as the real ones do.
+lines = "def meet(self, what, where, *, waits): print('met', what(), where(), waits)"
+ours = {}
+exec(compile(lines, meetings.__file__, "exec"), ours)
+Meetings = type("Meetings", (), {"meet": ours["meet"]})
+
 class Running:
-    checks = SimpleNamespace(sections=Calls())
+    checks = SimpleNamespace(sections=Calls(), meetings=Meetings())
 
 Outside(place, Running(), notes.append, "the newest checkpoint", unfit).watch()
 
@@ -60,6 +69,19 @@ for _ in range(3):
         place.is_behind = False
     place.begun_by_others = ("barrier main:3", 1, 0)
 print(*notes)
+place.has_recovered, dist.get_world_size = True, lambda group=None: 2
+sum_up()
+dist.broadcast(torch.ones(3), 0)
+dist.all_reduce(torch.ones(2), async_op=True).wait()
+of_join = {}
+exec(compile("def run(call): call()", join.__file__, "exec"), of_join)
+of_join["run"](sum_up)  # not said
+place.replays = True
+try:
+    sum_up()
+except NotArrived as error:
+    print(error)
+place.replays = place.has_recovered = False
 place.has_points, place.is_past_section = False, True  # as in a section that the others have finished
 dist.barrier()
 assert not place.local_result
@@ -84,6 +106,14 @@ def test_a_replacement_makes_none_that_the_others_have_behind_them(tmp_path: Pat
     lines = run.stdout.splitlines()
     said = lines[-2:]
     del lines[-2:]
+    met = [line for line in lines if line.startswith("met ")]
+    assert [re.sub(r":\d+", "", line) for line in met] == [
+        "met all_reduce of 1 float32 sum_up, outside_train.py True",
+        "met broadcast of 3 float32 <module>, outside_train.py False",
+        "met all_reduce of 2 float32 <module>, outside_train.py False",
+    ]
+    lines = [line for line in lines if line not in met]
+    assert "comes between iterations that a replacement repeats from logs" in lines.pop(-2)
     assert len(lines) == 5, lines
     assert said[0].startswith("said (0,) allreduce of 1 float32 sum_up, outside_train.py:")
     assert said[1].startswith("said (0,) barrier ")

@@ -26,6 +26,7 @@ from swift_agent.worker.tracked.loop_state import Place, Position, Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.errors import LostLog
 from swift_recovery.planning.plan import Plan
+from swift_recovery.state import by_hand
 
 
 def caused(text: str, by: Exception) -> RuntimeError:
@@ -331,3 +332,45 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
     supervisor.close()
     assert agent.sock.recv(1) == b"", "it is said once"
     agent.close()
+
+
+def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large average among the models, which a section brings up to date: it would be done twice."""
+    monkeypatch.setattr(by_hand, "EAGER_BYTES", 0)
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    model, average = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pending = {"models": {"m": model, "average": average}, "optimizers": {"o": optimizer}, "others": {}}
+    place.hold(tracked := Tracked(pending, [0], 1, supervisor))
+    place.status = "holding"
+    groups: Any = SimpleNamespace(store=None, generation=1)
+    protected: Any = Protected(place, supervisor, groups, torch.device("cpu"), None)
+    protected._tracked = tracked
+    replaced: list[str] = []
+    num_runs = 0
+
+    def replace(why: str) -> NoReturn:
+        replaced.append(why)
+        raise SystemExit
+
+    def update(*, changes: bool) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        if changes:
+            with torch.no_grad():
+                average.weight.lerp_(model.weight, 0.5)
+        if num_runs in (1, 3):
+            raise dist.DistBackendError("a peer is lost")
+
+    protected._have_this_replaced = replace
+    protected._was_cut = lambda error: isinstance(error, dist.DistBackendError)
+    protected._wait_quiet = lambda: None
+    protected.section(lambda: update(changes=False))
+    assert (num_runs, replaced) == (2, [])
+    with pytest.raises(SystemExit):
+        protected.section(lambda: update(changes=True))
+    assert num_runs == 3 and "section 1, which was cut, has changed parameters of no tracked" in replaced[0]
+    supervisor.close()
+    theirs.close()
