@@ -22,7 +22,7 @@ LARGE: dict[str, int] = {
     "recovery/swift_recovery/undo/rules.py": 422,
     "rendezvous/swift_rendezvous/node/liveness.py": 542,
     "rendezvous/swift_rendezvous/roster/membership.py": 416,
-    "rendezvous/swift_rendezvous/store/memory.py": 410,
+    "rendezvous/swift_rendezvous/store/memory.py": 406,
     "swift_agent/agent/loop.py": 816,
     "swift_agent/agent/processes/workers.py": 526,
     "swift_agent/worker/data/batches.py": 543,

@@ -25,7 +25,6 @@ from swift_rendezvous.store._etcd_proto import (
 )
 from swift_rendezvous.store._etcd_transport import Transport
 from swift_rendezvous.store._etcd_watch import EtcdWatch, Watchdog
-from swift_rendezvous.store._lock import StoreLock
 from swift_rendezvous.store.etcd_config import DEFAULT_PORT, EtcdConfig, parse_endpoints
 from swift_rendezvous.store.kv import Compare, KeyValue, Op, TransactionResult
 from swift_rendezvous.store.tenure import Event
@@ -146,6 +145,3 @@ class EtcdStore:
     def watch_members(self, tell: Callable[[Event], object], in_doubt: Callable[[], bool]) -> MembersWatch:
         """What `tenure` has to know of the members, as long as it runs; they are asked while *in_doubt* says so."""
         return MembersWatch(self._transport, tell, in_doubt)
-
-    def lock(self, name: str, ttl_s: int = 10) -> StoreLock:
-        return StoreLock(self, name, ttl_s)

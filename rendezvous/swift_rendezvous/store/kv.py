@@ -10,7 +10,6 @@ transaction changes has one revision. Semantics are those of etcd's v3 API.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -233,22 +232,6 @@ class Watch(Protocol):
     def cancel(self) -> None: ...
 
 
-class Lock(AbstractContextManager["Lock"], Protocol):
-    """Mutual exclusion by a key that lives as long as its holder's lease.
-
-    A holder that is cut off loses the lock without noticing at once: guard what must not be done twice by `held`.
-    """
-
-    def acquire(self, timeout_s: float | None = None) -> bool:
-        """Wait for the lock; False when *timeout_s* is over. Raises RendezvousError when it is held by this object."""
-
-    def release(self) -> None:
-        """Give it up; does nothing when it is not held."""
-
-    def held(self) -> Compare:
-        """The condition "we still hold it" for a transaction. Raises LeaseLost when it is known not to be true."""
-
-
 class KeyValueStore(Protocol):
     """What membership needs of a store. All methods may be called from any thread.
 
@@ -286,9 +269,6 @@ class KeyValueStore(Protocol):
 
         *before*: a key that starts with *prefix*; only changes of smaller keys are wanted.
         """
-
-    def lock(self, name: str, ttl_s: int = 10) -> Lock:
-        """A lock on the key *name*; ``with store.lock(name): ...`` waits for it without limit."""
 
     def close(self) -> None:
         """End all watches, refresh no lease any more, free the connections. Leases and keys stay."""

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from swift_rendezvous.errors import RendezvousError
-from swift_rendezvous.store._lock import StoreLock
 from swift_rendezvous.store.kv import (
     Compacted,
     Compare,
@@ -266,9 +265,6 @@ class MemoryStore:
         with self._lock:
             if watch in self._watches:
                 self._watches.remove(watch)
-
-    def lock(self, name: str, ttl_s: int = 10) -> StoreLock:
-        return StoreLock(self, name, ttl_s)
 
 
 class MemoryLease:

@@ -338,60 +338,6 @@ def test_a_watch_below_a_compaction_fails_and_one_above_goes_on(store: Any, root
         store.compact(revisions[3] + 1000)
 
 
-def test_a_lock_excludes_everybody_else(store: KeyValueStore, root: str) -> None:
-    inside: list[int] = []
-    order: list[int] = []
-
-    def work(number: int) -> None:
-        for _ in range(3):
-            with store.lock(root + "lock", ttl_s=10):
-                inside.append(number)
-                assert inside == [number]
-                order.append(number)
-                inside.remove(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
-    assert sorted(order) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert store.get_prefix(root)[0] == []
-
-
-def test_a_lock_can_be_waited_for_in_vain_and_guards_writes(store: KeyValueStore, root: str) -> None:
-    holder, other = store.lock(root + "lock", ttl_s=30), store.lock(root + "lock", ttl_s=30)
-    with pytest.raises(LeaseLost):
-        holder.held()
-    assert holder.acquire()
-    with pytest.raises(RendezvousError):
-        holder.acquire()
-    condition = holder.held()
-    assert store.transaction([condition], []).succeeded
-    assert other.acquire(timeout_s=0.2) is False
-    assert other.acquire(timeout_s=0) is False
-    holder.release()
-    holder.release()
-    assert other.acquire(timeout_s=5) is True
-    assert not store.transaction([condition], []).succeeded, "the old holder must be found out"
-    other.release()
-
-
-def test_a_lock_is_handed_on_when_its_holder_dies(store: KeyValueStore, root: str) -> None:
-    # A holder that died: its lease is not refreshed any more.
-    lease = store.grant_lease(1)
-    store.put(root + "lock", b"another process", lease.id)
-    other = store.lock(root + "lock", ttl_s=10)
-    got: list[bool] = []
-    thread = threading.Thread(target=lambda: got.append(other.acquire(timeout_s=10)))
-    thread.start()
-    let_time_pass(store, 2)
-    thread.join(15)
-    assert got == [True]
-    other.release()
-
-
 def test_virtual_time_expires_leases_in_order_and_tells_the_time() -> None:
     store = MemoryStore(now_s=100.0)
     with store.watch_prefix("") as watch:
