@@ -31,7 +31,8 @@ from swift_agent.worker.job import second_init, set_up
 from swift_agent.worker.job.job import Job
 from swift_agent.worker.job.set_up import SetUp
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.protected import Protected, is_communication_error, is_own
+from swift_agent.worker.loop.peer_errors import is_communication_error, is_own
+from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.loop.unprotected import Unprotected
 from swift_agent.worker.tracked.loop_state import Place, RngMode, Seeds
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, SwiftError, UsageError
+from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, UsageError
 from swift_agent.wire.environment import ENV_LOCAL_RANK
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
@@ -38,6 +38,7 @@ from swift_agent.worker.loop.checkpointing import Checkpointing
 from swift_agent.worker.loop.checks import Checks, elsewhere
 from swift_agent.worker.loop.dry_runs import Ghosts
 from swift_agent.worker.loop.lookout import Lookout
+from swift_agent.worker.loop.peer_errors import cause_of, is_communication_error, is_own, own
 from swift_agent.worker.messages.collective_counts import REFUSED
 from swift_agent.worker.rejoin.rejoin import Rejoin
 from swift_agent.worker.rejoin.witness import Witnesses
@@ -50,7 +51,6 @@ from swift_agent.worker.updates import left_behind, touched
 from swift_agent.worker.updates.left_behind import Touched
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
 from swift_agent.worker.updates.tracker import Way
-from swift_logging_store.errors import LinkLost
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, CutReplay, LostLog
 from swift_recovery.planning.reports import ranges_of
@@ -59,9 +59,6 @@ from swift_recovery.state.deviation import summarised
 from swift_recovery.state.snapshot import gradients_of, put_gradients
 
 R = TypeVar("R")
-
-# On an error that no peer's failure explains.
-_OWN = "_swift_is_own"
 _UNLOCKED = contextlib.nullcontext()
 
 # At least, between two words of a newcomer that repeats iterations.
@@ -316,7 +313,7 @@ class Protected:
                     self._give_up(str(error).partition("\n")[0])
                 if not self._was_cut(error):
                     # Also if a peer fails before it has come out of the script: as when all raise the same.
-                    _own(error)
+                    own(error)
                     raise
                 del error  # its traceback holds the activations of the cut iteration
                 if not self._cut_iteration():
@@ -526,7 +523,7 @@ class Protected:
         except Exception as raised:
             error = cause_of(raised)
             if not isinstance(error, CannotReplay) and not is_communication_error(error):
-                _own(raised)
+                own(raised)
                 raise
             if isinstance(error, LostLog):
                 self._have_this_replaced(f"iteration {number} cannot be repeated: {error}")
@@ -670,7 +667,7 @@ class Protected:
                 self.checks.end_section()
             except Exception as error:
                 if not self._was_cut(error):
-                    _own(error)
+                    own(error)
                     raise
                 del error
                 self.checks.cut_section()
@@ -729,7 +726,7 @@ class Protected:
         hears = self.supervisor.reconnect if isinstance(error, RebuildFailed) else self.supervisor.confirm
         if hears(error):
             return True
-        _own(error)  # nobody shall wait for that once more
+        own(error)  # nobody shall wait for that once more
         return False
 
     def _recover(self, *, staying: bool = False) -> bool:
@@ -869,41 +866,3 @@ class Protected:
     def _require_tracked(self) -> Tracked:
         assert self._tracked is not None
         return self._tracked
-
-
-def _own(error: BaseException) -> None:
-    with contextlib.suppress(AttributeError):
-        setattr(error, _OWN, True)
-
-
-def is_own(error: BaseException) -> bool:
-    """Whether it was raised by the script itself, in an iteration that nobody had cut."""
-    return bool(getattr(error, _OWN, False))
-
-
-def cause_of(error: Exception) -> Exception:
-    """The error of ours that *error* was caused by, or of a process group; else *error* itself. A pipeline's stage
-    raises one of its own for what fails in it."""
-    seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        seen.append(found)
-        if isinstance(found, (CannotReplay, LinkLost, PeerFailure)):
-            return found
-        found = found.__cause__
-    innermost = seen[-1]
-    return innermost if isinstance(innermost, Exception) and is_communication_error(innermost) else error
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether *error* is what torch raises when a connection of a process group breaks, or is caused by that: a
-    pipeline's stage raises an error of its own for what fails in its backward."""
-    if isinstance(error, (dist.DistError, LinkLost, PeerFailure, RebuildFailed)):
-        return True
-    if isinstance(error, (SwiftError, CannotReplay, CheckpointError)):
-        return False  # its text may name our package, as that of our stores' errors does
-    if error.__cause__ not in (None, error) and is_communication_error(error.__cause__):
-        return True
-    text = str(error).lower()
-    marks = ("gloo", "nccl", "connection", "socket", "aborted", "swift", "timed out", "pair closure")
-    return isinstance(error, RuntimeError) and any(mark in text for mark in marks)

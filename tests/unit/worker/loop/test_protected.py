@@ -15,11 +15,11 @@ from torch import nn
 
 from swift_agent.errors import CannotConnect, PeerFailure, UsageError
 from swift_agent.wire.channel import Channel
-from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
 from swift_agent.worker.job import init, restarts
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop import protected as running
-from swift_agent.worker.loop.protected import Protected, cause_of, is_communication_error, is_own
+from swift_agent.worker.loop.peer_errors import cause_of, is_communication_error, is_own, own
+from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.tracked.loop_state import Place, Position, Seeds
@@ -56,6 +56,14 @@ def test_why_a_stage_failed() -> None:
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42197"), True),
         # An operation whose group was ended by one that had run over its timeout.
         (RuntimeError("Application timeout caused pair closure"), True),
+        # An operation of the compiled backend, or a hook's, that has gone through a future.
+        (RuntimeError("DistBackendError: process group aborted: node b is lost\n\nAt:\n  train.py(3): f"), True),
+        (RuntimeError("Operation timed out!\nException raised from wait at Work.cpp:73"), True),
+        (GroupsAborted("generation 3 was stopped"), True),
+        # The script's own, whatever words they have.
+        (RuntimeError("connection to database timed out"), False),
+        (RuntimeError("the socket of /data/swift/labels was aborted"), False),
+        (RuntimeError("no gloo in this build, no NCCL"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection"), False),
         (caused("Failed to run stage backward", by=RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")), True),
@@ -138,9 +146,9 @@ def test_an_exception_of_the_script_stays_its_own() -> None:
     """Also where a peer fails, as of the same, before it has come out of the script."""
     error = ValueError("x")
     assert not is_own(error)
-    running._own(error)
+    own(error)
     assert is_own(error)
-    why = init.why_unfit(RuntimeError("gloo: connection closed"), None)
+    why = init.why_unfit(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"), None)
     assert why.startswith("a collective outside an iteration was cut (RuntimeError")
     why = init.why_unfit(KeyError("loss"), None)
     assert "KeyError" in why and "was cut" not in why and "may have been cut" in why

@@ -1,0 +1,35 @@
+"""Which errors torch raises when a connection of a process group breaks.
+
+torch has types for most of them. gloo's are plain RuntimeErrors, told by what stands at the begin of their text: the
+file of gloo that raised it, or one of few sentences; and an error that has gone through C++ (a future, a hook) may be
+a RuntimeError, too, whose text begins with the name of the type that it was.
+
+This module must never go by a word that an error of the script may have: "connection", "timed out".
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+_GLOO_FILE = re.compile(r"\[[^\]\s]*gloo/[^\]\s]+\.(?:cc|h|cpp):\d+\] ")
+_SENTENCES = (
+    # gloo's, without a file
+    "Application timeout caused pair closure", "Connection closed by peer [", "Gloo connectFullMesh failed with ",
+    "Connect timeout [",
+    # torch's, of any operation that is waited for with a timeout
+    "Operation timed out!",
+    # the compiled backend's (native/forward.cpp), where its type is lost
+    "process group aborted: ",
+)  # fmt: skip
+_TYPE = re.compile(r"(?:[\w.]+\.)?(?:Dist(?:Backend|Network|Store)?Error|GroupsAborted|PeerFailure|LinkLost): ")
+
+
+def is_of_connection(error: BaseException) -> bool:
+    """Whether torch raised *error* because a connection of a process group broke, or an operation ran out of time."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    is_text = bool(_GLOO_FILE.match(text) or _TYPE.match(text)) or text.startswith(_SENTENCES)
+    return isinstance(error, RuntimeError) and is_text
