@@ -382,3 +382,29 @@ def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatc
     assert num_runs == 3 and "section 1, which was cut, has changed parameters of no tracked" in replaced[0]
     supervisor.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("run", ["iterate", "section"])
+def test_an_error_of_the_scripts_own_reaches_the_user_at_once(run: str) -> None:
+    """Whatever words it has: nobody is asked whether a peer is lost, which takes up to half a minute."""
+    ours, theirs = socket.socketpair()
+    supervisor = Supervisor(Channel(ours), 0)
+    place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place.hold(tracked := Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, None))
+    place.status = "holding"
+    groups: Any = SimpleNamespace(aborted=None, local=contextlib.nullcontext, store=None, generation=1)
+    protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
+    protected._tracked = protected.ghosts.tracked = tracked
+    asked: list[BaseException] = []
+    supervisor.confirm = lambda error: bool(asked.append(error))  # type: ignore[method-assign]
+
+    def fail() -> None:
+        raise RuntimeError("connection to database timed out")
+
+    with pytest.raises(RuntimeError, match="database") as caught:
+        getattr(protected, run)(fail)
+    assert not asked and is_own(caught.value)
+    supervisor.close()
+    theirs.close()
