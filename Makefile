@@ -10,12 +10,13 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs native demo test test-all lint bench clean
+.PHONY: help venv etcd hdfs native demo test test-all soak lint bench clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
 	@echo "make test    lint, types, import rules, and tests of everything that this does, in some ten minutes"
 	@echo "make test-all  the same with every test there is, in about an hour"
+	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
 	@echo "make clean   remove what the other targets made"
@@ -53,7 +54,10 @@ test: venv etcd hdfs native lint
 	$(PY) -m pytest --numprocesses 2 -m "not full"
 
 test-all: venv etcd hdfs native lint
-	$(PY) -m pytest --numprocesses 2
+	$(PY) -m pytest --numprocesses 2 -m "not long"
+
+soak: venv etcd hdfs native
+	$(PY) -m pytest -m long
 
 bench: venv etcd
 	$(PY) benchmarks/recovery.py

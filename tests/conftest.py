@@ -61,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if tiers.is_full(item.nodeid):
+        if item.get_closest_marker("long") or tiers.is_full(item.nodeid):
             item.add_marker("full")
     if not any("::" in arg for arg in config.args) and (wrong := tiers.unknown(item.nodeid for item in items)):
         raise pytest.UsageError("tests/tiers.py names what is no test: " + ", ".join(wrong))

@@ -1,6 +1,6 @@
 """Which tests with jobs and servers `make test` runs: at least one for each thing that the product does, by real
 processes. All others of these directories are marked `full`, and run in `make test-all`. tests/unit and tests/model run
-in both.
+in both. Those that are marked `long` (`long`, `in_soak`) run in `make soak` only.
 
 A name stands for all its parameters; one with brackets for those only. A name that is no test's is an error.
 """
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 ALL = ("",)
 
@@ -277,3 +280,13 @@ def unknown(nodeids: Iterable[str]) -> list[str]:
 
 def _stands_for(entry: str, name: str) -> bool:
     return entry in ("", name, re.sub(r"\[.*", "", name))
+
+
+def long(*values: Any) -> Any:
+    """These parameters of a test, in `make soak` only."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def in_soak(*values: Any) -> list[Any]:
+    """Each of these, as the one parameter of a test, in `make soak` only."""
+    return [long(value) for value in values]

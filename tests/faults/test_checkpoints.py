@@ -6,7 +6,6 @@ Kills at every step of a checkpoint leave a job that ends with the same bits.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import References
 from tests.support.s3_server import BUCKET, S3Server
+from tests.tiers import in_soak
 
 PIPELINE = Path(job.__file__).with_name("pipeline_train.py")
 
@@ -137,12 +137,14 @@ def test_a_loss_at_each_step_of_a_checkpoint(
     assert iterations_in(outcome.directory)[-1] == 12
 
 
-@pytest.mark.parametrize("kind", ["s3", *(["hdfs"] if os.environ.get("SWIFT_TEST_ALL") and not why_not() else [])])
+@pytest.mark.parametrize("kind", ["s3", *in_soak("hdfs")])
 def test_a_loss_at_each_step_of_a_checkpoint_in_a_store(
     kind: str, make_agents: Callable[..., Agents], expected: Callable[..., Outcome], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In a bucket, where a file is there when its upload has ended; with SWIFT_TEST_ALL=1 in HDFS, too."""
+    """In a bucket, where a file is there when its upload has ended; in `make soak` in HDFS, too."""
+    if kind == "hdfs" and (why := why_not()):
+        pytest.skip(why)
     faults = [
         {"at": at, "iteration": iteration, "rank": rank, "scope": "worker"}
         for iteration, rank, at in (

@@ -29,6 +29,7 @@ from tests.faults.conftest import assert_recovered
 from tests.support.etcd_cluster import wait_for
 from tests.support.history import History
 from tests.support.job import Agents, Outcome
+from tests.tiers import in_soak, long
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,9 +79,9 @@ FREEZES = [
     (Strike("a", "failure", 1, "before"), Strike("c", "progress", 3, "before")),
     (Strike("a", "store", 2, "before"), Strike("c", "resumed", 4, "before")),
 ]
-# What every test run has; SWIFT_TEST_ALL=1 runs them all (3 minutes more).
-if not os.environ.get("SWIFT_TEST_ALL"):
-    KILLS, FREEZES = [KILLS[1], KILLS[2], KILLS[5]], FREEZES[:1]
+# What `make test-all` has; `make soak` has all (3 minutes more).
+KILLS_OF_ALL = [strike if index in (1, 2, 5) else long(*strike) for index, strike in enumerate(KILLS)]
+FREEZES_OF_ALL = [FREEZES[0], *in_soak(*FREEZES[1:])]
 
 
 @dataclass
@@ -227,7 +228,7 @@ def ended_without_a_node(outcome: Outcome, nodes: str) -> None:
     assert "was lost before its workers had exited" in outcome.text()
 
 
-@pytest.mark.parametrize(("strike", "lost"), KILLS, ids=[f"{s.when} {s.step}" for s, _ in KILLS])
+@pytest.mark.parametrize(("strike", "lost"), KILLS_OF_ALL, ids=[f"{s.when} {s.step}" for s, _ in KILLS])
 def test_killed(
     strike: Strike, lost: set[int], start: Callable[..., Run], undisturbed: Callable[..., str]
 ) -> None:
@@ -250,7 +251,7 @@ def test_killed_before_the_first_generation(start: Callable[..., Run], undisturb
     ended_well(outcome, "bc")
 
 
-@pytest.mark.parametrize("strikes", FREEZES, ids=[f"{s.when} {s.step}, {t.when} {t.step}" for s, t in FREEZES])
+@pytest.mark.parametrize("strikes", FREEZES_OF_ALL, ids=[f"{s.when} {s.step}, {t.when} {t.step}" for s, t in FREEZES])
 def test_frozen_in_a_recovery(
     strikes: tuple[Strike, Strike], start: Callable[..., Run], undisturbed: Callable[..., str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from tests.faults.conftest import assert_recovered
 from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.job import Agents
 from tests.support.network import Network
+from tests.tiers import in_soak
 
 NODES = ("a", "b", "c")
 ITERATIONS = 100
@@ -53,7 +53,7 @@ def iteration(agents: Agents, rank: int) -> int:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("healed", ["soon", *(["late"] if os.environ.get("SWIFT_TEST_ALL") else [])])
+@pytest.mark.parametrize("healed", ["soon", *in_soak("late")])
 def test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare(
     healed: str, hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:

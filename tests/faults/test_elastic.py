@@ -1,14 +1,13 @@
 """`--nnodes MIN:MAX` with real agents.
 
 A script that knows nothing of it trains in groups that grow and shrink: the same steps are gone through by swift-run
-and (SWIFT_TEST_ALL=1) by a stock torchrun with c10d, and must give the same groups. One that is recovered in place
+and (in `make soak`) by a stock torchrun with c10d, and must give the same groups. One that is recovered in place
 loses no iteration.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.support.etcd_cluster import wait_for
 from tests.support.group_nodes import SCRIPT, Nodes
 from tests.support.job import ROOT
 from tests.support.ports import free_ports
+from tests.tiers import in_soak
 
 LAST_CALL_S = 2
 
@@ -53,10 +53,10 @@ def nodes(tmp_path: Path, etcd: str, request: pytest.FixtureRequest) -> Iterator
         job.kill_all()
 
 
-@pytest.mark.parametrize("launcher", ["swift-run", *(["torchrun"] if os.environ.get("SWIFT_TEST_ALL") else [])])
+@pytest.mark.parametrize("launcher", ["swift-run", *in_soak("torchrun")])
 def test_the_group_grows_and_shrinks_but_never_under_the_least(nodes: Callable[..., Nodes], launcher: str) -> None:
-    """Node a stays: with c10d it has the store. What is asserted of one launcher is asserted of the other, with
-    SWIFT_TEST_ALL=1."""
+    """Node a stays: with c10d it has the store. What is asserted of one launcher is asserted of the other, in
+    `make soak`."""
     job = nodes(launcher)
     job.start("a")
     time.sleep(LAST_CALL_S + 1)

@@ -5,7 +5,7 @@ In every test the same job of two nodes and a spare trains; the trouble is made 
 counted while it lasts, then a worker (or a node) is killed, and the trouble ends. Survivors keep their processes, ranks
 keep their places, and the final state is bit for bit that of a run without any of it.
 
-SWIFT_TEST_ALL=1 varies who is lost in each; by default there is one of each kind, in two thirds of the time.
+`make soak` varies who is lost in each; by default there is one of each kind, in two thirds of the time.
 SWIFT_TEST_QUORUM_LOST_S: for how long the quorum is lost (default 15 s; the leases live 4 s).
 """
 
@@ -30,8 +30,8 @@ from swift_rendezvous.store.kv import StoreUnavailable
 from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.etcd_job import NODES, EtcdJob, ballast
 from tests.support.job import Agents
+from tests.tiers import in_soak
 
-ALL = bool(os.environ.get("SWIFT_TEST_ALL"))
 TTL_S = 4
 QUORUM_LOST_S = float(os.environ.get("SWIFT_TEST_QUORUM_LOST_S", "15"))
 ITERATIONS = 160
@@ -103,7 +103,7 @@ def test_a_single_etcd_is_restarted(
     job.finish(expected(ITERATIONS), {1})
 
 
-@pytest.mark.parametrize("lost", ["worker", "node"] if ALL else ["node"])
+@pytest.mark.parametrize("lost", ["node", *in_soak("worker")])
 def test_the_quorum_is_lost(
     lost: str, three: EtcdCluster, start_job: Callable[..., EtcdJob], expected: Callable[[int], str]
 ) -> None:
@@ -175,7 +175,7 @@ def test_the_leader_is_killed(
     job.finish(expected(ITERATIONS), {0})
 
 
-@pytest.mark.parametrize("member", ["leader", "follower"] if ALL else ["leader"])
+@pytest.mark.parametrize("member", ["leader", *in_soak("follower")])
 def test_a_member_is_frozen_and_thawed(
     member: str, three: EtcdCluster, start_job: Callable[..., EtcdJob], expected: Callable[[int], str]
 ) -> None:
@@ -195,7 +195,7 @@ def test_a_member_is_frozen_and_thawed(
 # ---- leases ----
 
 
-@pytest.mark.parametrize("lost", ["nothing", "worker", "node"] if ALL else ["nothing", "worker"])
+@pytest.mark.parametrize("lost", ["nothing", "worker", *in_soak("node")])
 def test_all_leases_run_out_while_etcd_is_out_of_reach(
     lost: str, three: EtcdCluster, start_job: Callable[..., EtcdJob], expected: Callable[[int], str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import time
@@ -27,6 +26,7 @@ from tests.support.pipelines import (
     kill_at_random,
 )
 from tests.support.s3_server import BUCKET, S3Server
+from tests.tiers import in_soak, long
 
 
 @dataclass
@@ -83,20 +83,20 @@ def test_logs_that_are_in_a_store_only(
     log_store.assert_nothing_is_left(outcome, monkeypatch)
 
 
-RANDOM = (
-    [(store, schedule) for store in ("s3", "hdfs")
-     for schedule in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")]
-    if os.environ.get("SWIFT_TEST_ALL") else [("s3", "ScheduleInterleavedZeroBubble"), ("hdfs", "Schedule1F1B")]
-)  # fmt: skip
+RANDOM = [
+    ("s3", "ScheduleInterleavedZeroBubble", 5), ("hdfs", "Schedule1F1B", 5),
+    *(long(store, schedule, 30) for store in ("s3", "hdfs")
+      for schedule in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("log_store", "schedule"), RANDOM, indirect=["log_store"])
+@pytest.mark.parametrize(("log_store", "schedule", "num_kills"), RANDOM, indirect=["log_store"])
 def test_random_moments_with_logs_in_a_store_only(
-    log_store: LogStore, schedule: str, make_agents: Callable[..., Agents], undisturbed: References,
+    log_store: LogStore, schedule: str, num_kills: int, make_agents: Callable[..., Agents], undisturbed: References,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The nodes lose theirs after each iteration. Five kills; SWIFT_TEST_ALL=1 makes it thirty, with each schedule."""
-    iterations, num_kills = (60, 30) if os.environ.get("SWIFT_TEST_ALL") else (15, 5)
+    """The nodes lose theirs after each iteration. Five kills; in `make soak` thirty, with each schedule."""
+    iterations = 60 if num_kills > 5 else 15
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=2 * num_kills, script=SCRIPT, environment=log_store.environment,
         orders={"schedule": schedule, "iterations": iterations, "pace_s": 0.2, "loses_logs": [*range(iterations)]},
@@ -213,15 +213,15 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    "log_store", ["s3", "hdfs"] if os.environ.get("SWIFT_TEST_ALL") else ["s3"], indirect=True
+    "log_store", ["s3", *in_soak("hdfs")], indirect=True
 )
 @pytest.mark.parametrize("where", PLACES)
 def test_a_loss_at_each_step_of_the_retention(
     where: str, log_store: LogStore, make_agents: Callable[..., Agents], undisturbed: References,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """And now and then a neighbour is lost after that, which needs what is left of the logs. With SWIFT_TEST_ALL=1 in
-    HDFS, too."""
+    """And now and then a neighbour is lost after that, which needs what is left of the logs. In `make soak` in HDFS,
+    too."""
     faults: list[dict[str, Any]] = []
     for rank, place in PLACES[where]:
         faults.append({"at": f"log: {place}", "rank": rank, "scope": "worker", "after": len(faults) - 1})

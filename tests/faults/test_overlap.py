@@ -8,7 +8,6 @@ from copies, bit for bit too; else the iteration begins again within the bound o
 from __future__ import annotations
 
 import functools
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from tests.support.agent_forks import ForkServer
 from tests.support.job import ROOT, Agents, Outcome
+from tests.tiers import in_soak
 
 SCRIPT = ROOT / "tests" / "support" / "overlap_train.py"
 OPTIMIZERS = ["sgd", "adam", "adamw", "lamb", "muon"]
@@ -119,11 +119,11 @@ def test_nothing_is_undone_that_a_survivor_has_untouched(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("seed", range(10) if os.environ.get("SWIFT_TEST_ALL") else [0])
+@pytest.mark.parametrize("seed", [0, *in_soak(*range(1, 10))])
 def test_any_subset_of_ranks_has_updated_any_buckets(
     seed: int, optimizer: str, run: Run, of_plain_ddp: Callable[[str], str]
 ) -> None:
-    """Four kills; with SWIFT_TEST_ALL=1 forty for each optimizer."""
+    """Four kills; in `make soak` forty for each optimizer."""
     choose, faults = random.Random(f"{optimizer} {seed}"), []
     for iteration in range(1, ITERATIONS - 1, 2):
         victim, bucket = choose.randrange(4), choose.randrange(4)

@@ -6,7 +6,6 @@ losses of every micro-batch are bit for bit those of an undisturbed run.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import time
@@ -27,6 +26,7 @@ from tests.support.pipelines import (
     kill_at_random,
     repeated,
 )
+from tests.tiers import in_soak, long
 
 PLACES = ["forward", "backward", "before_step", "agree", "agreed", "after_step", "between"]
 SCHEDULES = [
@@ -245,13 +245,13 @@ def test_one_of_two_replacements_is_lost_as_well(run: Start, undisturbed: Refere
 @pytest.mark.parametrize(
     ("schedule", "nodes"),
     [("Schedule1F1B", True), ("ScheduleInterleavedZeroBubble", False),
-     *([("Schedule1F1B", False), ("ScheduleInterleaved1F1B", False)] if os.environ.get("SWIFT_TEST_ALL") else [])],
+     long("Schedule1F1B", False), long("ScheduleInterleaved1F1B", False)],
 )  # fmt: skip
-@pytest.mark.parametrize("seed", range(3) if os.environ.get("SWIFT_TEST_ALL") else [0])
+@pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
 def test_random_moments(
     seed: int, schedule: str, nodes: bool, make_agents: Callable[..., Agents], undisturbed: References
 ) -> None:
-    """Ten kills, of workers or of their nodes; SWIFT_TEST_ALL=1 makes it thirty of each, in two more schedules."""
+    """Ten kills, of workers or of their nodes; `make soak` makes it thirty of each, in two more schedules."""
     iterations, num_kills = 30, 10
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
@@ -465,7 +465,7 @@ def test_stages_of_several_ranks(schedule: str, run: Start, undisturbed: Referen
 
 
 @pytest.mark.parametrize(
-    "schedule", ["Schedule1F1B", *(["ScheduleInterleaved1F1B"] if os.environ.get("SWIFT_TEST_ALL") else [])]
+    "schedule", ["Schedule1F1B", *in_soak("ScheduleInterleaved1F1B")]
 )
 def test_random_kills_with_collectives(
     schedule: str, make_agents: Callable[..., Agents], undisturbed: References

@@ -38,6 +38,7 @@ from tests.support.stores import (
     check_generations_are_kept_apart,
     first_part,
 )
+from tests.tiers import in_soak
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -228,11 +229,11 @@ def test_a_connection_to_the_name_node_that_is_lost_is_made_again(lost: str, clu
         assert is_over and number >= 5
 
 
-@pytest.mark.parametrize("how", ["kill", *(["freeze"] if os.environ.get("SWIFT_TEST_ALL") else [])])
+@pytest.mark.parametrize("how", ["kill", *in_soak("freeze")])
 def test_files_are_written_while_a_data_node_is_dead(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, with SWIFT_TEST_ALL=1, frozen. One that is written when it dies; then, before the name node has missed it,
+    """Or, in `make soak`, frozen. One that is written when it dies; then, before the name node has missed it,
     and after that, checkpoints and copies of logs. What was written to one node is copied to the other one."""
     monkeypatch.setattr(helper_process, "ANSWER_TIMEOUT_S", 5.0)  # of a frozen node, each time
     with HdfsCluster(tmp_path / "hdfs") as cluster:
