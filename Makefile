@@ -36,7 +36,7 @@ etcd:
 # For tests, which say so if there is none.
 hdfs: venv
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/fetch_hdfs.sh .cache/hdfs || echo "no HDFS server; its tests are skipped"
-	@scripts/build_libhdfs.sh .cache/hdfs || echo "no libhdfs; its tests are skipped"
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/build_libhdfs.sh .cache/hdfs || echo "no libhdfs; its tests are skipped"
 
 # An accelerator, not a need: without a compiler the pure Python path is used.
 native: venv

@@ -17,7 +17,6 @@ if [ -s "$target/libhdfs.so" ]; then
     echo "$target/libhdfs.so"
     exit 0
 fi
-url=https://files.pythonhosted.org/packages/e9/d3/c96293ea3ee5b7f51ec742accfcf7fbe5a939d5e66c2d19c5dbdcea26d2b/pydoop-2.0.0.tar.gz
 checksum=c7eb2ad8c36d2a75dc1c6cee701928334614f2e862a70798b0cb278e3102f77d
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -25,10 +24,12 @@ trap 'rm -rf "$work"' EXIT
 java=$(command -v java) || { echo "no java" >&2; exit 1; }
 home=$(dirname "$(dirname "$(readlink -f "$java")")")
 [ -e "$home/include/jni.h" ] || { echo "no $home/include/jni.h: a JDK is needed" >&2; exit 1; }
-python3 -c 'import sys, urllib.request as r; open(sys.argv[2], "wb").write(r.urlopen(sys.argv[1], timeout=60).read())' \
-    "$url" "$work/pydoop.tar.gz"
-echo "$checksum  $work/pydoop.tar.gz" | sha256sum --check --quiet
-tar -xzf "$work/pydoop.tar.gz" -C "$work"
+# pip asks its setup.py for metadata, which needs a module that newer versions of setuptools lack.
+echo "setuptools<81" >"$work/build.txt"
+PIP_CONSTRAINT="$work/build.txt" PIP_BUILD_CONSTRAINT="$work/build.txt" python3 -m pip download --quiet \
+    --disable-pip-version-check --no-deps --no-binary :all: --dest "$work" pydoop==2.0.0
+echo "$checksum  $work/pydoop-2.0.0.tar.gz" | sha256sum --check --quiet
+tar -xzf "$work/pydoop-2.0.0.tar.gz" -C "$work"
 cd "$work/pydoop-2.0.0/src/libhdfs"
 cc -shared -fPIC -O2 -w -I. -Iinclude -Iinclude/hdfs -Icommon -Ios -Ios/posix -I"$home/include" -I"$home/include/linux" \
     -o "$work/libhdfs.so" hdfs.c jni_helper.c exception.c common/htable.c os/posix/mutexes.c \
