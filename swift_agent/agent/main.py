@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.processes.linux import many_descriptors
-from swift_agent.launch import secret
+from swift_agent.launch import secret, torch_range
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.console import show_decisions
 from swift_agent.launch.directories import Directories
@@ -43,9 +44,9 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
         show_decisions(config.node_id)
         if raised:
             log.info("%s", raised)
-        open_to_all = secret.warning(config.key)
-        if open_to_all:
-            log.warning("%s", open_to_all)
+        for warning in (secret.warning(config.key), torch_range.warning(importlib.metadata.version("torch"))):
+            if warning:
+                log.warning("%s", warning)
         try:
             with contextlib.ExitStack() as stack:
                 etcd = config.etcd
