@@ -9,16 +9,14 @@ See `swift_rendezvous.roster.draining` for the whole. Must never read a clock, t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swift_agent.agent.lifecycle.commands import Command, SendBoundary, SendPause, WriteParked, WritePosition
+from swift_agent.agent.lifecycle.state import Worker
 from swift_rendezvous.roster.draining import is_ordered
 from swift_rendezvous.roster.losses import told_losses
 from swift_rendezvous.roster.records import GenerationRecord
 from swift_rendezvous.roster.view import View
-
-if TYPE_CHECKING:
-    from swift_agent.agent.lifecycle.state import Worker
 
 
 def messages(view: View, workers: Mapping[int, Worker]) -> Iterator[tuple[tuple[int, ...], dict[str, Any], Command]]:

@@ -9,17 +9,15 @@ See `swift_rendezvous.roster.resizing` for the whole. Must never read a clock, t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from swift_agent.agent.lifecycle.state import Worker
 from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.resize import FILE, Held
 from swift_rendezvous.roster.records import GenerationRecord
 from swift_rendezvous.roster.view import View
 
-if TYPE_CHECKING:
-    from swift_agent.agent.lifecycle.state import Worker
-
-Workers = Mapping[int, "Worker"]
+Workers = Mapping[int, Worker]
 
 
 def held(generation: GenerationRecord, workers: Workers, kept: Held | None) -> tuple[Mapping[str, Any], ...] | None:
