@@ -13,7 +13,7 @@ import re
 
 import torch.distributed as dist
 
-_GLOO_FILE = re.compile(r"\[[^\]\s]*gloo/[^\]\s]+\.(?:cc|h|cpp):\d+\] ")
+_GLOO_FILE = re.compile(r"\[(?:enforce fail at )?[^\]\s]*gloo/[^\]\s]+\.(?:cc|h|cpp):\d+\] ")
 _SENTENCES = (
     # gloo's, without a file
     "Application timeout caused pair closure", "Connection closed by peer [", "Gloo connectFullMesh failed with ",
@@ -30,6 +30,9 @@ def is_of_connection(error: BaseException) -> bool:
     """Whether torch raised *error* because a connection of a process group broke, or an operation ran out of time."""
     if isinstance(error, dist.DistError):
         return True
+    if not isinstance(error, RuntimeError):
+        return False
     text = str(error)
-    is_text = bool(_GLOO_FILE.match(text) or _TYPE.match(text)) or text.startswith(_SENTENCES)
-    return isinstance(error, RuntimeError) and is_text
+    return (
+        bool(_GLOO_FILE.match(text) or _TYPE.match(text)) or text.startswith(_SENTENCES) or "monitoredBarrier" in text
+    )

@@ -60,6 +60,8 @@ def test_why_a_stage_failed() -> None:
         (RuntimeError("DistBackendError: process group aborted: node b is lost\n\nAt:\n  train.py(3): f"), True),
         (RuntimeError("Operation timed out!\nException raised from wait at Work.cpp:73"), True),
         (GroupsAborted("generation 3 was stopped"), True),
+        (RuntimeError("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:492] 24 vs 12"), True),
+        (RuntimeError("Rank 0 timed out in monitoredBarrier after 500 ms."), True),
         # The script's own, whatever words they have.
         (RuntimeError("connection to database timed out"), False),
         (RuntimeError("the socket of /data/swift/labels was aborted"), False),
