@@ -23,6 +23,8 @@ _SENTENCES = (
     # the compiled backend's (native/forward.cpp), where its type is lost
     "process group aborted: ",
 )  # fmt: skip
+# What a future says of the callback that raised it: a communication hook of DDP.
+_IN_CALLBACK = re.compile(r"(?:Got the following error when running the callback: (?:[\w.]*\bRuntimeError: )?)+")
 _TYPE = re.compile(r"(?:[\w.]+\.)?(?:Dist(?:Backend|Network|Store)?Error|GroupsAborted|PeerFailure|LinkLost): ")
 
 
@@ -33,6 +35,8 @@ def is_of_connection(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
+    if (around := _IN_CALLBACK.match(text)) is not None:
+        text = text[around.end() :]
     return (
         bool(_GLOO_FILE.match(text) or _TYPE.match(text)) or text.startswith(_SENTENCES) or "monitoredBarrier" in text
     )
