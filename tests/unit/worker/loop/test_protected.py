@@ -28,7 +28,6 @@ from swift_recovery.errors import LostLog
 from swift_recovery.planning.plan import Plan
 from swift_recovery.state import by_hand
 
-
 # As torch's future says it.
 IN_CALLBACK = "Got the following error when running the callback:"
 
@@ -67,7 +66,7 @@ def test_why_a_stage_failed() -> None:
         (RuntimeError("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:492] 24 vs 12"), True),
         (RuntimeError("Rank 0 timed out in monitoredBarrier after 500 ms."), True),
         # In a communication hook.
-        (RuntimeError(f"{IN_CALLBACK} RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:537] Read error [::1]:1"), True),
+        (RuntimeError(f"{IN_CALLBACK} RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [::1]:1"), True),
         (RuntimeError(f"{IN_CALLBACK} DistBackendError: process group aborted: node b is lost"), True),
         (RuntimeError(f"{IN_CALLBACK} RuntimeError: no connection to gloo"), False),
         (RuntimeError(f"{IN_CALLBACK} AssertionError: timed out"), False),
