@@ -183,3 +183,32 @@ def test_another_message_is_found_out() -> None:
         assert other != text or "replicas" in text
         if other != text:
             assert other not in put_together() and not any(is_said(other, one) for one in messages()), other
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+READMES = [*sorted(ROOT.glob("*/README.md")), *sorted((ROOT / "swift_agent").rglob("README.md"))]
+
+
+def anchor_of(heading: str) -> str:
+    """As the usual viewers make it of a heading."""
+    plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    lines = [line for _, line in without_code(page.read_text())]
+    return {anchor_of(line.lstrip("#")) for line in lines if line.startswith("#")}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for _, line in without_code(page.read_text()):
+        for path, anchor in LINK.findall(line):
+            if "://" in path:
+                continue
+            target = page.parent / path if path else page
+            is_there = target.exists() and (not anchor or target.suffix != ".md" or anchor in anchors(target))
+            if not is_there:
+                wrong.append(f"{path}#{anchor}" if anchor else path)
+    assert not wrong
