@@ -86,7 +86,7 @@ class Agent:
     ) -> None:  # fmt: skip
         self._config, self._store = config, store
         self._keys = Keys(config.job_id)
-        self._host = host.local_host(config)
+        self._host = host.local_host(config, host.NETWORK_S)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
