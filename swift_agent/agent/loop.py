@@ -81,12 +81,12 @@ class Agent:
     """When the last event was handled, monotonic."""
 
     def __init__(
-        self, config: AgentConfig, store: KeyValueStore, directories: Directories, signals: CaughtSignals,
-        all_children_are_ours: bool = False,
+        self, config: AgentConfig, address: str, store: KeyValueStore, directories: Directories,
+        signals: CaughtSignals, all_children_are_ours: bool = False,
     ) -> None:  # fmt: skip
-        self._config, self._store = config, store
+        """*address*: at which other nodes reach this one."""
+        self._config, self._host, self._store = config, address, store
         self._keys = Keys(config.job_id)
-        self._host = host.local_host(config, host.NETWORK_S)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()

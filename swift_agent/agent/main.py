@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -13,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.processes.linux import many_descriptors
-from swift_agent.launch import secret, torch_range
+from swift_agent.launch import host, secret, torch_range
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.console import show_decisions
 from swift_agent.launch.directories import Directories
@@ -27,6 +28,10 @@ from swift_rendezvous.store.private_etcd import PrivateEtcd
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How long an agent that begins waits for a way to etcd, and how often it looks.
+NETWORK_S = 30.0
+RETRY_S = 0.2
 
 
 def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_ours: bool = False) -> None:
@@ -55,7 +60,7 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
                     log.info("a private etcd runs for this job: swiftctl status --rdzv-endpoint %s", *etcd.endpoints)
                 store = stack.enter_context(_closed_at_last(EtcdStore(etcd), "the connection to etcd"))
                 signals.raise_first()
-                Agent(config, store, directories, signals, all_children_are_ours).run()
+                Agent(config, _address(config, signals), store, directories, signals, all_children_are_ours).run()
         except ChildFailedError as error:
             directories.keep(failure.error_file for failure in error.failures.values())
             raise
@@ -63,6 +68,22 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
             if config.etcd is None:
                 raise
             raise PermissionDenied(_describe_denied(error, config.etcd, Keys(config.job_id).prefix)) from None
+
+
+def _address(config: AgentConfig, signals: CaughtSignals) -> str:
+    """See `host.local_host`. A network that comes up later, or is away for a moment, is waited for, which is told."""
+    deadline_s, is_told = time.monotonic() + NETWORK_S, False
+    while True:
+        try:
+            return host.local_host(config)
+        except host.NoWay as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if not is_told:
+                log.warning("%s; trying for %g s", error, NETWORK_S)
+            is_told = True
+        signals.raise_first()
+        time.sleep(RETRY_S)
 
 
 @contextlib.contextmanager

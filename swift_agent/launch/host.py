@@ -7,17 +7,12 @@ import hashlib
 import ipaddress
 import json
 import socket
-import time
 from collections.abc import Iterable
 
 from swift_agent.errors import JobStopped
 from swift_agent.launch.config import AgentConfig
 from swift_rendezvous.roster.records import NodeRecord
 from swift_rendezvous.store.etcd_config import UNIX
-
-# How long an agent that begins waits for a way to etcd.
-NETWORK_S = 30.0
-_RETRY_S = 0.5
 
 
 def job_fingerprint(config: AgentConfig) -> str:
@@ -60,32 +55,21 @@ def is_own(address: str) -> bool:
     return False
 
 
-def local_host(config: AgentConfig, wait_s: float = 0.0) -> str:
+class NoWay(JobStopped):
+    """No interface leads to etcd, which may change: a machine's network comes up, or is away for a moment."""
+
+
+def local_host(config: AgentConfig) -> str:
     """The address at which the other nodes reach this one: `--local-addr`, else that of the interface that leads to
-    etcd. Raises `JobStopped` if it is not known, or not of this machine. *wait_s*: so long it may take until there is
-    a way to etcd, on a machine whose network comes up, or is away for a moment.
+    etcd. Raises `JobStopped` if it is not known, or not of this machine, `NoWay` if that may be otherwise in a moment.
     """
-    deadline_s = time.monotonic() + wait_s
-    while True:
-        try:
-            return _local_host(config)
-        except _NoWay as error:
-            if time.monotonic() >= deadline_s:
-                raise JobStopped(str(error)) from None
-            time.sleep(_RETRY_S)
-
-
-class _NoWay(Exception):
-    """No interface leads to etcd at the moment."""
-
-
-def _local_host(config: AgentConfig) -> str:
     if config.local_addr:
         _check_own(config.local_addr)
         return config.local_addr
     if config.etcd is None:
         return "127.0.0.1"
-    problems = []
+    problems: list[str] = []
+    raised: type[JobStopped] = JobStopped
     for endpoint in config.etcd.endpoints:
         if endpoint.startswith(UNIX):
             return "127.0.0.1"
@@ -98,7 +82,9 @@ def _local_host(config: AgentConfig) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             problems.append(f"{endpoint}: {error}")
-    raise _NoWay(
+            if not isinstance(error, socket.gaierror) or error.errno == socket.EAI_AGAIN:  # else there is no such name
+                raised = NoWay
+    raise raised(
         f"cannot find this node's address on the way to etcd ({'; '.join(problems)}); name it with --local-addr"
     )
 

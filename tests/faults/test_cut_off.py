@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,29 @@ def test_what_a_node_saw_while_it_was_cut_off_is_not_told_afterwards(
         outcome = agents.wait(120.0)
     assert_recovered(outcome, expected, set(), num_faults=0)
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+
+
+def test_a_node_that_begins_without_a_way_to_etcd_waits_for_one(
+    hosts: Network, tmp_path: Path, make_agents: Callable[..., Agents]
+) -> None:
+    """Its network comes up a little later, or is away for a moment. Who tells it to end meanwhile is obeyed."""
+    waits = "on the way to etcd"
+    with EtcdCluster(tmp_path, host=hosts.address) as etcd:
+        agents = make_agents(
+            endpoint=etcd.endpoints[0], orders={"iterations": 3, "faults": []},
+            environment={"GLOO_SOCKET_IFNAME": "eth0"},
+            prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
+        )  # fmt: skip
+        late, given_up = hosts.hosts[1], hosts.hosts[2]
+        for host in (late, given_up):
+            host.deafen(hosts.address, from_inside=True)
+        for node in NODES:
+            agents.start(node)
+        wait_for(lambda: waits in log(agents, "b") and waits in log(agents, "c"), 30.0, "two that have no way")
+        agents.running["c"].send_signal(signal.SIGTERM)
+        wait_for(lambda: agents.running["c"].poll() is not None, 10.0, "the end of c")
+        late.undeafen(hosts.address, from_inside=True)
+        outcome = agents.wait()
+    assert outcome.exit_codes["a"] == outcome.exit_codes["b"] == 0, outcome.text()
+    assert "trying for 30 s" in outcome.output["b"] and "joined job" in outcome.output["b"], outcome.text()
+    assert outcome.exit_codes["c"] != 0 and "joined job" not in outcome.output["c"], outcome.text()

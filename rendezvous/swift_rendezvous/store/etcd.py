@@ -44,7 +44,7 @@ class EtcdStore:
     conditions, and see `TransactionResult.retried`.
 
     For who knows the `etcd3` package, the names are the same (``get put delete delete_prefix get_prefix transaction
-    lease watch watch_prefix lock close``), with these differences: `get` returns one `KeyValue` or None, `get_prefix`
+    lease watch watch_prefix close``), with these differences: `get` returns one `KeyValue` or None, `get_prefix`
     a list and the revision; conditions and operations are the classes of `kv`, not ``client.transactions``; `watch`
     and `watch_prefix` return one iterable object with ``cancel()`` that yields `WatchResponse`, and survive their
     server; `lease` takes no id; errors are those of `kv`.

@@ -6,7 +6,7 @@ import errno
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -39,19 +39,23 @@ def test_what_is_of_this_machine() -> None:
     assert not is_own("192.0.2.1") and not is_own("no-such-host.invalid")
 
 
-def test_an_agent_that_begins_waits_for_a_way_to_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose network comes up a little later, or is away for a moment, is no mistake of the user's."""
-    config: Any = SimpleNamespace(local_addr="", etcd=SimpleNamespace(endpoints=("127.0.0.1:2379",)))
-    left = ["EINVAL", "ENETUNREACH", "EINVAL"]
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.EINVAL, "a route that leads nowhere"), True),
+        (OSError(errno.ENETUNREACH, "no route"), True),
+        (socket.gaierror(socket.EAI_AGAIN, "no name server answers"), True),
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), False),
+    ],
+)
+def test_whether_there_may_be_a_way_to_etcd_in_a_moment(
+    error: OSError, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: object, **__: object) -> NoReturn:
+        raise error
 
-    class NoWayYet(socket.socket):
-        def connect(self, address: Any) -> None:
-            if left:
-                raise OSError(getattr(errno, left.pop()), "no way")
-            super().connect(address)
-
-    monkeypatch.setattr(host, "_RETRY_S", 0.0)
-    monkeypatch.setattr(host.socket, "socket", NoWayYet)
-    with pytest.raises(JobStopped, match=r"on the way to etcd .127.0.0.1:2379: .* no way"):
+    config: Any = SimpleNamespace(local_addr="", etcd=SimpleNamespace(endpoints=("etcd1:2379",)))
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(JobStopped, match=r"on the way to etcd .etcd1:2379: .*name it with --local-addr") as caught:
         host.local_host(config)
-    assert host.local_host(config, wait_s=60.0) == "127.0.0.1" and not left
+    assert isinstance(caught.value, host.NoWay) is passes
