@@ -274,6 +274,7 @@ def grown(samples: Sequence[Sample]) -> tuple[dict[str, Mapping[str, tuple[float
         seen[role] = figures
         wrong += [
             f"as {role}, {name} grew from {figures[name][0]:g} to {figures[name][1]:g}"
+            f" ({' '.join(f'{float(getattr(sample, name)):g}' for sample in mine)})"
             for name, most in GROWTH.items()
             if figures[name][1] > figures[name][0] + most
         ]
