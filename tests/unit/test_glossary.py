@@ -29,8 +29,7 @@ UNWANTED = re.compile(rf"\b({'|'.join(PLAIN)})\b", re.IGNORECASE)
 # Written before; a page that is rewritten is taken out.
 OLD = {
     f"docs/{name}.md" for name in (
-        "elastic", "operations", "security", "torchrun", "torchrun-plugin", "training-scripts",
-        "will-my-script-be-recovered",
+        "elastic", "operations", "security", "torchrun", "torchrun-plugin", "will-my-script-be-recovered",
     )
 }  # fmt: skip
 ROOMS = ("", "swift_agent", "deploy")
