@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +11,7 @@ from swift_agent.worker.loop.standstill import Doing, Inside, Standing
 from swift_recovery.state import deviation
 from swift_recovery.state.deviation import Fingerprint
 from tests.support.job import ROOT
+from tests.support.texts import is_part, messages, rows
 
 PAGE = ROOT / "docs" / "will-my-script-be-recovered.md"
 # Tables that quote, by what is over the column.
@@ -24,25 +21,6 @@ FOREIGN = (
     "torch.load", "UnboundLocalError", "no space left on device",
     "etcd refused Txn: mvcc: database space exceeded",
 )  # fmt: skip
-# In a quotation: what stands for something else in each case.
-FIELDS = re.compile(r"\d[\d.]*|\b[A-Z]{3,}\d?\b|\w+ \(\w+, \w+\.py:\d+\)|rank 0's")
-
-Message = tuple[str | None, ...]
-"""Pieces of a text; None: something is put in there."""
-
-
-def rows(path: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """The head of its table, and each row."""
-    head: list[str] = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("|"):
-            head = []
-            continue
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if not head:
-            head = cells
-        elif not set(line) <= set("|- "):
-            yield head, cells
 
 
 def quotations() -> list[str]:
@@ -53,49 +31,6 @@ def quotations() -> list[str]:
                 quoted = re.findall(r"`([^`]+)`", cells[head.index(column)])
                 found |= dict.fromkeys(part.strip(" :();") for one in quoted for part in one.split("..."))
     return [one for one in found if one and one not in FOREIGN]
-
-
-@functools.cache
-def messages() -> list[Message]:
-    """All texts of the sources."""
-    found: list[Message] = []
-    for name in ("swift_agent", "recovery", "rendezvous", "logging_store"):
-        for path in (ROOT / name).rglob("*.py"):
-            tree = ast.parse(path.read_text())
-            parts = set()
-            for node in ast.walk(tree):
-                if isinstance(node, ast.JoinedStr):
-                    parts |= {id(value) for value in node.values}
-                    found.append(
-                        tuple(str(one.value) if isinstance(one, ast.Constant) else None for one in node.values)
-                    )
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-                    found.append((node.value,))
-    return found
-
-
-def is_part(text: str, message: Message) -> bool:
-    """Whether *text* is a part of *message*, in which only `FIELDS` of it are put in."""
-    free = {at for field in FIELDS.finditer(text) for at in range(*field.span())}
-    for begin, piece in enumerate(message):
-        if piece is not None and text in piece:
-            return True
-        # So much of the text comes before the next piece.
-        ends = {0} if piece is None else {len(piece) - at for at in range(len(piece)) if text.startswith(piece[at:])}
-        for following in message[begin if piece is None else begin + 1 :]:
-            if following is None:
-                for end in list(ends):
-                    while end in free:
-                        end += 1
-                        ends.add(end)
-                if len(text) in ends:
-                    return True
-                continue
-            if any(end < len(text) and following.startswith(text[end:]) for end in ends):
-                return True
-            ends = {end + len(following) for end in ends if text.startswith(following, end)}
-    return False
 
 
 def put_together() -> list[str]:

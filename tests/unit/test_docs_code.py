@@ -15,7 +15,7 @@ import pytest
 from swift_recovery.state import deviation
 from swift_recovery.state.deviation import Fingerprint
 from tests.support.job import ROOT
-from tests.unit.test_docs import Message, messages
+from tests.support.texts import Message, messages
 
 DOCS = ROOT / "docs"
 # README.md and all of docs, models/ included.
