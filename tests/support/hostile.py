@@ -45,6 +45,37 @@ SHORT_S = (0.5, 1.5)
 PAUSE_S = (0.5, 4.0)
 
 
+ESTABLISHED = "01"
+
+
+def _connections(pid: int) -> dict[str, tuple[str, str]]:
+    """The ends of TCP connections in the network of process *pid*, here and there, by what its descriptor is called."""
+    found = {}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == ESTABLISHED:
+            found[f"socket:[{words[9]}]"] = words[1], words[2]
+    return found
+
+
+def _descriptors(pid: int) -> list[str]:
+    names = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            names.append(str(entry.readlink()))
+    return names
+
+
+def num_held_by(strangers: list[int], pid: int) -> int:
+    """How many connections of process *pid* these processes hold open now, on the same host. One that they have closed
+    does not count: it is for *pid* to close."""
+    with contextlib.suppress(OSError):  # a process has ended
+        known = _connections(pid)
+        theirs = {known[name][0] for stranger in strangers for name in _descriptors(stranger) if name in known}
+        return sum(known[name][1] in theirs for name in _descriptors(pid) if name in known)
+    return 0
+
+
 class Neighbours:
     """*prefixes*: what a command on each host begins with; *agents*: pids of the agents that live now."""
 
@@ -87,6 +118,10 @@ class Neighbours:
             output, _ = scanner.communicate(timeout=10.0)
             self.num_connections += int(output.strip() or 0)
         self._scanners.clear()
+
+    def num_held(self, pid: int) -> int:
+        """See `num_held_by`."""
+        return num_held_by([scanner.pid for scanner in self._scanners], pid)
 
     def summary(self) -> str:
         return (

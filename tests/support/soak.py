@@ -399,6 +399,8 @@ class Soak:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(agent.pid)
                 files = _open_files(agent.pid)
+                if self.neighbours is not None:
+                    files["socket"] -= self.neighbours.num_held(agent.pid)
                 rss_mb = process.memory_info().rss / 1e6
                 sample = Sample(role, process.num_threads(), sum(files.values()), rss_mb, files)
                 self._samples.setdefault(agent.pid, (node, []))[1].append(sample)
