@@ -102,6 +102,12 @@ IDIOMS: dict[str, Idiom] = {
     "a validation on averaged weights": Idiom(
         "swapped_weights.py", Told("changes parameters that an optimizer has", "start", "restart", "inside")
     ),
+    "a validation on averaged weights, by way of data": Idiom(
+        "swapped_weights.py",
+        Told("changes parameters that an optimizer has", "start", "restart", "inside"),
+        args=("data",),
+    ),
+    "statistics over all ranks": Idiom("shared_statistics.py"),
     "steps that are left out": Idiom("left_out_steps.py", args=("norm",), at=(2, 5, 8), workers=2),
     "steps in every third iteration": Idiom("left_out_steps.py", args=("accumulated",), at=(2, 4, 7)),
     "steps in every third iteration, hsdp": Idiom(

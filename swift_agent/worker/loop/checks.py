@@ -17,6 +17,9 @@ from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates import touched
 
+# Collectives of a section that is looked at, before which it is looked.
+_NUM_LOOKS = 8
+
 # What `Place.begun` calls a step, for people.
 _STEPS = {"iteration": "an iteration", "section": "a section (@job.resilient)", "barrier": "a barrier"}
 
@@ -43,32 +46,50 @@ class Checks:
         self.sections = SectionCalls(place.rank, restart, lambda: supervisor.interrupted)
         self.meetings = Meetings(place, supervisor, groups)
         self._place, self._supervisor, self._groups, self._restart = place, supervisor, groups, restart
-        self._section: tuple[Tracked, touched.ChangedSince] | None = None
+        self._tracked: Tracked | None = None
+        self._parameters: touched.ChangedInSection | None = None
+        self._is_in_section = False
         self._has_told = False
 
     def begin_section(self, number: int, tracked: Tracked | None) -> None:
         """Section *number* begins to run. *tracked*: None where the script has no say in it."""
         if tracked is not None:
-            self._section = tracked, touched.ChangedSince(tracked.state.optimizers.values())
+            if self._tracked is not tracked or self._parameters is None:
+                self._tracked, self._parameters = tracked, touched.ChangedInSection(tracked.state.optimizers.values())
+            self._parameters.begin()
+            self._is_in_section, self._num_looks = True, 0
         self.sections.begin(number, self._groups.store, self._groups.generation)
+
+    def look_in_section(self) -> None:
+        """A collective comes in it, where it may be cut: weights that it has put in for a while are in the model now,
+        and no more at its end."""
+        is_due = self._parameters is not None and self._parameters.is_due
+        if self._is_in_section and is_due and not self._has_told and self._num_looks < _NUM_LOOKS:
+            self._num_looks += 1
+            self._tell_changed()
 
     def end_section(self) -> None:
         """It counts."""
-        if not self._has_told and (why := self._changed()):
+        if not self._has_told:
+            self._tell_changed()
+        self._is_in_section = False
+
+    def _tell_changed(self) -> None:
+        if why := self._changed(is_cut=False):
             self._has_told = True
             if self._place.rank == 0:
                 self._supervisor.note(f"{why}: all workers start again then")
-        self._section = None
 
     def cut_section(self) -> None:
         """It was cut, if it had begun, and may run again."""
-        why, self._section = self._changed(), None
+        why = self._changed(is_cut=True)
+        self._is_in_section = False
         if why:
             self._restart(f"{why}. It was cut")
 
-    def _changed(self) -> str:
-        if self._section is None:
+    def _changed(self, *, is_cut: bool) -> str:
+        if not self._is_in_section:
             return ""
-        tracked, since = self._section
-        ids = since.ids()
-        return touched.told_of_section(tracked.names_of(ids)) if ids else ""
+        assert self._tracked is not None and self._parameters is not None
+        ids = self._parameters.ids(is_cut=is_cut)
+        return touched.told_of_section(self._tracked.names_of(ids)) if ids else ""

@@ -74,8 +74,8 @@ class Outside:
         if place.is_past_section and name != "barrier" and group.size() > 1:
             self._keep_local(name)
         checks = self._checks
-        if checks is not None and checks.sections.compares and place.inside == "section" and group.size() > 1:
-            self._say_in_section(checks, group, what)
+        if checks is not None and place.inside == "section" and group.size() > 1:
+            self._come_in_section(checks, group, what)
         if place.inside or not place.has_points or group.size() == 1 or threading.get_ident() != self._script:
             return call()
         # In no variable: a frame that holds itself keeps *group*, with its threads and sockets, until a collection.
@@ -125,8 +125,11 @@ class Outside:
                 waits=name in _WAITING and not is_async(),
             )
 
-    def _say_in_section(self, checks: Checks, group: Any, what: Callable[[], str]) -> None:
-        if threading.get_ident() == self._script and not in_script.called_by_us(sys._getframe()):
+    def _come_in_section(self, checks: Checks, group: Any, what: Callable[[], str]) -> None:
+        if threading.get_ident() != self._script:
+            return
+        checks.look_in_section()
+        if checks.sections.compares and not in_script.called_by_us(sys._getframe()):
             ranks = tuple(groups.global_ranks(group))
             checks.sections.before(ranks, what(), in_script.place_of(sys._getframe()))
 

@@ -8,8 +8,11 @@ This module must never change a parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from swift_recovery.state.by_hand import Looks
@@ -18,6 +21,8 @@ from swift_recovery.state.sharded import local_of
 _NUM_NAMED = 3
 # Iterations without a step in which it is looked: the first may have a learning rate of 0.
 _NUM_LOOKS = 4
+# Parameters of which a section's changes are known without a counter: of all of 1500, in cold memory, it took 5 ms.
+_NUM_SAMPLED = 64
 
 
 class TouchedParameters:
@@ -90,25 +95,93 @@ class ChangedWithoutStep:
         return updated or bool(self.found) or not self._num_left
 
 
-class ChangedSince:
-    """Which parameters of *optimizers* have been changed since this was made, by their counters: `.data` has none.
+class ChangedInSection:
+    """Which parameters of *optimizers* a section has changed: `begin` before each, `ids` in it or after it.
 
-    With 1500 parameters 0.4 ms for both looks together."""
+    A change is known by the parameter's counter. One by way of `.data` (`parameter.data.copy_(average)`) has none: such
+    a section puts other weights into the model, all of them as a rule, so one element of each of some parameters,
+    spread over the model, is compared too. With 1500 parameters in cold memory 2 ms for a section."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        self._optimizers = list(optimizers)
+        self._num_sections = 0
+        self._locals: list[Tensor] = []
+        self._before: list[tuple[int, int]] = []
+        self._samples: list[_Samples] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self._num_sections += 1
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        was = self._locals, [at for _, at in self._before]
         self._locals = [local_of(parameter) for parameters in groups for parameter in parameters]
         self._before = self._look()
+        if not _are_same(self._locals, was[0]) or [at for _, at in self._before] != was[1]:
+            self._samples = _samples_of(self._locals)
+        for samples in self._samples:
+            samples.take()
+
+    @property
+    def is_due(self) -> bool:
+        """This section is the first, second, fourth, ..."""
+        return not self._num_sections & (self._num_sections - 1)
+
+    @torch.no_grad()
+    def ids(self, *, is_cut: bool) -> set[int]:
+        """Of the parts that are here. *is_cut*: it counts, so elements are compared on a device too, which waits for
+        it; else there in sections that are due only."""
+        found = {id(local) for local, a, b in zip(self._locals, self._before, self._look(), strict=True) if a != b}
+        for samples in self._samples:
+            if is_cut or self.is_due or samples.is_on_host:
+                found |= samples.changed()
+        return found
 
     def _look(self) -> list[tuple[int, int]]:
         return [(local._version, local.data_ptr()) for local in self._locals]
 
-    def ids(self) -> set[int]:
-        """Of the parts that are here."""
-        now = self._look()
-        if now == self._before:
+
+class _Samples:
+    """The bytes of one element of each of *tensors*, which are all on one device."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._views = [_middle(tensor) for tensor in tensors]
+        self._before = torch.empty(0)
+        self.is_on_host = tensors[0].device.type == "cpu"
+
+    def take(self) -> None:
+        self._before = torch.cat(self._views)
+
+    def changed(self) -> set[int]:
+        now = torch.cat(self._views)
+        if torch.equal(now, self._before):
             return set()
-        return {id(local) for local, a, b in zip(self._locals, self._before, now, strict=True) if a != b}
+        sizes = [view.numel() for view in self._views]
+        pairs = zip(torch.split(now, sizes), torch.split(self._before, sizes), strict=True)
+        return {id(tensor) for tensor, pair in zip(self._tensors, pairs, strict=True) if not torch.equal(*pair)}
+
+
+def _middle(tensor: Tensor) -> Tensor:
+    """A view, whatever the order in memory."""
+    return tensor.detach()[tuple(size // 2 for size in tensor.shape)].reshape(1).view(torch.uint8)
+
+
+def _has_views(tensor: Tensor) -> bool:
+    """Of its bytes. Of others only counters are looked at."""
+    is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
+    return is_plain and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+
+
+def _samples_of(tensors: Iterable[Tensor]) -> list[_Samples]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    those = list(filter(_has_views, tensors))
+    for tensor in those[:: max(1, -(-len(those) // _NUM_SAMPLED))]:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return [_Samples(some) for some in by_device.values()]
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def told_of_section(names: Sequence[str]) -> str:

@@ -1,9 +1,10 @@
-"""A validation on averaged weights, which it puts into the model and takes out again, as schedule-free optimizers do.
-
-swapped_weights.py
-"""
+"""A validation on averaged weights, which it puts into the model and takes out again: in the optimizer's `eval()`, as
+schedule-free ones do, or by way of `.data`, as averages that are kept beside the model do ("data")."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
 
 import hooks
 import torch
@@ -32,12 +33,31 @@ class Averaging(torch.optim.SGD):
         self._move(-9.0)
 
 
+class ByData(Averaging):
+    """Puts the average in, and the weights back that it has kept."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self._kept: list[torch.Tensor] = []
+
+    def eval(self) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._kept = [parameter.data.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.data.copy_(self.state[parameter]["average"])
+
+    def train(self) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, kept in zip(parameters, self._kept, strict=True):
+            parameter.data.copy_(kept)
+
+
 def main() -> None:
     hooks.begin()
     job = swift.init()
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
-    optimizer = Averaging(model.parameters(), lr=1e-2)
+    optimizer = (ByData if "data" in sys.argv else Averaging)(model.parameters(), lr=1e-2)
     job.track(model=model, optimizer=optimizer)
 
     @job.iteration

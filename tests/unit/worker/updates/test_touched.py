@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from swift_agent.errors import UsageError
 from swift_agent.worker.tracked.tracked import Tracked
-from swift_agent.worker.updates.touched import ChangedSince, TouchedParameters, told
+from swift_agent.worker.updates.touched import ChangedInSection, TouchedParameters, told
 
 
 def run(before: Callable[[nn.Module], object], after: Callable[[nn.Module], object]) -> tuple[nn.Module, set[int]]:
@@ -160,10 +160,45 @@ def test_an_iteration_may_change_nothing() -> None:
 def test_what_a_section_has_changed() -> None:
     """An optimizer's `eval()` that moves parameters (schedule-free): made twice it gives another model."""
     net = torch.nn.Linear(2, 2)
-    since = ChangedSince([torch.optim.SGD(net.parameters(), lr=0.1)])
-    assert net(torch.ones(1, 2)).sum().item() is not None and not since.ids()
+    section = ChangedInSection([torch.optim.SGD(net.parameters(), lr=0.1)])
+    section.begin()
+    assert net(torch.ones(1, 2)).sum().item() is not None and not section.ids(is_cut=True)
     with torch.no_grad():
         net.bias.lerp_(torch.ones(2), 0.5)
-    assert since.ids() == {id(net.bias)}
+    assert section.ids(is_cut=True) == {id(net.bias)}
     net.weight.data = net.weight.data.clone()
-    assert since.ids() == {id(net.bias), id(net.weight)}
+    assert section.ids(is_cut=True) == {id(net.bias), id(net.weight)}
+
+
+def test_what_a_section_has_changed_by_way_of_data() -> None:
+    """Averaged weights are put into a model so, and nothing counts it."""
+    first, second, empty = nn.Linear(4, 3), nn.Linear(3, 2).half(), nn.Parameter(torch.empty(0, 2))
+    first.weight = nn.Parameter(first.weight.detach().t())  # not contiguous
+    first.bias.data.fill_(torch.nan)
+    net = nn.ParameterList([*first.parameters(), *second.parameters(), empty])
+    section = ChangedInSection([torch.optim.SGD(net.parameters(), lr=0.1)])
+    for weights in (first.weight, second.weight):
+        section.begin()
+        assert not section.ids(is_cut=False)
+        kept = weights.data.clone()
+        weights.data.mul_(0.5)
+        assert section.ids(is_cut=False) == section.ids(is_cut=True) == {id(weights)}
+        weights.data.copy_(kept)
+        assert not section.ids(is_cut=True)
+    # Elsewhere from one section to the next: what is looked at is there, too.
+    first.weight.data = first.weight.data.clone()
+    section.begin()
+    assert not section.ids(is_cut=True)
+    first.weight.data.add_(1.0)
+    assert section.ids(is_cut=True) == {id(first.weight)}
+
+
+def test_a_large_model_that_is_exchanged_by_way_of_data() -> None:
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(1500)]
+    section = ChangedInSection([torch.optim.SGD(weights, lr=0.1)])
+    section.begin()
+    for one in weights:
+        one.data.mul_(2)
+    assert section.ids(is_cut=True) < set(map(id, weights))
+    section.begin()
+    assert not section.ids(is_cut=True)
