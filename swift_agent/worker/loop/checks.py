@@ -17,8 +17,8 @@ from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates import touched
 
-# Collectives of a section that is looked at, before which it is looked.
-_NUM_LOOKS = 8
+# Collectives of a section before which it is looked whether that has changed parameters.
+_NUM_LOOKED_AT = 8
 
 # What `Place.begun` calls a step, for people.
 _STEPS = {"iteration": "an iteration", "section": "a section (@job.resilient)", "barrier": "a barrier"}
@@ -48,7 +48,7 @@ class Checks:
         self._place, self._supervisor, self._groups, self._restart = place, supervisor, groups, restart
         self._tracked: Tracked | None = None
         self._parameters: touched.ChangedInSection | None = None
-        self._is_in_section = False
+        self._is_in_section, self._num_looks = False, 0
         self._has_told = False
 
     def begin_section(self, number: int, tracked: Tracked | None) -> None:
@@ -64,7 +64,7 @@ class Checks:
         """A collective comes in it, where it may be cut: weights that it has put in for a while are in the model now,
         and no more at its end."""
         is_due = self._parameters is not None and self._parameters.is_due
-        if self._is_in_section and is_due and not self._has_told and self._num_looks < _NUM_LOOKS:
+        if self._is_in_section and is_due and not self._has_told and self._num_looks < _NUM_LOOKED_AT:
             self._num_looks += 1
             self._tell_changed()
 
@@ -72,20 +72,25 @@ class Checks:
         """It counts."""
         if not self._has_told:
             self._tell_changed()
-        self._is_in_section = False
+        self._leave_section()
 
     def _tell_changed(self) -> None:
         if why := self._changed(is_cut=False):
             self._has_told = True
             if self._place.rank == 0:
-                self._supervisor.note(f"{why}: all workers start again then")
+                self._supervisor.note(why)
 
     def cut_section(self) -> None:
-        """It was cut, if it had begun, and may run again."""
+        """It was cut, and may run again; nothing of its groups touches a tensor any more."""
         why = self._changed(is_cut=True)
-        self._is_in_section = False
+        self._leave_section()
         if why:
             self._restart(f"{why}. It was cut")
+
+    def _leave_section(self) -> None:
+        self._is_in_section = False
+        if self._parameters is not None:
+            self._parameters.end()
 
     def _changed(self, *, is_cut: bool) -> str:
         if not self._is_in_section:

@@ -670,9 +670,9 @@ class Protected:
                     own(error)
                     raise
                 del error
-                self.checks.cut_section()
                 if place.inside:
                     self._wait_quiet()
+                    self.checks.cut_section()
                     self._restore_start("section")
                 if self._tracked is not None and self._tracked.pipelines is not None:
                     self._tracked.pipelines.rewind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -194,11 +195,32 @@ def test_what_a_section_has_changed_by_way_of_data() -> None:
 
 
 def test_a_large_model_that_is_exchanged_by_way_of_data() -> None:
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(1500)]
-    section = ChangedInSection([torch.optim.SGD(weights, lr=0.1)])
-    section.begin()
-    for one in weights:
-        one.data.mul_(2)
-    assert section.ids(is_cut=True) < set(map(id, weights))
+    """Some of its parameters are looked at, of whichever kinds its layers have."""
+    net = nn.ModuleList([nn.Linear(2, 2) for _ in range(40)])
+    section = ChangedInSection([torch.optim.SGD(net.parameters(), lr=0.1)])
+    for those in (list(net.parameters()), [layer.bias for layer in net], [layer.weight for layer in net]):
+        section.begin()
+        for one in those:
+            one.data.add_(1.0)
+        found = section.ids(is_cut=True)
+        assert found and found <= set(map(id, those))
     section.begin()
     assert not section.ids(is_cut=True)
+
+
+def test_memory_that_a_section_gives_up() -> None:
+    """As those do that keep parameters elsewhere for a while; nothing of it is held by who looks at it."""
+    net = nn.Linear(4, 3)
+    section = ChangedInSection([torch.optim.SGD(net.parameters(), lr=0.1)])
+    section.begin()
+    net.weight.untyped_storage().resize_(0)
+    assert section.ids(is_cut=True) <= {id(net.weight)}
+    section.begin()
+    net.bias.data.fill_(7.0)
+    assert section.ids(is_cut=True) == {id(net.bias)}
+    section.end()
+    storage = net.bias.untyped_storage()
+    held = weakref.ref(storage)
+    net.bias.data = torch.zeros(3)
+    del storage
+    assert held() is None
