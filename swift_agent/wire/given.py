@@ -9,6 +9,12 @@ where there are none. So it finds out by the running fingerprint of those, too, 
     given, fingerprint, the six in one (a write may be cut)
     track: pass + 1, generation in which all began, how many indices or batches, fingerprint of the first, of all so
     far, nothing, the six in one
+    first: iteration + 1, generation in which all began, epoch, fingerprint, 1 for that of an epoch, nothing, the six in
+    one
+
+A script that makes its data itself, from a position of its own, starts again in a replacement. Where nobody was cut in
+an iteration there is none to compare; but this one is given what the first one of the run, or of the epoch, was given,
+and the other ranks are not.
 
 A replacement on another node has the page from who keeps a copy of it (`witness`).
 
@@ -44,9 +50,11 @@ NUM_SLOTS = 16
 NUM_TRACKS = 2
 _SLOT = struct.Struct("<7Q")
 RECORD_BYTES = _SLOT.size
-PAGE_BYTES = (NUM_SLOTS + NUM_TRACKS) * RECORD_BYTES
+_NUM_FIRSTS = 2  # of the run, and of the epoch
+PAGE_BYTES = (NUM_SLOTS + NUM_TRACKS + _NUM_FIRSTS) * RECORD_BYTES
 _MARK = 0x5357_4749_5645_4E31
 _TRACK_MARK = 0x5357_5452_4143_4B31
+_FIRST_MARK = 0x5357_4649_5253_5431
 _NUM_SAMPLES = 512
 _MAX_LEAVES = 64
 # What lies deeper is no batch, but something that is a part of itself.
@@ -158,12 +166,25 @@ class Track:
     digest: int = 0
 
 
+@dataclass(frozen=True)
+class First:
+    """What iteration *iteration* has got first, of the script's own making: the first such one of the run that began
+    with generation *run*, or of *epoch* in it."""
+
+    iteration: int = -1
+    run: int = -1
+    epoch: int = 0
+    digest: int = 0
+
+
 _NOTHING = Slot()
 _NO_TRACK = Track()
+_NO_FIRST = First()
 
 
 class GivenPage:
-    """Of one rank. *predecessor*, *tracks*: what the process before this one has left, by iteration and by pass."""
+    """Of one rank. *predecessor*, *tracks*: what the process before this one has left, by iteration and by pass.
+    *first_of_run*, *first_of_epoch*: of whoever was the first to be this rank."""
 
     def __init__(self, path: Path, *, is_replacement: bool) -> None:
         with open(path, "a+b") as stream:
@@ -173,6 +194,7 @@ class GivenPage:
             self._page[:] = bytes(PAGE_BYTES)
         self.predecessor: dict[int, Slot] = {}
         self.tracks: dict[int, Track] = {}
+        self.first_of_run = self.first_of_epoch = _NO_FIRST
         self._changed: dict[int, bytes] = {}
         self.learn(self._page[:])
 
@@ -183,6 +205,14 @@ class GivenPage:
     def put_track(self, track: Track) -> None:
         words = track.passes + 1, track.run, track.count, track.first, track.digest, 0
         self._write(_at_track(track.passes), _packed(_TRACK_MARK, words))
+
+    def put_first(self, first: First, *, of_epoch: bool) -> None:
+        if of_epoch:
+            self.first_of_epoch = first
+        else:
+            self.first_of_run = first
+        words = first.iteration + 1, first.run, first.epoch, first.digest, int(of_epoch), 0
+        self._write(_at_first(of_epoch), _packed(_FIRST_MARK, words))
 
     def _write(self, at: int, record: bytes) -> None:
         self._page[at : at + RECORD_BYTES] = record
@@ -207,17 +237,28 @@ class GivenPage:
                 order = [(one.run, one.passes, one.count, one.is_called) for one in (known, slot)]
                 if order[1] > order[0]:
                     self.predecessor[slot.iteration] = slot
+            elif kind == _FIRST_MARK:
+                self._learn_first(First(number - 1, run, rest[0], rest[1]), of_epoch=bool(rest[2]))
             else:
                 track = Track(number - 1, run, rest[0], rest[1], rest[2])
                 before = self.tracks.get(track.passes, _NO_TRACK)
                 if (track.run, track.count) > (before.run, before.count):
                     self.tracks[track.passes] = track
 
+    def _learn_first(self, first: First, *, of_epoch: bool) -> None:
+        """It stays in this page, for a successor."""
+        known = self.first_of_epoch if of_epoch else self.first_of_run
+        order = [(one.run, one.epoch if of_epoch else 0, -one.iteration) for one in (known, first)]
+        if order[1] > order[0]:
+            self.put_first(first, of_epoch=of_epoch)
+
 
 def copied(page: bytearray, records: bytes) -> None:
     """Put whole *records* where they belong in *page*, which is a copy of somebody's."""
     for record, kind, words in _records(records):
         at = _at_slot(words[0] - 1) if kind == _MARK else _at_track(words[0] - 1)
+        if kind == _FIRST_MARK:
+            at = _at_first(bool(words[4]))
         page[at : at + RECORD_BYTES] = record
 
 
@@ -227,6 +268,10 @@ def _at_slot(iteration: int) -> int:
 
 def _at_track(passes: int) -> int:
     return (NUM_SLOTS + passes % NUM_TRACKS) * RECORD_BYTES
+
+
+def _at_first(of_epoch: bool) -> int:
+    return (NUM_SLOTS + NUM_TRACKS + of_epoch) * RECORD_BYTES
 
 
 def _packed(mark: int, words: tuple[int, ...]) -> bytes:
@@ -239,7 +284,7 @@ def _records(content: bytes) -> Iterator[tuple[bytes, int, tuple[int, ...]]]:
         record = bytes(content[at : at + RECORD_BYTES])
         *words, check = _SLOT.unpack(record)
         kind = functools.reduce(operator.xor, words, check)
-        if words[0] and kind in (_MARK, _TRACK_MARK):
+        if words[0] and kind in (_MARK, _TRACK_MARK, _FIRST_MARK):
             yield record, kind, tuple(words)
 
 
@@ -314,6 +359,24 @@ class Given:
         self._put(self._page, before)
         is_comparable = (before.run, before.passes, before.count) == (self._run, self._passes, self.count)
         return not is_comparable or self._digest == before.digest
+
+    def starts_again(self, epoch: int) -> bool | None:
+        """The iteration has got something of the script's own making, in *epoch*. Whether that is what the run began
+        with, or the epoch; None: that would say nothing, as the predecessor was given the same."""
+        page = self._page
+        if page is None or self.count != 1:
+            return None
+        now = First(self.iteration, self._run, epoch, self._digest)
+        firsts = page.first_of_run, page.first_of_epoch
+        if firsts[0].run != now.run:
+            page.put_first(now, of_epoch=False)
+        if (firsts[1].run, firsts[1].epoch) != (now.run, epoch):
+            page.put_first(now, of_epoch=True)
+        earlier = {one.iteration: one.digest for one in firsts if one.run == now.run and one.iteration < now.iteration}
+        slots = [one for one in page.predecessor.values() if one.run == now.run and one.iteration not in earlier]
+        if any(one.digest == now.digest for one in slots):
+            return None
+        return now.digest in earlier.values()
 
     def _put(self, page: GivenPage, before: Slot) -> None:
         """But no less than the predecessor had got: a successor shall find that."""

@@ -211,6 +211,13 @@ IDIOMS: dict[str, Idiom] = {
         "prefetched_batch.py", Told("had not left it the same", "failure", "restart"), args=("read",), at=(5, 6, 9),
         scopes=("node",)
     ),
+    "a batch read in the iteration, lost in a validation": Idiom(
+        "prefetched_batch.py", Told("what the run, or the epoch, began with", "failure", "restart"),
+        args=("read", "now", "validate"), at=(5, 6, 9)
+    ),
+    "a batch by the number of the iteration, lost in a validation": Idiom(
+        "prefetched_batch.py", args=("numbered", "now", "validate")
+    ),
     "a batch read in the iteration": Idiom(
         "prefetched_batch.py", Told("was given other data when it was run again", "failure", "restart"),
         args=("read", "now"), at=(5, 6, 9), scopes=("node",)

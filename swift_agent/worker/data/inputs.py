@@ -5,6 +5,8 @@
 - Other data than the predecessor was given (`given`): told by the replacement, which is of no use then. For that,
   what this process is given is shown to others as soon as it has it.
 - What it was given and has changed in place before it was cut (`given_again`): put back, else told.
+- Of the script's own making, and what a run or an epoch began with: said to the other ranks, of which that is not true
+  if the script starts again in a replacement (`own_data`).
 - Other data than the same iteration was given in its first run, or in the one that is made once more for what it leaves
   behind (`remade`): told by whoever notices.
 
@@ -72,16 +74,20 @@ class Inputs:
         self._called, self._has_called = 0, False  # that iteration, and whether a run of it has called a model
         self._first_runs = FirstRuns()
         self._begins_pass = self._is_told = False
+        self._starts_again: bool | None = None  # what the iteration was given first
         self._show: Callable[[], None] = _to_nobody
+        self._say_own: Callable[[int, bool], None] = lambda iteration, is_again: None
         self._own_state = OwnState()
         self._at_first: Callable[[], None] | None = None
 
     def watch(
         self, models: Iterable[nn.Module], given: Given, show: Callable[[], None] = _to_nobody,
-        optimizers: Iterable[Optimizer] = (),
+        optimizers: Iterable[Optimizer] = (), say_own: Callable[[int, bool], None] | None = None,
     ) -> None:  # fmt: skip
         """*models*, *optimizers*: those tracked; an iteration that was given no batch calls one of the models. *show*:
-        what is new in the page of *given* is to go to who keeps a copy."""
+        what is new in the page of *given* is to go to who keeps a copy. *say_own*: to the other ranks, of an
+        iteration that is about to run, whether it was given what the script began with."""
+        self._say_own = say_own or self._say_own
         self._optimizers = list(optimizers)
         self._models, self._given, self._show = list(models), given, show
         self._tracked = self._models[:]
@@ -157,11 +163,14 @@ class Inputs:
             self._begin_given(self._given)  # another one with the same batch
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]
         self._awaits_forward, self._has_called, self._called = False, False, self._number
+        self._starts_again = None
         self._is_given_nothing = not tensors and not self._given.count
         if others:
             self._find_carried(others)
-        if others or (tensors and not self._given.count):
-            self._compare(others or tensors)
+        if others:
+            self._compare_own(others)
+        elif tensors and not self._given.count:
+            self._compare(tensors)
         elif self._is_given_nothing:
             self._await_forward()
         if not self._given.call():
@@ -171,6 +180,7 @@ class Inputs:
     def run(self) -> None:
         """What the script has called begins to run, for the first time or once more."""
         self._awaits_forward = self._is_given_nothing
+        self._say()
         self._put_back(self._again, self._name, f"iteration {self._called}")
 
     def given_to_section(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -265,8 +275,9 @@ class Inputs:
         if is_first:
             if not self._is_opaque:
                 self._find_carried(inputs, in_forward=True)
-            self._compare(inputs)
+            self._compare_own(inputs)
             self._show_now()
+            self._say()
             self._first_runs.keep(self._called, self._given.digest or fingerprint(inputs))
         elif self._first_runs.differs(self._called, inputs, has_effect=place.inside == "iteration"):
             self._unfit(
@@ -280,6 +291,18 @@ class Inputs:
         assert self._given is not None
         if not self._given.add(inputs):
             self._has_other_data()
+
+    def _compare_own(self, inputs: Any) -> None:
+        """*inputs*: no batch that the job knows."""
+        self._compare(inputs)
+        assert self._given is not None
+        # On a device nothing but shapes is known, which come again.
+        if all(leaf.is_cpu for leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)):
+            self._starts_again = self._given.starts_again(self._place.here.epoch)
+
+    def _say(self) -> None:
+        if self._starts_again is not None:
+            self._say_own(self._called, self._starts_again)
 
     def _show_now(self) -> None:
         self._begins_pass = False

@@ -280,9 +280,9 @@ class Job:
         except OSError as error:
             self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
         witnesses = Witnesses(page, self.rank, others, self.world_size, self._note)
-        self._inputs.watch(
-            tracked.state.models.values(), Given(page), witnesses.show, tracked.state.optimizers.values()
-        )
+        models, optimizers, checks = tracked.state.models, tracked.state.optimizers, self._running.checks
+        say_own = checks.own_data.given if checks is not None else None
+        self._inputs.watch(models.values(), Given(page), witnesses.show, optimizers.values(), say_own)
         return witnesses
 
     def _is_state(self, loader: Any) -> bool:

@@ -1,5 +1,5 @@
 """What is looked at where ranks could part without a word: the collectives that they make after a recovery, in sections
-and between iterations, and parameters that a section changes.
+and between iterations, data of the script's own making, and parameters that a section changes.
 
 This module must never make or repeat a collective, or change anything: it tells, or has all workers start again.
 """
@@ -12,6 +12,7 @@ from typing import NoReturn
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.meetings import Meetings
+from swift_agent.worker.loop.own_data import OwnData
 from swift_agent.worker.loop.section_calls import SectionCalls
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
@@ -45,11 +46,17 @@ class Checks:
     ) -> None:
         self.sections = SectionCalls(place.rank, restart, lambda: supervisor.interrupted)
         self.meetings = Meetings(place, supervisor, groups)
+        self.own_data = OwnData(place.rank, lambda: groups.store, restart, lambda: supervisor.interrupted)
         self._place, self._supervisor, self._groups, self._restart = place, supervisor, groups, restart
         self._tracked: Tracked | None = None
         self._parameters: touched.ChangedInSection | None = None
         self._is_in_section, self._num_looks = False, 0
         self._has_told = False
+
+    def recovered(self) -> None:
+        """From here on ranks are compared."""
+        self.sections.recovered()
+        self.own_data.recovered()
 
     def begin_section(self, number: int, tracked: Tracked | None) -> None:
         """Section *number* begins to run. *tracked*: None where the script has no say in it."""

@@ -756,7 +756,7 @@ class Protected:
             self._witnesses.begin()
         place = self._place
         self._has_recovered = place.has_recovered = True
-        self.checks.sections.recovered()
+        self.checks.recovered()
         place.has_to_remake = place.remakes or place.lacks
         self._compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:

@@ -1,6 +1,8 @@
 """Batches cut out of one long text at random; the next one is made while the update is still under way.
 
-prefetched_batch.py [read] [now]: one after the other, from where the script has come to; made where it is needed.
+prefetched_batch.py [read | numbered] [now] [validate]: one after the other, from where the script has come to, or by
+the number of the iteration, again after every third; made where it is needed; lost in a validation and not in an
+iteration.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import sys
 
 import hooks
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -30,12 +33,26 @@ def main() -> None:
         if "read" in sys.argv:
             starts = torch.arange(position, position + 4)
             position += 8
+        elif "numbered" in sys.argv:
+            starts = torch.arange(job.rank * 4, job.rank * 4 + 4) + job.iteration_number % 3 * 8
         return torch.stack([text[i : i + 8] for i in starts]), torch.stack([text[i + 1 : i + 9] for i in starts])
 
     model = DDP(nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.track(model=model, optimizer=optimizer)
     x, y = get_batch()
+
+    validates = "validate" in sys.argv
+
+    @job.resilient
+    def validate() -> float:
+        dist.barrier()  # nobody is still in the iteration before
+        with torch.no_grad():
+            loss = F.cross_entropy(model.module(text[:8]), text[1:9])
+        for moment in ("before", "inside", "after"):
+            hooks.moment(moment, job.iteration_number)
+        dist.all_reduce(loss)
+        return loss.item()
 
     @job.iteration
     def train() -> float:
@@ -54,7 +71,10 @@ def main() -> None:
         return loss.item()
 
     for number in job.iterations(12):
-        hooks.moment("before", number)
+        if validates:
+            validate()
+        else:
+            hooks.moment("before", number)
         train()
     hooks.finish(job, model, optimizer)
 

@@ -389,7 +389,7 @@ class Cut(Exception):
     pass
 
 
-def test_a_pass_that_an_iteration_makes_begins_anew_when_it_is_run_again() -> None:
+def test_a_pass_that_an_iteration_makes_starts_again_when_it_is_run_again() -> None:
     script = Script()
     runs: list[list[Any]] = []
 
@@ -428,7 +428,7 @@ def test_passes_that_cannot_be_told_apart_are_refused() -> None:
         other.iterate(train, times=2)
 
 
-def test_a_pass_in_a_section_begins_anew_and_is_no_part_of_the_place() -> None:
+def test_a_pass_in_a_section_starts_again_and_is_no_part_of_the_place() -> None:
     """In the middle of a pass of the loop; cut; of a newcomer that is on its way to where the others are."""
 
     def validation(script: Script, cut_at: int = 0) -> list[Any]:
@@ -634,6 +634,71 @@ def test_a_replacement_with_other_data_is_of_no_use(tmp_path: Path) -> None:
     wrong = Script(page(tmp_path, is_replacement=True), target=Position(iteration=4, batch=3))
     wrong.iterate(lambda one: None, next(wrong.batches(numbers(5))))
     assert "iteration 4 was given other data than in the process that this one replaces" in wrong.unfit[0]
+
+
+def said_of(given: Given, begin: int, numbers: list[float], *, epoch: int = 0, as_argument: bool = True) -> list[bool]:
+    """Of iterations from *begin* on that a script gives those *numbers*, by its own count: whether it starts again."""
+    script, said = Script(), dict[int, bool]()
+    script.inputs.watch([script.model], given, say_own=said.__setitem__)
+    script.place.here.iteration = begin
+    for number in numbers:
+        script.place.here.epoch = epoch
+        batch = torch.full((1, 2), number)
+        if as_argument:
+            script.iterate(lambda one: script.model(one), batch)
+        else:
+            script.iterate(lambda batch=batch: script.model(batch))
+    assert not script.unfit
+    return [said[iteration] for iteration in sorted(said)]
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_own_data_that_starts_again(tmp_path: Path, as_argument: bool) -> None:
+    said = functools.partial(said_of, as_argument=as_argument)
+    assert said(page(tmp_path), 0, [0.0, 1.0, 2.0, 3.0]) == [False] * 4
+    copy = (tmp_path / "given.0").read_bytes()
+    assert said(page(tmp_path, is_replacement=True), 4, [0.0, 1.0]) == [True]  # iteration 1 had that: it says nothing
+    (tmp_path / "given.0").write_bytes(copy)
+    assert said(page(tmp_path, is_replacement=True), 4, [4.0, 5.0]) == [False, False]
+    assert said(page(tmp_path, is_replacement=True), 6, [0.0]) == [True], "its successor"
+    # On another node: from who has kept a copy.
+    (tmp_path / "other").mkdir()
+    elsewhere = page(tmp_path / "other", is_replacement=True)
+    assert elsewhere.page is not None
+    elsewhere.page.learn(copy)
+    assert said(elsewhere, 4, [0.0]) == [True]
+    assert elsewhere.page.first_of_run.iteration == 0, "it is kept for others"
+    kept = GivenPage(tmp_path / "other" / "given.0", is_replacement=True)
+    assert (kept.first_of_run.iteration, kept.first_of_epoch.iteration) == (0, 0)
+
+
+def test_own_data_that_starts_again_in_an_epoch(tmp_path: Path) -> None:
+    assert said_of(page(tmp_path), 0, [0.0, 1.0]) == [False, False]
+    assert said_of(page(tmp_path, is_replacement=True), 2, [5.0, 6.0, 7.0], epoch=1) == [False] * 3
+    copy = (tmp_path / "given.0").read_bytes()
+    for number in (0.0, 5.0):  # what the run began with, and this epoch
+        (tmp_path / "given.0").write_bytes(copy)
+        assert said_of(page(tmp_path, is_replacement=True), 5, [number], epoch=1) == [True]
+
+
+def test_own_data_that_is_the_same_in_each_iteration_says_nothing(tmp_path: Path) -> None:
+    assert said_of(page(tmp_path), 0, [0.0, 0.0, 0.0]) == [False, True, True]
+    assert said_of(page(tmp_path, is_replacement=True), 3, [0.0, 5.0]) == [False]
+
+
+def test_own_data_is_said_in_each_run_of_an_iteration(tmp_path: Path) -> None:
+    """A rank that is cut in it has been given it before the recovery, and a newcomer after it."""
+    script, said = Script(), list[tuple[int, bool]]()
+    script.inputs.watch([script.model], page(tmp_path), say_own=lambda *what: said.append(what))
+    script.iterate(lambda one: script.model(one), torch.ones(1, 2), times=3)
+    assert said == [(0, False)] * 3
+
+
+def test_own_data_on_a_device_says_nothing(tmp_path: Path) -> None:
+    script, said = Script(), dict[int, bool]()
+    script.inputs.watch([script.model], page(tmp_path), say_own=said.__setitem__)
+    script.iterate(lambda one: None, torch.ones(1, 2, device="meta"))
+    assert not said
 
 
 @pytest.mark.parametrize("compiled", [False, True])
