@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.asked import Asked
 from tests.support.gloo_job import (  # noqa: F401 - fixtures
     TOKEN,
     Job,
@@ -42,7 +43,8 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
     groups.init_default_group("gloo", store_of(1), 1, me, 3, timeout=LONG, store_token=TOKEN)
     pairs = [None, dist.new_group([2, 1, 0])]
     (Path(directory) / str(me)).mkdir()
-    messages = Messages(me, Path(directory) / str(me), print)
+    in_place = Asked()
+    messages = Messages(me, Path(directory) / str(me), print, in_place=in_place)
     generation, until = 1, 1
     cutters: list[threading.Thread] = []
 
@@ -74,7 +76,7 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
         return True
 
     # What is cut is so by `cut_soon`: on the last connections of an iteration nothing may be.
-    messages.stays, messages.was_cut = stays, lambda error: generation < until
+    in_place.when_stays, in_place.when_cut = stays, lambda error: generation < until
     wrong, num_received, done = [], 0, []
     for iteration in range(num_iterations):
         messages.begin(iteration, generation)

@@ -293,7 +293,7 @@ def take_checkpoints(job: swift.Job) -> None:
 def until_it_counts(job: swift.Job) -> None:
     """If that is ordered: training goes on only when no checkpoint is under way any more, or a failure has ended it."""
     running: Any = job._running
-    while ORDERS.get("patient") and not running._tracked.checkpoints.wait(0.05):
+    while ORDERS.get("patient") and not running._begun.tracked.checkpoints.wait(0.05):
         if running.supervisor.interrupted:
             return
 

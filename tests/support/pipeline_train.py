@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import swift_agent as swift
-from swift_agent.worker.loop import protected as running
+from swift_agent.worker.loop import recovery
 from swift_agent.worker.rejoin import rejoin
 from tests.support.fault_train import (
     DIR,
@@ -255,7 +255,7 @@ def stages_of(rank: int, world_size: int, name: str) -> list[int]:
 
 def lose_log(job: swift.Job) -> None:
     running: Any = job._running
-    log = running._tracked.messages.log
+    log = running._begun.tracked.messages.log
     log._writer.roll()
     deadline_s = time.monotonic() + 60.0
     while log._writer._queue or not log._archive.wait(0.01):
@@ -272,7 +272,7 @@ def arm_logs() -> None:
     from swift_logging_store.log.log import SentLog
     from swift_logging_store.log.writer import LogWriter
 
-    running.TELL_S = ORDERS.get("progress_s", running.TELL_S)
+    recovery.TELL_S = ORDERS.get("progress_s", recovery.TELL_S)
     rejoin.TELL_S = ORDERS.get("waits_s", rejoin.TELL_S)
     do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
     pieces = transfer._pieces

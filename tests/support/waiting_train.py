@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import swift_agent as swift
-from swift_agent.worker.loop import lookout
+from swift_agent.worker.checks import lookout
 
 
 def main() -> None:

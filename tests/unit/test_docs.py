@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from swift_agent.worker.loop import standstill
-from swift_agent.worker.loop.standstill import Doing, Inside, Standing
+from swift_agent.worker.checks import standstill
+from swift_agent.worker.checks.standstill import Doing, Inside, Standing
 from swift_recovery.state import deviation
 from swift_recovery.state.deviation import Fingerprint
 from tests.support.job import ROOT

@@ -47,7 +47,7 @@ TEXTS = {
     "swift_agent/worker/data/positions.py": 1,
     "swift_agent/worker/groups/process_groups.py": 1,
     "swift_agent/worker/loop/checkpointing.py": 1,
-    "swift_agent/worker/loop/meetings.py": 1,
+    "swift_agent/worker/checks/meetings.py": 1,
     "swift_agent/worker/rejoin/rejoin.py": 1,
 }
 

@@ -145,7 +145,7 @@ def _create_groups(
                 place.status = "empty"
             protected.standing.replaces(go.plan.iteration)
             if created:
-                protected.ghosts.enter()
+                protected.dry_runs.enter()
             else:
                 groups.init_default_group(
                     backend, go.session_store, go.generation, place.rank, go.world_size, timeout=timeout, solo=True

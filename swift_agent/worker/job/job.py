@@ -232,7 +232,7 @@ class Job:
             self._pending, self._replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
             exact=self._exact, stage_of=self.rank if self._is_stage else None,
             logs=Path(os.environ[ENV_MESSAGE_LOG]) if self._supervisor and logs else None, rank=self.rank,
-            checkpoints=self._checkpoints,
+            checkpoints=self._checkpoints, in_place=self._running,
         )  # fmt: skip
         if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
             raise UsageError(

@@ -25,7 +25,7 @@ from swift_recovery.state.snapshot import Changed
 R = TypeVar("R")
 
 
-class Ghosts:
+class DryRuns:
     """One per worker under an agent. *tracked*: from the first point of the loop on."""
 
     def __init__(self, place: Place, groups: ProcessGroups) -> None:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from swift_agent.torch_private import groups
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
+from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.line import in_script
-from swift_agent.worker.loop.checks import Checks
 from swift_agent.worker.tracked.loop_state import Place
 
 # Of a script's lines, to be told.

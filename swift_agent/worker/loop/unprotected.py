@@ -10,7 +10,8 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from swift_agent.worker.loop.checks import Checks
+from swift_agent.worker.checks.checks import Checks
+from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
@@ -18,7 +19,7 @@ from swift_agent.worker.tracked.tracked import Tracked
 R = TypeVar("R")
 
 
-class Running(Protocol):
+class Running(InPlace, Protocol):
     """What a `Job` needs; `begin` comes first, once."""
 
     def begin(self, tracked: Tracked, witnesses: Witnesses | None) -> None:
@@ -45,7 +46,7 @@ class Running(Protocol):
         """The end of the run: return once no other rank can need this one."""
 
 
-class Unprotected:
+class Unprotected(Alone):
     """Without an agent: the same order of seeds and counts, so that the same script trains the same model."""
 
     checks = None

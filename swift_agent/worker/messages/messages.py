@@ -44,6 +44,7 @@ from swift_agent.torch_private import (
 from swift_agent.torch_private import (
     works as torch_works,
 )
+from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.collective_results import Outputs, Results
 from swift_agent.worker.messages.cpp_messages import Unseen
@@ -65,14 +66,15 @@ class Messages:
 
     *origin*: what this process's set-up gave; *origins*: what that of the first process of each rank gave, empty if
     that is not known. *note* tells people; *check* raises when a recovery is cut; *is_ours*: see
-    `Archive`.
+    `Archive`; *in_place*: asked when a message is cut.
     """
 
     def __init__(
         self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None,
-        is_ours: Callable[[], bool] = lambda: True,
+        is_ours: Callable[[], bool] = lambda: True, in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
         self.rank = rank
+        self._in_place = in_place or Alone()
         self.origin: list[int] = []
         self.origins: list[list[int]] = []
         self._note, self._check = note, check
@@ -97,11 +99,6 @@ class Messages:
         self._from: dict[tuple[str, int, int], Channel] = {}
         self._repetition = Repetition(self._directory / "taken", self._sent_before, note)
         self._sent_here: dict[Channel, int] = {}  # to this rank, before the plan's iteration, while it repeats others
-        self.stays: Callable[[Exception], bool] = lambda error: False
-        """Asked when *error* has cut a message of an iteration: whether this process has joined the others in the
-        middle of that (`rejoin` was called), so that it goes on."""
-        self.was_cut: Callable[[Exception], bool] = lambda error: False
-        """Asked when *error* has cut the wait for a send of an iteration: whether a failure has."""
         self.reconnected = 0
         self._thread = threading.get_ident()
         self._has_threads = False
@@ -115,8 +112,6 @@ class Messages:
         self._has_checked_ways = False
         self._num_unseen = 0  # in the last iteration
         self._results = Results(rank, self._repetition, self._log)
-        self.is_alone: Callable[[], bool] = lambda: False
-        """Whether what this process does now has no effect, and nobody else does it."""
         make = self._unseen.make
         torch_messages.wrap_messages(
             lambda original, *its: self._send(partial(make, original), *its),
@@ -434,7 +429,7 @@ class Messages:
     def stay(self, error: Exception) -> None:
         """See `operations.Owner`."""
         # Only the script's own thread can join the others.
-        if self._iteration < 0 or threading.get_ident() != self._thread or not self.stays(error):
+        if self._iteration < 0 or threading.get_ident() != self._thread or not self._in_place.stays(error):
             try:
                 raise error
             finally:
@@ -442,7 +437,7 @@ class Messages:
 
     def expect_cut(self, error: Exception) -> None:
         """See `operations.Owner`."""
-        if self._iteration < 0 or threading.get_ident() != self._thread or not self.was_cut(error):
+        if self._iteration < 0 or threading.get_ident() != self._thread or not self._in_place.was_cut(error):
             try:
                 raise error
             finally:
@@ -564,7 +559,8 @@ class Messages:
         return original(group, tensors, tag)
 
     def _collective(self, name: str, group: Any, outputs: Outputs, call: Callable[[], Any]) -> Any:
-        is_one = self._iteration >= 0 and not self._collectives.is_aside and not self.is_alone() and group.size() > 1
+        is_one = self._iteration >= 0 and not self._collectives.is_aside and group.size() > 1
+        is_one = is_one and not self._in_place.is_dry_run
         # Those of several threads have no order that could be repeated; those of a backward have that of its graph.
         if not is_one or (threading.get_ident() != self._thread and not torch_autograd.is_in_backward()):
             return call()

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from swift_agent.errors import SwiftError
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import pipelining
 from swift_agent.torch_private import works as torch_works
+from swift_agent.worker.in_place import Alone, InPlace
 
 Mode = Literal["training", "evaluation"]
 
@@ -43,7 +43,8 @@ class _Known:
 class Pipelines:
     """All schedules of this process; there is one of this, made once schedules may be there."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: InPlace | None = None) -> None:
+        self._in_place = in_place or Alone()
         # By the name of a schedule, then by its number among those of that name, in the order of their first steps.
         self._known: dict[str, list[_Known]] = {}
         self._places: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
@@ -53,10 +54,6 @@ class Pipelines:
         self._new: dict[tuple[str, int], _Known] = {}
         self._receiving: list[Tensor] | None = None
         self._serving: deque[Tensor] | None = None
-        self.is_ghost: Callable[[], bool] = lambda: False
-        """Whether this process is on its own now: no other one makes this step."""
-        self.alone: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Around a first step that is served: it must have no effect, and nobody else makes it."""
         pipelining.watch_schedules(self._on_step)
         torch_messages.wrap_messages(self._send, self._recv, self._recv_from_any)
 
@@ -99,7 +96,7 @@ class Pipelines:
     def _on_step(self, schedule: Any, first: bool) -> Iterator[None]:
         key, mode = self._key_of(schedule), pipelining.mode_of_schedule(schedule)
         known = self._new.get(key) or self._all_of(*key)[key[1]]
-        ghost = self.is_ghost()
+        ghost = self._in_place.is_dry_run
         if not first and not ghost and known.mode != mode:
             # It made its step of this mode as a ghost: the others change to it now, and tell each other.
             pipelining.change_mode_of_schedule(schedule)
@@ -113,7 +110,7 @@ class Pipelines:
         self._serving = deque(served) if served is not None else None
         receiving = self._receiving = []
         try:
-            with self.alone() if served is not None else contextlib.nullcontext():
+            with self._in_place.dry_run() if served is not None else contextlib.nullcontext():
                 yield
         finally:
             self._serving = self._receiving = None

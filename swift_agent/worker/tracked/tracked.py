@@ -25,6 +25,7 @@ from swift_agent.torch_private import groups, pipelining
 from swift_agent.wire.environment import ENV_RUN
 from swift_agent.wire.given import fingerprint
 from swift_agent.worker.groups import transfer
+from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.tracked import ddp_buckets, unsupported
@@ -115,10 +116,11 @@ class Tracked:
         self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
         *, overlap_update: bool = False, exact: bool = False, stage_of: int | None = None,
         logs: Path | None = None, rank: int = 0, checkpoints: Settings | None = None,
+        in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
         """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
         *logs*: if this rank is the only one with its part of the model, its messages are logged there. *checkpoints*:
-        if and where they are taken."""
+        if and where they are taken. *in_place*: asked when a peer fails in the middle of an iteration."""
         check(pending, overlap_update=overlap_update, replicas=replicas)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = _ddps(pending), pending["optimizers"]
@@ -134,8 +136,8 @@ class Tracked:
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             Messages.check_ways()
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
-            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours)
-        self.pipelines = Pipelines() if supervisor is not None and pipelining.has_schedules() else None
+            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place)
+        self.pipelines = Pipelines(in_place) if supervisor is not None and pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(
@@ -153,9 +155,11 @@ class Tracked:
         if agree is not None and self.messages is not None:
             agree = self.messages.agreeing(agree)
         self.updates = (
-            overlapped.OverlappedUpdates(ddps, optimizers, self.state.parameter_names(), supervisor, agree, exact=exact)
+            overlapped.OverlappedUpdates(
+                ddps, optimizers, self.state.parameter_names(), supervisor, agree, exact=exact, in_place=in_place
+            )
             if overlap_update
-            else UpdateTracker(optimizers, supervisor, agree)
+            else UpdateTracker(optimizers, supervisor, agree, in_place)
         )
         if overlap_update:
             pipelining.watch_schedules(lambda schedule, first: _without_reduction(ddps if first else ()))

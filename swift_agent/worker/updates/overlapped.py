@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.torch_private import autograd as torch_autograd
+from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.updates.device_reductions import Reductions
 from swift_agent.worker.updates.tracker import UpdateTracker
@@ -75,8 +76,9 @@ class OverlappedUpdates(UpdateTracker):
     def __init__(
         self, ddps: Sequence[DistributedDataParallel], optimizers: Mapping[str, Optimizer], names: Mapping[int, str],
         supervisor: Supervisor | None, agree: Callable[[], None] | None = None, *, exact: bool,
+        in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(optimizers, supervisor, agree)
+        super().__init__(optimizers, supervisor, agree, in_place)
         self._exact = exact
         self.members = [
             Member(names[id(parameter)], name, number, parameter)

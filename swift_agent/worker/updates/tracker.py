@@ -16,20 +16,19 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.updates.closures import StepClosure, closure_of, is_torchs_own, with_closure
 from swift_recovery.undo.patch import copy_of, put_back
 
 _POLL_S = 20e-6
-# What to do about an agreement that was cut.
-Way = Literal["update", "agree", ""]
 
 
 class UpdateTracker:
@@ -37,14 +36,15 @@ class UpdateTracker:
 
     *agree*: where ranks hold different parts of the model. Returns, on each rank, only if all have called it: right
     before the update, so that nobody makes one that others cannot make too. Who was cut in it or after it has all its
-    gradients, and can still update (`finish_update`).
+    gradients, and can still update (`finish_update`). *in_place*: asked when it was cut.
     """
 
     def __init__(
         self, optimizers: Mapping[str, Optimizer], supervisor: Supervisor | None,
-        agree: Callable[[], None] | None = None,
+        agree: Callable[[], None] | None = None, in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
         self._optimizers = dict(optimizers)
+        self._in_place = in_place or Alone()
         self._supervisor = supervisor
         self._agree = agree
         self._agreed = self._finishing = self._goes_on = self._is_at_end = False
@@ -71,10 +71,6 @@ class UpdateTracker:
         """The gradients of the iteration are complete, and none of its steps was made."""
         self.mixed = False
         """The iteration was cut between two steps and nothing was kept: this rank's state is of no iteration."""
-        self.goes_on: Callable[[Exception], Way] = lambda error: ""
-        """Asked when the agreement was cut by *error*. "update": all go on from after this update, so it is made;
-        `Supervisor.enter` has been called: no report is made before the update is whole. "agree": this process has
-        joined the others where it is, and all agree again. "": the iteration is cut."""
         self.failed: BaseException | None = None
         """What an optimizer has raised in another thread than the script's."""
         for name, optimizer in self._optimizers.items():
@@ -172,7 +168,7 @@ class UpdateTracker:
             except Exception as error:
                 cut = error
             try:
-                way = self.goes_on(cut)
+                way = self._in_place.after_cut_agreement(cut)
                 if way == "update":
                     return False
                 if way != "agree":

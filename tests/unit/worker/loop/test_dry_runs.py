@@ -6,17 +6,21 @@ import contextlib
 import copy
 import threading
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from swift_agent.wire.standing import MyStanding
+from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.job.job import Job
-from swift_agent.worker.loop.checks import Checks
-from swift_agent.worker.loop.dry_runs import Ghosts
+from swift_agent.worker.loop.dry_runs import DryRuns
+from swift_agent.worker.loop.passed_over import PassedOver
 from swift_agent.worker.loop.protected import Protected
+from swift_agent.worker.loop.sections import Sections
+from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.tracked.loop_state import Place, Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.state import by_hand
@@ -39,7 +43,7 @@ def test_a_section_inside_a_ghost_is_a_part_of_it() -> None:
     job._begun = True
     section = job.resilient(lambda: 5)
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    ghosts = Ghosts(place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
+    ghosts = DryRuns(place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
     ghosts.tracked = cast(Any, SimpleNamespace(
         restore_layouts=nothing, layouts_for=nothing, begin=nothing, end=nothing,
         without_reduction=lambda finite: contextlib.nullcontext(), updates=SimpleNamespace(cut=nothing),
@@ -63,8 +67,8 @@ class Worker:
         pending = {"models": {"model": self.model, "ema": self.ema}, "optimizers": {"o": self.optimizer}, "others": {}}
         self.tracked = Tracked(pending, [0, 1], 2, None)
         self.place.hold(self.tracked)
-        self.ghosts = Ghosts(self.place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
-        self.ghosts.tracked = self.tracked
+        self.dry_runs = DryRuns(self.place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
+        self.dry_runs.tracked = self.tracked
 
     def iteration(self) -> None:
         self.optimizer.zero_grad()
@@ -103,7 +107,7 @@ def test_what_a_newcomer_does_on_its_way_changes_no_average() -> None:
     source, newcomer = worker_that_has_done_one(), Worker()
     newcomer.place.status = "empty"
     newcomer.take(source)
-    newcomer.ghosts.iteration_of_newcomer(newcomer.iteration)
+    newcomer.dry_runs.iteration_of_newcomer(newcomer.iteration)
     assert newcomer.values() == source.values()
     newcomer.average()
     newcomer.place.put_back_arrived()  # a source now
@@ -133,7 +137,7 @@ def test_what_a_survivor_runs_once_more_averages_once(
         undisturbed.iteration()
     survivor.place.start.restore()
     survivor.place.here.iteration = 1 if owes else 2
-    survivor.ghosts.iteration(survivor.iteration, 1)
+    survivor.dry_runs.iteration(survivor.iteration, 1)
     # Owed: it begins as it was, should it be run after all.
     assert survivor.values() == undisturbed.values()
     assert not survivor.place.start.by_hand.is_spoilt()
@@ -153,7 +157,7 @@ def test_what_an_iteration_leaves_is_made_once_more_without_effect() -> None:
     worker.place.seeds.settle()
     worker.place.keep_start()
     before = worker.values()
-    worker.ghosts.remake(iteration, range(3, 5), has_to_fit=True)
+    worker.dry_runs.remake(iteration, range(3, 5), has_to_fit=True)
     made = held
     worker.place.seeds.for_iteration(4)
     assert torch.equal(made, torch.rand(3))
@@ -170,11 +174,11 @@ def test_a_checkpoint_does_not_have_what_an_iteration_had_left(remakes: bool) ->
     assert successor.place.has_to_remake and not successor.place.carries
     notes: list[str] = []
     calls: list[int | None] = []
-    protected: Any = object.__new__(Protected)
-    protected._place, protected.ghosts, protected._is_new = successor.place, successor.ghosts, True
-    protected.supervisor = SimpleNamespace(note=notes.append)
+    over: Any = object.__new__(PassedOver)
+    over._place, over._dry_runs, over.is_new = successor.place, successor.dry_runs, True
+    over._supervisor = SimpleNamespace(note=notes.append)
     successor.place.keep_start()
-    protected._remake(lambda: calls.append(successor.place.remaking), 1)
+    over.remake(lambda: calls.append(successor.place.remaking), 1)
     assert calls == ([0] if remakes else []) and not successor.place.has_to_remake
     assert "the checkpoint of iteration 1 does not have a tensor" in notes[0]
 
@@ -199,8 +203,9 @@ class Averaging:
         self.tracked = Tracked({"models": models, "optimizers": {"o": self.optimizer}, "others": {}}, [0, 1], 2, None)
         self.place.hold(self.tracked)
         groups = SimpleNamespace(aborted="stopped", ghost=contextlib.nullcontext)
-        self.running = Protected(self.place, cast(Any, None), cast(Any, groups), torch.device("cpu"), None)
-        self.running._tracked = self.running.ghosts.tracked = self.tracked
+        supervisor = cast(Any, SimpleNamespace(note=pytest.fail))
+        self.running = Protected(self.place, supervisor, cast(Any, groups), torch.device("cpu"), None)
+        self.over = self.running.assemble(self.tracked).iterations.over
 
     def metric(self, name: str) -> None:
         if name == self.cut_at:
@@ -229,8 +234,8 @@ class Averaging:
                 self.iteration()
             except Cut:
                 self.cut_at = ""
-                self.running._pass_over(self.iteration)
-                self.running.ghosts.leave()
+                self.over.run(self.iteration)
+                self.running.dry_runs.leave()
                 continue
             self.tracked.updates.finish()
             self.place.here.iteration += 1
@@ -273,21 +278,23 @@ def test_a_newcomer_that_would_meet_the_others_in_another_place_is_told(theirs: 
     second.place.status = "empty"
     second.take(newcomer)  # a source now, and not there itself
     assert second.place.begun_by_others == newcomer.place.begun_by_others == (theirs, 1, 0)
-    newcomer.ghosts.iteration_of_newcomer(newcomer.iteration)
-    protected: Any = object.__new__(Protected)
-    protected._place, protected.ghosts, protected._tracked = newcomer.place, newcomer.ghosts, None
+    newcomer.dry_runs.iteration_of_newcomer(newcomer.iteration)
     groups: Any = SimpleNamespace(store=None, generation=2)
-    protected.supervisor = SimpleNamespace(interrupted=False, check=lambda: None)
-    protected._recovered_in, protected._checkpointing = 0, None
-    protected.checks = Checks(newcomer.place, protected.supervisor, groups, lambda why: pytest.fail(why))
+    supervisor: Any = SimpleNamespace(interrupted=False, check=lambda: None)
+    recovery: Any = SimpleNamespace(is_untold=0)
+    out = WaysOut(newcomer.place, supervisor, MyStanding())
+    checks = Checks(newcomer.place, supervisor, groups, lambda why: pytest.fail(why))
+    sections = Sections(
+        newcomer.place, supervisor, groups, newcomer.tracked, recovery, newcomer.dry_runs, out, checks
+    )  # fmt: skip
     given_up: list[str] = []
 
-    def give_up(why: str) -> None:
+    def give_up(why: str, **_: object) -> NoReturn:
         given_up.append(why)
         raise SystemExit
 
-    protected._give_up = give_up
+    out.give_up = give_up  # type: ignore[method-assign]
     with pytest.raises(SystemExit) if told else contextlib.nullcontext():
-        protected.section(lambda: None, seeded=False, what=mine)
+        sections.run(lambda: None, seeded=False, what=mine)
     assert [told in why for why in given_up] == [True] * bool(told)
     assert (newcomer.place.begun_by_others is None) == (not told)

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from torch.distributed.algorithms import join
 
 import swift_agent
-from swift_agent.worker.loop import meetings
+from swift_agent.worker.checks import meetings
 from swift_agent.worker.loop.outside import Outside
 
 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -15,11 +15,17 @@ from torch import nn
 
 from swift_agent.errors import CannotConnect, PeerFailure, UsageError
 from swift_agent.wire.channel import Channel
+from swift_agent.wire.standing import MyStanding
+from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
 from swift_agent.worker.job import init, restarts
 from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.dry_runs import DryRuns
+from swift_agent.worker.loop.iterations import Iterations
 from swift_agent.worker.loop.peer_errors import cause_of, is_communication_error, is_own, own
 from swift_agent.worker.loop.protected import Protected
+from swift_agent.worker.loop.recovery import Recovery
+from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.tracked.loop_state import Place, Position, Seeds
@@ -112,8 +118,8 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
     place.hold(tracked)
     place.status, place.here = "holding", Watched(7)
-    protected = Protected(place, supervisor, ProcessGroups.__new__(ProcessGroups), torch.device("cpu"), None)
-    protected._tracked = tracked
+    groups = ProcessGroups.__new__(ProcessGroups)
+    loop = Protected(place, supervisor, groups, torch.device("cpu"), None).assemble(tracked)
     supervisor.start({}, place.report, lambda why, generation: None)
     agent.receive()
     agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
@@ -125,7 +131,7 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     optimizer.step()
     agent.send({"op": "stop", "generation": 1, "why": "w"})
     assert Watched.reached.wait(5.0)
-    protected._complete_iteration()
+    loop.iterations.complete()
     Watched.passed.set()
     report = agent.receive()["report"]
     assert place.here.iteration == 8 and report["iteration"] == 8
@@ -219,15 +225,14 @@ def test_who_cannot_be_connected_fails_by_itself(cause: Exception, by_itself: bo
     def run(*, staying: bool) -> bool:
         raise CannotConnect(str(cause)) from cause
 
-    protected: Any = object.__new__(Protected)
-    protected._wait_quiet = lambda: None
-    protected.ghosts = SimpleNamespace(leave=lambda: None)
-    protected._require_tracked = lambda: SimpleNamespace(messages=None)
-    protected._looking_away = contextlib.nullcontext
-    protected._rejoin = SimpleNamespace(run=run)
-    protected._have_this_replaced = replaced
+    recovery: Any = object.__new__(Recovery)
+    recovery.wait_quiet = lambda: None
+    recovery._dry_runs = SimpleNamespace(leave=lambda: None)
+    recovery._tracked, recovery._lookout = SimpleNamespace(messages=None), None
+    recovery.rejoin = SimpleNamespace(run=run)
+    recovery._out = SimpleNamespace(have_replaced=replaced)
     with pytest.raises(SystemExit):
-        Protected._recover(protected)
+        recovery.run()
     assert told == [(str(cause), by_itself)]
 
 
@@ -242,9 +247,15 @@ def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytes
     place.hold(tracked)
     place.status, place.here = "holding", Position(7)
     groups = ProcessGroups.__new__(ProcessGroups)
-    protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
-    protected._tracked = tracked
-    protected._comparison = Comparison(place, supervisor, groups, tracked, lambda why, hopeless: None)
+    dry_runs, out = DryRuns(place, groups), WaysOut(place, supervisor, MyStanding())
+    comparison = Comparison(place, supervisor, groups, tracked, lambda why, hopeless: None)
+    checks = Checks(place, supervisor, groups, out.restart_all)
+    recovery = Recovery(
+        place, supervisor, groups, tracked, torch.device("cpu"), dry_runs, out, checks, comparison=comparison
+    )  # fmt: skip
+    iterations = Iterations(
+        place, supervisor, groups, tracked, recovery, dry_runs, out, MyStanding(), comparison
+    )  # fmt: skip
     place.keep_start()
     optimizer.param_groups[0]["lr"] = 0.05  # by a scheduler, between iterations
     before = model.weight.detach().clone()
@@ -255,19 +266,19 @@ def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytes
         optimizer.step()
 
     def rejoin(*, staying: bool) -> bool:
-        protected._pay(train)
+        iterations.over._pay(train)
         return True
 
     compared: list[int] = []
-    monkeypatch.setattr(protected, "_wait_quiet", lambda: None)
-    monkeypatch.setattr(protected, "_rejoin", SimpleNamespace(run=rejoin, iteration=7, phases_s={}), raising=False)
-    monkeypatch.setattr(protected._comparison, "take", compared.append)
-    protected._recover()
+    monkeypatch.setattr(recovery, "wait_quiet", lambda: None)
+    monkeypatch.setattr(recovery, "rejoin", SimpleNamespace(run=rejoin, iteration=7, phases_s={}))
+    monkeypatch.setattr(comparison, "take", compared.append)
+    recovery.run()
     assert compared == [8]  # the others: after iteration 7, when they have made it
     torch.testing.assert_close(model.weight.detach(), before - 0.1)
     assert place.here.iteration == 8 and optimizer.param_groups[0]["lr"] == 0.05
-    assert protected._comparison.is_ahead and protected._comparison._ahead is not None
-    taken = protected._comparison._ahead[1]
+    assert comparison.is_ahead and comparison._ahead is not None
+    taken = comparison._ahead[1]
     now = Fingerprints(tracked.state).take()
     assert taken.parts["hyper"]["lr of o"] == "0.1" and taken.parts["parameter"] == now.parts["parameter"]
     supervisor.close()
@@ -289,20 +300,19 @@ class Reader:
 
 @pytest.mark.parametrize("name", ["loader", "reader"])
 def test_state_that_differs_from_rank_to_rank_is_no_good_to_a_replacement(name: str) -> None:
-    def digests(own: int) -> list[int]:
-        model = nn.Linear(2, 1)
-        pending = {"models": {"m": model}, "optimizers": {}, "others": {name: Reader(3, own)}}
-        protected._tracked = Tracked(pending, [0, 1], 2, None)
-        return protected._tracked.digests_of_others()
+    def tracked(own: int) -> Tracked:
+        pending = {"models": {"m": nn.Linear(2, 1)}, "optimizers": {}, "others": {name: Reader(3, own)}}
+        return Tracked(pending, [0, 1], 2, None)
 
     notes: list[str] = []
     protected: Any = object.__new__(Protected)
-    protected._place, protected.supervisor = SimpleNamespace(rank=0), SimpleNamespace(note=notes.append)
-    protected._check_others([digests(0), digests(0)])
+    protected.place, protected.supervisor = SimpleNamespace(rank=0), SimpleNamespace(note=notes.append)
+    mine = tracked(0)
+    protected._check_others(mine, [mine.digests_of_others(), tracked(0).digests_of_others()])
     assert not notes
     refused = pytest.raises(UsageError, match="differs from rank to rank")
     with refused if name == "loader" else contextlib.nullcontext():
-        protected._check_others([digests(0), digests(4)])
+        protected._check_others(mine, [mine.digests_of_others(), tracked(4).digests_of_others()])
     assert len(notes) == (name != "loader") and all("another state on other ranks" in note for note in notes)
 
 
@@ -319,7 +329,7 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
     place.status = "holding"
     groups: Any = SimpleNamespace(aborted=None, local=contextlib.nullcontext)
     protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
-    protected._tracked = protected.ghosts.tracked = tracked
+    protected.assemble(tracked)
     agent = Channel(theirs)
     agent.sock.settimeout(5.0)
     given_up: list[str] = []
@@ -333,7 +343,7 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
         place.local_result = "all_reduce (count, train.py:3)"  # as `Outside` does
         return 1.0
 
-    protected._give_up = give_up  # type: ignore[method-assign]
+    protected.out.give_up = give_up  # type: ignore[assignment,method-assign]
     for _ in range(2):
         place.ghost_sections += 1
         protected.section(count)
@@ -365,7 +375,7 @@ def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatc
     place.status = "holding"
     groups: Any = SimpleNamespace(store=None, generation=1)
     protected: Any = Protected(place, supervisor, groups, torch.device("cpu"), None)
-    protected._tracked = tracked
+    recovery = protected.assemble(tracked).recovery
     replaced: list[str] = []
     num_runs = 0
 
@@ -382,9 +392,9 @@ def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatc
         if num_runs in (1, 3):
             raise dist.DistBackendError("a peer is lost")
 
-    protected._have_this_replaced = replace
-    protected._was_cut = lambda error: isinstance(error, dist.DistBackendError)
-    protected._wait_quiet = lambda: None
+    protected.out.have_replaced = replace
+    recovery.was_cut = lambda error: isinstance(error, dist.DistBackendError)
+    recovery.wait_quiet = lambda: None
     protected.section(lambda: update(changes=False))
     assert (num_runs, replaced) == (2, [])
     with pytest.raises(SystemExit):
@@ -406,7 +416,7 @@ def test_an_error_of_the_scripts_own_reaches_the_user_at_once(run: str) -> None:
     place.status = "holding"
     groups: Any = SimpleNamespace(aborted=None, local=contextlib.nullcontext, store=None, generation=1)
     protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
-    protected._tracked = protected.ghosts.tracked = tracked
+    protected.assemble(tracked)
     asked: list[BaseException] = []
     supervisor.confirm = lambda error: bool(asked.append(error))  # type: ignore[method-assign]
 

@@ -16,7 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift_agent.errors import SwiftError
 from swift_agent.torch_private import pipelining
 from swift_agent.torch_private import works as torch_works
+from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
+from tests.support.asked import Asked
 
 
 class Schedule:
@@ -41,7 +43,7 @@ def sent() -> list[int]:
 
 
 @pytest.fixture
-def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Pipelines]]:
+def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pipelines]]:
     """The pipelines of rank 1 of three; the n-th message that it gets is full of the number n."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
 
@@ -55,7 +57,7 @@ def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         sent.append(-dst)
         return torch_works.finished_work()
 
-    def one() -> Pipelines:
+    def one(in_place: InPlace | None = None) -> Pipelines:
         monkeypatch.setattr(dist.ProcessGroup, "recv", recv)
         monkeypatch.setattr(dist.ProcessGroup, "send", send)
         monkeypatch.setattr(dist.ProcessGroup, "recv_anysource", dist.ProcessGroup.recv_anysource)
@@ -63,7 +65,7 @@ def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
                             (schedules.PipelineScheduleMulti, "_initialize_stages")):  # fmt: skip
             monkeypatch.setattr(owner, name, getattr(owner, name))
         resets.clear()
-        return Pipelines()
+        return Pipelines(in_place)
 
     resets: list[Any] = []
     monkeypatch.setattr(pipelining, "reset_schedule", lambda schedule, first: resets.append((schedule, first)))
@@ -119,27 +121,28 @@ def test_the_second_schedule_of_a_kind_has_its_own_first_step(make: Callable[[],
     assert step(newcomer, kept[2]) == [7, 9]  # one that the others make now, too
 
 
-def test_a_change_between_training_and_evaluation_is_one_of_all(make: Callable[[], Pipelines], sent: list[int]) -> None:
+def test_a_change_between_training_and_evaluation_is_one_of_all(
+    make: Callable[..., Pipelines], sent: list[int]
+) -> None:
     """Which a newcomer makes with the others, and not alone; what it has run as a ghost is nothing to them."""
     first, schedule = make(), Schedule()
     assert step(first, schedule) == [1, 3] and step(first, schedule, "evaluation") == [4, 6]
     assert step(first, schedule) == [7, 9]
     first.end()
-    newcomer, mine, ghost = make(), Schedule(), True
+    in_place = Asked()
+    newcomer, mine, in_place.dry = make(in_place), Schedule(), True
     newcomer.give(first.offer())
-    newcomer.is_ghost = lambda: ghost
     assert step(newcomer, mine, "evaluation") == [4, 6]
     newcomer.end()
-    ghost = False
+    in_place.dry = False
     assert step(newcomer, mine) == [7, 9] and len(sent) == 9  # the others train already
     assert step(newcomer, mine, "evaluation") == [10, 12]  # and change now
     newcomer.end()
-    late, his = make(), Schedule()
+    late, his = make(in_place), Schedule()
     late.give(newcomer.offer())
-    late.is_ghost = lambda: ghost
-    ghost = True
+    in_place.dry = True
     step(late, his)
-    ghost, before = False, len(sent)
+    in_place.dry, before = False, len(sent)
     assert step(late, his) is not None and len(sent) == before + 3  # they change to training now, and so does he
 
 

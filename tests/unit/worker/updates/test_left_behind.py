@@ -40,8 +40,8 @@ class Worker:
         self.place.status = "holding"
         groups = ProcessGroups.__new__(ProcessGroups)
         self.protected = Protected(self.place, self.supervisor, groups, torch.device("cpu"), None)
-        self.protected._tracked = self.protected.ghosts.tracked = self.tracked
-        self.protected.ghosts._groups = cast(Any, SimpleNamespace(
+        self.loop = self.protected.assemble(self.tracked)
+        self.protected.dry_runs._groups = cast(Any, SimpleNamespace(
             aborted=None, local=contextlib.nullcontext, ghost=contextlib.nullcontext
         ))  # fmt: skip
 
@@ -60,7 +60,7 @@ class Worker:
         if step:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.protected._complete_iteration()
+        self.loop.iterations.complete()
 
     def gradients(self) -> list[list[float] | None]:
         return [None if p.grad is None else p.grad.flatten().tolist() for p in self.model.parameters()]
@@ -96,14 +96,14 @@ def test_a_cut_iteration_begins_again_with_what_its_predecessor_has_left(worker:
     for _ in range(2):
         worker.begin()
         worker.accumulate(5.0)
-        worker.protected._restore_start()
+        worker.loop.recovery.restore_start()
         worker.place.leave()
         assert worker.gradients() == left
     worker.iteration(step=True)
     assert not worker.tracked.state.carried and worker.gradients() == [None, None]
     worker.begin()
     worker.accumulate()
-    worker.protected._restore_start()
+    worker.loop.recovery.restore_start()
     assert worker.gradients() == [None, None]
 
 
@@ -114,7 +114,7 @@ def test_what_the_script_clears_between_two_iterations_stays_cleared(worker: Wor
     cleared = worker.gradients()
     worker.begin()
     worker.accumulate()
-    worker.protected._restore_start()
+    worker.loop.recovery.restore_start()
     assert worker.gradients() == cleared
 
 
@@ -159,16 +159,16 @@ def test_who_owes_the_iteration_gets_what_it_has_left(worker: Worker, other: Wor
     assert other.gradients() == left and other.place.carried == worker.place.carried
     other.begin()
     other.accumulate(9.0)
-    other.protected._restore_start()
+    other.loop.recovery.restore_start()
     assert other.gradients() == left
 
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_who_makes_it_after_all_leaves_them(worker: Worker, clears: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.protected, "_wait_quiet", lambda: None)
+    monkeypatch.setattr(worker.loop.recovery, "wait_quiet", lambda: None)
     worker.begin()
     values = iter([7.0, 1.0])  # alone it sees other ones
-    worker.protected._pass_over(lambda: worker.accumulate(next(values)))
+    worker.loop.iterations.over.run(lambda: worker.accumulate(next(values)))
     if clears:
         worker.optimizer.zero_grad()
     assert worker.place.owed is not None
@@ -194,17 +194,17 @@ def test_a_script_touches_gradients_in_any_way() -> None:
 def test_who_was_cut_when_all_had_agreed_to_no_update_keeps_them(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.protected, "_wait_quiet", lambda: None)
+    monkeypatch.setattr(worker.loop.recovery, "wait_quiet", lambda: None)
     worker.begin()
     worker.accumulate()
     left = worker.gradients()
     worker.tracked.updates.updated = True  # `join_agreement` has come to its end, or `finish_update`
-    worker.protected._pass_over(lambda: worker.accumulate(7.0))
+    worker.loop.iterations.over.run(lambda: worker.accumulate(7.0))
     assert worker.gradients() == left and worker.tracked.state.carried and worker.place.here.iteration == 1
 
 
 def test_an_update_that_was_cut_afterwards_has_used_them(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.protected, "_wait_quiet", lambda: None)
+    monkeypatch.setattr(worker.loop.recovery, "wait_quiet", lambda: None)
     worker.iteration()
 
     def train() -> None:
@@ -213,7 +213,7 @@ def test_an_update_that_was_cut_afterwards_has_used_them(worker: Worker, monkeyp
 
     worker.begin()
     train()
-    worker.protected._pass_over(train)
+    worker.loop.iterations.over.run(train)
     assert not worker.tracked.state.carried and worker.place.here.iteration == 2
 
 
@@ -221,7 +221,7 @@ def test_an_iteration_that_is_run_for_its_result_has_its_own_number(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it makes the update by that, and clears its gradients, which the next one adds to."""
-    monkeypatch.setattr(worker.protected, "_wait_quiet", lambda: None)
+    monkeypatch.setattr(worker.loop.recovery, "wait_quiet", lambda: None)
     job = Job(0, 0, 2, torch.device("cpu"), worker.place, worker.protected, None)
 
     def train() -> None:
@@ -233,7 +233,7 @@ def test_an_iteration_that_is_run_for_its_result_has_its_own_number(
     worker.iteration()
     worker.begin()
     train()
-    worker.protected._pass_over(train)
+    worker.loop.iterations.over.run(train)
     assert worker.gradients() == [None, None] and job.iteration_number == 2
 
 
@@ -268,7 +268,7 @@ def test_snapshots_notice_that_they_are_not_current(worker: Worker) -> None:
 def test_whether_the_next_iteration_uses_them(worker: Worker, clears: bool) -> None:
     """Also if it is cut, and begun again."""
     told: list[str] = []
-    worker.protected._give_up = lambda why, **_: told.append(why)  # type: ignore[assignment,method-assign]
+    worker.protected.out.give_up = lambda why, **_: told.append(why)  # type: ignore[assignment,method-assign]
     worker.iteration()
     worker.place.gradients_differ = True  # as a recovery has found
     worker.tracked.watch_gradients()
@@ -286,7 +286,7 @@ def test_whether_the_next_iteration_uses_them(worker: Worker, clears: bool) -> N
     worker.begin()
     train()
     assert told == []
-    worker.protected._complete_iteration()
+    worker.loop.iterations.complete()
     assert len(told) == (not clears) and not worker.place.gradients_differ
     if told:
         assert "ended with gradients, but without a step" in told[0] and "each rank has its own" in told[0]

@@ -15,10 +15,12 @@ from torch import nn
 
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.wire.channel import Channel
+from swift_agent.worker.in_place import Way
 from swift_agent.worker.line import agent_line
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.updates.tracker import UpdateTracker, Way, _Seen
+from swift_agent.worker.updates.tracker import UpdateTracker, _Seen
 from swift_recovery.planning.plan import Plan
+from tests.support.asked import Asked
 
 
 class Worker:
@@ -35,7 +37,8 @@ class Worker:
         self.agent.sock.settimeout(5.0)
         self.supervisor = Supervisor(Channel(ours), 0)
         named = {str(i): opt for i, opt in enumerate(self.optimizers)}
-        self.tracker = UpdateTracker(named, self.supervisor, agree)
+        self.in_place = Asked()
+        self.tracker = UpdateTracker(named, self.supervisor, agree, self.in_place)
         self.heard = threading.Event()
         self.supervisor.start({}, self.report, lambda why, generation: self.heard.set())
         assert self.agent.receive()["op"] == "hello"
@@ -187,7 +190,7 @@ def test_an_agreement_that_was_cut_goes_on_if_all_do(make: Callable[..., Worker]
         worker.supervisor.enter()
         return "update" if isinstance(error, ConnectionError) else ""
 
-    worker.tracker.goes_on = goes_on
+    worker.in_place.when_agreeing = goes_on
     worker.tracker.begin()
     for index in range(num):
         worker.backward(index)
@@ -221,7 +224,7 @@ def test_who_stays_in_its_iteration_agrees_again(make: Callable[..., Worker]) ->
         worker.enter(worker.supervisor.generation + 1)
         return "agree"
 
-    worker.tracker.goes_on = goes_on
+    worker.in_place.when_agreeing = goes_on
     worker.iteration()
     assert [type(error) for error in errors] == [ConnectionError, PeerFailure, ConnectionError]
     worker.stop(worker.supervisor.generation)
@@ -244,7 +247,7 @@ def test_after_a_first_step_an_agreement_that_was_cut_is_the_end_of_the_iteratio
             raise ConnectionError("the agreement was cut")
 
     worker = make(num=3, agree=agree)
-    worker.tracker.goes_on = lambda error: pytest.fail("asked")
+    worker.in_place.when_agreeing = lambda error: pytest.fail("asked")
 
     def steps() -> None:
         worker.tracker.begin()

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from swift_agent.worker.loop.own_data import OwnData
+from swift_agent.worker.checks.own_data import OwnData
 
 
 class Told(Exception):

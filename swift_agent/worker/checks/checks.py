@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+from swift_agent.worker.checks.meetings import Meetings
+from swift_agent.worker.checks.own_data import OwnData
+from swift_agent.worker.checks.section_calls import SectionCalls
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.meetings import Meetings
-from swift_agent.worker.loop.own_data import OwnData
-from swift_agent.worker.loop.section_calls import SectionCalls
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates import touched

@@ -20,9 +20,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from swift_agent.wire.store_client import StoreClient
+from swift_agent.worker.checks.section_calls import is_compared
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.section_calls import is_compared
 from swift_agent.worker.tracked.loop_state import Place
 
 _REMEDY = (

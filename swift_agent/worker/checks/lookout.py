@@ -23,10 +23,10 @@ from typing import Any
 import torch.distributed as dist
 
 from swift_agent.wire.store_client import StoreClient
+from swift_agent.worker.checks.standstill import Doing, Inside, Standing, describe, waits_for_ever
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line import in_script
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.loop.standstill import Doing, Inside, Standing, describe, waits_for_ever
 from swift_agent.worker.tracked.loop_state import Place
 from swift_rendezvous.threads import has_started, thread
 
@@ -44,7 +44,7 @@ _WAITING = tuple(
         in_script.OURS + f"worker/{path}.py"
         for path in (
             "loop/outside",
-            "loop/meetings",
+            "checks/meetings",
             "messages/operations",
             "messages/messages",
             "messages/collective_results",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swift_agent.worker.checks.standstill import Standing, describe, waits_for_ever
 from swift_agent.worker.line.in_script import place_of
-from swift_agent.worker.loop.standstill import Standing, describe, waits_for_ever
 
 ITERATION = Standing(30, 4, "iteration", "waits", "train, t.py:9", 20.0)
 END = Standing(30, 4, "end", "waits", "main, t.py:30", 20.0)

@@ -20,9 +20,9 @@ import torch.distributed.distributed_c10d
 import swift_agent.worker.loop.outside
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.wire.store_server import StoreServer
-from swift_agent.worker.loop import lookout
-from swift_agent.worker.loop.lookout import STILL_S, Lookout
-from swift_agent.worker.loop.meetings import Meetings
+from swift_agent.worker.checks import lookout
+from swift_agent.worker.checks.lookout import STILL_S, Lookout
+from swift_agent.worker.checks.meetings import Meetings
 from swift_agent.worker.tracked.loop_state import Position
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from swift_agent.worker.loop.section_calls import CALLS, SECTIONS, SectionCalls, is_compared
+from swift_agent.worker.checks.section_calls import CALLS, SECTIONS, SectionCalls, is_compared
 
 ALL = (0, 1, 2)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.wire.store_server import StoreServer
-from swift_agent.worker.loop.meetings import Meetings
+from swift_agent.worker.checks.meetings import Meetings
 
 
 @pytest.fixture

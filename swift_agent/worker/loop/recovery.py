@@ -1,0 +1,183 @@
+"""Joins the others in the newest generation, as often as a peer fails, and knows which errors come from that.
+
+It must never decide what a recovery consists of: the plan does, and `rejoin` carries it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+
+from swift_agent.errors import CannotConnect, ReplicaMismatch, UsageError
+from swift_agent.worker.checks.checks import Checks
+from swift_agent.worker.checks.lookout import Lookout
+from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.checkpointing import Checkpointing
+from swift_agent.worker.loop.dry_runs import DryRuns
+from swift_agent.worker.loop.peer_errors import is_communication_error, is_own, own
+from swift_agent.worker.loop.ways_out import WaysOut
+from swift_agent.worker.rejoin.rejoin import Rejoin
+from swift_agent.worker.rejoin.witness import Witnesses
+from swift_agent.worker.replicas.comparison import NEVER, Comparison
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_recovery.checkpoint.writer import CheckpointError
+from swift_recovery.errors import CannotReplay, CutReplay, LostLog
+
+# At least, between two words of a newcomer that repeats iterations.
+TELL_S = 10.0
+# Operations of stopped groups end within milliseconds, if at all.
+QUIET_TIMEOUT = timedelta(seconds=20)
+
+
+class Recovery:
+    """One per worker, from the first point of the loop on. *phases_s*: seconds of the set-up of a replacement, by
+    phase."""
+
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
+        dry_runs: DryRuns, out: WaysOut, checks: Checks, *, lookout: Lookout | None = None,
+        checkpointing: Checkpointing | None = None, comparison: Comparison | None = None,
+        witnesses: Witnesses | None = None, phases_s: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
+        self._dry_runs, self._out, self._checks, self._lookout = dry_runs, out, checks, lookout
+        self._checkpointing, self._comparison, self._witnesses = checkpointing, comparison, witnesses
+        self.rejoin = Rejoin(place, supervisor, groups, tracked, device, self.wait_quiet, witnesses)
+        self.phases_s: dict[str, float] = phases_s or {}
+        """Of the recovery that nobody was told of yet."""
+        self.is_untold = 0
+        """The generation that this worker has joined in a recovery and has completed no step in; 0: none."""
+        self._began_s = 0.0
+        """When the part of a recovery that comes after joining began, on the monotonic clock."""
+        self._told_s = 0.0
+        self._repeats_from = 0
+        self.compare_at = NEVER
+        """After so many finished iterations replicas are compared."""
+
+    def was_cut(self, error: Exception) -> bool:
+        """Whether *error* comes from the failure of a peer. Everything else is the script's own."""
+        if isinstance(error, (UsageError, CheckpointError)):
+            return False
+        if self._supervisor.interrupted:
+            return True
+        if self._tracked.updates.failed is not None:
+            return False
+        if not is_communication_error(error) or is_own(error):
+            return False
+        # A group that the script makes is connected, too.
+        hears = self._supervisor.reconnect if isinstance(error, RebuildFailed) else self._supervisor.confirm
+        if hears(error):
+            return True
+        own(error)  # nobody shall wait for that once more
+        return False
+
+    def run(self, *, staying: bool = False) -> bool:
+        """Join the others in the newest generation; returns True with live groups and the plan's state. May take
+        several tries. *staying*: in the middle of an iteration; False if that has to be begun anew.
+        """
+        self.wait_quiet()
+        self._dry_runs.leave()
+        messages = self._tracked.messages
+        aside = messages.aside() if messages is not None else contextlib.nullcontext()
+        try:
+            with aside, self._looking_away():
+                if not self.rejoin.run(staying=staying):
+                    return False
+        except (CutReplay, LostLog) as error:
+            self._out.have_replaced(str(error))
+        except CannotConnect as error:
+            # Whom no process can connect is not replaced for ever: it counts as a failure of its own.
+            self._out.have_replaced(str(error), by_itself=not isinstance(error.__cause__, WornOut))
+        except CannotReplay as error:
+            self._out.give_up(str(error))
+        except ReplicaMismatch as error:
+            self._out.restart_all(f"{error}")
+        if self._checkpointing is not None:
+            self._checkpointing.recovered(self.rejoin.iteration)
+        if self._witnesses is not None:
+            self._witnesses.begin()
+        place = self._place
+        place.has_recovered = True
+        self._checks.recovered()
+        place.has_to_remake = place.remakes or place.lacks
+        self.compare_from(self.rejoin.iteration, undisturbed=False)
+        if self._comparison is not None and self._comparison.is_ahead:
+            self.compare(self._place.here.iteration)
+        self.phases_s |= self.rejoin.phases_s
+        self.is_untold = self._supervisor.generation
+        self._began_s = self._told_s = time.monotonic()
+        self._repeats_from = self._place.here.iteration
+        return True
+
+    @contextlib.contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """Inside, nobody takes a wait for one of the script's."""
+        lookout = self._lookout
+        if lookout is not None:
+            lookout.is_aside = True
+        try:
+            yield
+        finally:
+            if lookout is not None:
+                lookout.is_aside = False
+
+    def wait_quiet(self) -> None:
+        """Until nothing of the stopped groups touches a tensor; a process in which that does not come is replaced."""
+        self._supervisor.wait_aborted()
+        if not self._groups.wait_quiet(QUIET_TIMEOUT):
+            self._out.have_replaced("operations of the stopped process groups do not end", by_itself=True)
+        self._tracked.reset_shards()
+
+    def restore_start(self, what: str = "iteration") -> None:
+        place = self._place
+        if place.start.is_spoilt():
+            number = place.here.iteration if what == "iteration" else place.here.sections
+            self._out.have_replaced(
+                f"{what} {number}, which was cut, has changed parameters of no tracked optimizer for the first time in "
+                "this process, or by way of .data, which nobody counts, and what they were is not kept"
+            )
+        place.start.restore()
+
+    def compare_from(self, iteration: int, *, undisturbed: bool) -> None:
+        if self._comparison is not None:
+            self._comparison.begin(iteration, undisturbed=undisturbed)
+            self.compare_at = self._comparison.due
+
+    def compare(self, number: int) -> None:
+        """So many iterations are done, on all ranks alike."""
+        assert self._comparison is not None
+        self._comparison.take(number)
+        self.compare_at = self._comparison.due
+
+    def end_replay(self, *, logs_s: float) -> None:
+        """All iterations are repeated; for so long it has waited for logs."""
+        now_s = time.monotonic()
+        self.phases_s |= {"logs": logs_s, "replay": now_s - self._began_s - logs_s}
+        self._began_s = now_s
+
+    def tell_how_far(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            place, begin = self._place, self._repeats_from
+            num_done, num = place.here.iteration - begin, place.replays_before - begin
+            self._supervisor.note(f"has repeated {num_done} of {num} iterations in {now_s - self._began_s:.0f} s")
+
+    def tell_resumed(self) -> None:
+        """The first iteration (or section) after a recovery is done: that is when the job runs again."""
+        phases = {**self.phases_s, "iteration": time.monotonic() - self._began_s}
+        self._supervisor.send(
+            {
+                "op": "resumed",
+                "generation": self.is_untold,
+                "iteration": self._place.here.iteration,
+                "phases_s": phases,
+            }
+        )
+        self.is_untold, self.phases_s = 0, {}
