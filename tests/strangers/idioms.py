@@ -18,17 +18,21 @@ class Equal:
 class Told:
     """A line says what cannot be recovered, and what helps.
 
-    *line*: a part of it. *when*: "start": in a run without any failure too; "failure": at the first recovery.
-    *then*: "refused": the job ends before its first iteration; "restart": all workers start again after a failure, and
-    the end is that of an undisturbed run; "ends": the job ends with a failure that names *line*. *moment*: of the three
-    faults this one is made. *never*: what must not be said in a run without any failure, as it would not help.
+    *lines*: a part of it; where several processes notice, of one of these: whichever comes first. *when*: "start": in
+    a run without any failure too; "failure": at the first recovery. *then*: "refused": the job ends before its first
+    iteration; "restart": all workers start again after a failure, and the end is that of an undisturbed run; "ends":
+    the job ends with a failure that names the line. *moment*: of the three faults this one is made. *never*: what must
+    not be said in a run without any failure, as it would not help.
     """
 
-    line: str
+    lines: str | tuple[str, ...]
     when: Literal["start", "failure"]
     then: Literal["refused", "restart", "ends"]
     moment: Literal["before", "inside", "after"] = "before"
     never: str = ""
+
+    def is_in(self, text: str) -> bool:
+        return any(line in text for line in ([self.lines] if isinstance(self.lines, str) else self.lines))
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class Idiom:
     scopes: tuple[str, ...] = ("worker", "node")
     needs: str = ""
 
+
+# The second, if the rank that stays is not in the iteration yet when the other node goes.
+_OTHER_DATA = ("was given other data when it was run again", "what the run, or the epoch, began with")
 
 IDIOMS: dict[str, Idiom] = {
     "ddp tutorial": Idiom("ddp_tutorial.py"),
@@ -204,8 +211,7 @@ IDIOMS: dict[str, Idiom] = {
     ),
     "the next batch made in the iteration": Idiom("prefetched_batch.py", at=(5, 7, 9)),
     "the next batch made in the iteration, before that is known": Idiom(
-        "prefetched_batch.py", Told("was given other data when it was run again", "failure", "restart"),
-        at=(2, 3, 4), scopes=("node",)
+        "prefetched_batch.py", Told(_OTHER_DATA, "failure", "restart"), at=(2, 3, 4), scopes=("node",)
     ),
     "the next batch read in the iteration": Idiom(
         "prefetched_batch.py", Told("had not left it the same", "failure", "restart"), args=("read",), at=(5, 6, 9),
@@ -219,7 +225,7 @@ IDIOMS: dict[str, Idiom] = {
         "prefetched_batch.py", args=("numbered", "now", "validate")
     ),
     "a batch read in the iteration": Idiom(
-        "prefetched_batch.py", Told("was given other data when it was run again", "failure", "restart"),
-        args=("read", "now"), at=(5, 6, 9), scopes=("node",)
+        "prefetched_batch.py", Told(_OTHER_DATA, "failure", "restart"), args=("read", "now"), at=(5, 6, 9),
+        scopes=("node",)
     ),
 }

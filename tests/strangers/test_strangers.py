@@ -70,7 +70,7 @@ def hashes_of(outcome: Outcome) -> dict[int, str]:
 def _check_told_at_start(idiom: Idiom, outcome: Outcome) -> None:
     told = idiom.expected
     if isinstance(told, Told) and told.when == "start":
-        assert told.line in outcome.text(), outcome.text()
+        assert told.is_in(outcome.text()), outcome.text()
         assert not told.never or told.never not in outcome.text(), outcome.text()
 
 
@@ -118,7 +118,7 @@ def _check_equal(idiom: Idiom, faults: list[dict[str, Any]], outcome: Outcome, h
 
 def _check_told(told: Told, outcome: Outcome, hashes: dict[int, str]) -> None:
     text = outcome.text()
-    assert told.line in text, text
+    assert told.is_in(text), text
     if told.then == "restart":
         assert hashes_of(outcome) == hashes, text
     else:
@@ -127,7 +127,7 @@ def _check_told(told: Told, outcome: Outcome, hashes: dict[int, str]) -> None:
 
 def _check_refused(told: Told, outcome: Outcome) -> None:
     text = outcome.text()
-    assert told.line in text, text
+    assert told.is_in(text), text
     assert not outcome.results and 0 not in outcome.exit_codes.values(), text
 
 
