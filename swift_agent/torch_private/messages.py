@@ -11,29 +11,41 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+Layer = Literal["schedules", "log"]
+# Who stands between a script and torch, from the script's side on: what a schedule is served is no message, so it must
+# be neither counted nor logged.
+LAYERS: tuple[Layer, ...] = ("schedules", "log")
+_KEYWORDS = {"send": ("tensors", "dstRank", "tag"), "recv": ("tensors", "srcRank", "tag"), "recv_anysource": ()}
 
-def wrap_messages(send: Callable[..., Any], recv: Callable[..., Any], recv_from_any: Callable[..., Any]) -> None:
+
+def intercept_messages(
+    layer: Layer, send: Callable[..., Any], recv: Callable[..., Any], recv_from_any: Callable[..., Any]
+) -> None:
     """From now on Python's point-to-point operations of all groups are `send(original, group, tensors, dst, tag)`,
     `recv(original, group, tensors, src, tag)` and `recv_from_any(original, group, tensors, tag)`; ranks are the
-    group's. C++ callers are not affected."""
-    _wrap_operation("send", send, ("tensors", "dstRank", "tag"))
-    _wrap_operation("recv", recv, ("tensors", "srcRank", "tag"))
-    _wrap_operation("recv_anysource", recv_from_any, ())
+    group's. `original` is the next one in the order of `LAYERS`, torch last, whichever of them was there first. C++
+    callers are not affected."""
+    for name, wrapper in (("send", send), ("recv", recv), ("recv_anysource", recv_from_any)):
+        there = getattr(dist.ProcessGroup, name)
+        layers = sorted([(layer, wrapper), *getattr(there, "_layers", [])], key=lambda one: LAYERS.index(one[0]))
+        operation = base = getattr(there, "_base", there)
+        for _, each in reversed(layers):
+            operation = _intercepted(operation, each, _KEYWORDS[name])
+        operation._layers, operation._base = layers, base
+        setattr(dist.ProcessGroup, name, operation)
 
 
-def _wrap_operation(name: str, wrapper: Callable[..., Any], keywords: Sequence[str]) -> None:
-    original = getattr(dist.ProcessGroup, name)
-
+def _intercepted(original: Any, wrapper: Callable[..., Any], keywords: Sequence[str]) -> Any:
     @functools.wraps(original)
     def operation(group: Any, *args: Any, **named: Any) -> Any:
         return wrapper(original, group, *args, *(named[keyword] for keyword in keywords[len(args) :]))
 
-    setattr(dist.ProcessGroup, name, operation)
+    return operation
 
 
 # Collectives after which all members of the group have the same, by the methods of ProcessGroup that Python calls. Logs

@@ -1,6 +1,7 @@
-"""How many messages of an iteration C++ code has sent or received by itself, past Python, where nobody logs them.
+"""Messages of an iteration that go where nobody logs them: past Python, by C++ code, or past process groups.
 
-The compiled library counts all of them, and this the ones that Python makes. Must never refuse one: who asks does.
+The compiled library counts all messages of process groups, and this the ones that Python makes. It must never refuse
+one that Python makes.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from swift_agent import native
+from swift_agent.errors import UsageError
+from swift_agent.torch_private import messages as torch_messages
 
 
 class Unseen:
@@ -58,3 +61,49 @@ class Unseen:
         finally:
             made = self._made
             self._base += self._num - made - before
+
+
+def check_ways() -> None:
+    """Raise `UsageError` if messages go where they are not seen."""
+    if ways := torch_messages.ways_past_c10d():
+        raise UsageError(
+            f"this job logs the messages between its stages, and the script has set up {' and '.join(ways)}: what "
+            "goes that way is not logged, so a lost rank could not repeat it. Use dist.isend and dist.irecv."
+        )
+
+
+class Ways:
+    """Refuses an iteration that has sent or received something unseen: before its update, when nothing is lost yet; or
+    when the next one begins, if it came after that."""
+
+    def __init__(self, unseen: Unseen) -> None:
+        self._unseen = unseen
+        self._has_checked = False
+        self._num_unseen = 0  # in the last iteration
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        count, self._num_unseen = self._num_unseen, 0
+        if count:
+            self._refuse(count)
+        self._unseen.begin()
+
+    def check_seen(self) -> None:
+        """Before the update."""
+        if not self._has_checked:
+            self._has_checked = True
+            check_ways()
+        if count := self._unseen.count:
+            self._refuse(count)
+
+    def end(self) -> None:
+        """The iteration counts."""
+        self._num_unseen = self._unseen.count
+
+    @staticmethod
+    def _refuse(count: int) -> NoReturn:
+        raise UsageError(
+            f"{count} sends or receives of an iteration were made by C++ code (torch.ops.c10d, an extension), past the "
+            "Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. Make them "
+            "with dist.isend and dist.irecv."
+        )

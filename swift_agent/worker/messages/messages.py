@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from swift_agent.torch_private import (
 from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.collective_results import Outputs, Results
-from swift_agent.worker.messages.cpp_messages import Unseen
+from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to
 from swift_agent.worker.messages.operations import Receive, Send
 from swift_logging_store.format.record import Channel
@@ -109,11 +109,11 @@ class Messages:
         self._again: list[Any] = []
         self._again_before: list[Any] = []
         self._collectives, self._unseen = Collectives(), Unseen()
-        self._has_checked_ways = False
-        self._num_unseen = 0  # in the last iteration
+        self._ways = Ways(self._unseen)
         self._results = Results(rank, self._repetition, self._log)
         make = self._unseen.make
-        torch_messages.wrap_messages(
+        torch_messages.intercept_messages(
+            "log",
             lambda original, *its: self._send(partial(make, original), *its),
             lambda original, *its: self._recv(partial(make, original), *its),
             self._recv_from_any,
@@ -138,10 +138,7 @@ class Messages:
         self._iteration, self._generation, self._has_agreed = iteration, generation, False
         self._counts.begin()
         self._collectives.begin()
-        count, self._num_unseen = self._num_unseen, 0
-        if count:
-            self._refuse_unseen(count)
-        self._unseen.begin()
+        self._ways.begin()
         self._results.begin(iteration)
 
     def end(self) -> None:
@@ -154,7 +151,7 @@ class Messages:
         self._let_go()
         self._counts.end()
         self._collectives.end()
-        self._num_unseen = self._unseen.count
+        self._ways.end()
         # All that an iteration sends is received in it; it may not be known here yet.
         self._again_before, self._again = self._again, []
         repetition = self._repetition
@@ -330,38 +327,13 @@ class Messages:
         """*agree* to the update of an iteration, a collective that is none of the script's."""
 
         def agree_aside() -> None:
-            self._check_seen()
+            self._ways.check_seen()
             self._results.agree()
             self._has_agreed = True
             with self._collectives.aside():
                 agree()
 
         return agree_aside
-
-    @staticmethod
-    def check_ways() -> None:
-        """Raise `UsageError` if messages go where they are not seen."""
-        if ways := torch_messages.ways_past_c10d():
-            raise UsageError(
-                f"this job logs the messages between its stages, and the script has set up {' and '.join(ways)}: what "
-                "goes that way is not logged, so a lost rank could not repeat it. Use dist.isend and dist.irecv."
-            )
-
-    def _check_seen(self) -> None:
-        """Before the update: so far nothing is lost."""
-        if not self._has_checked_ways:
-            self._has_checked_ways = True
-            self.check_ways()
-        if count := self._unseen.count:
-            self._refuse_unseen(count)
-
-    @staticmethod
-    def _refuse_unseen(count: int) -> NoReturn:
-        raise UsageError(
-            f"{count} sends or receives of an iteration were made by C++ code (torch.ops.c10d, an extension), past the "
-            "Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. Make them "
-            "with dist.isend and dist.irecv."
-        )
 
     def told(self, iteration: int) -> dict[str, Any]:
         """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""

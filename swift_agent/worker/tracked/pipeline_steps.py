@@ -55,7 +55,7 @@ class Pipelines:
         self._receiving: list[Tensor] | None = None
         self._serving: deque[Tensor] | None = None
         pipelining.watch_schedules(self._on_step)
-        torch_messages.wrap_messages(self._send, self._recv, self._recv_from_any)
+        torch_messages.intercept_messages("schedules", self._send, self._recv, self._recv_from_any)
 
     def end(self) -> None:
         """The iteration or section counts, and what was made in it."""

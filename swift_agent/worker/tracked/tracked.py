@@ -27,6 +27,7 @@ from swift_agent.wire.given import fingerprint
 from swift_agent.worker.groups import transfer
 from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.messages.cpp_messages import check_ways
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.tracked import ddp_buckets, unsupported
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
@@ -134,7 +135,7 @@ class Tracked:
         """The model is sharded, and no other rank holds what this one does."""
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
-            Messages.check_ways()
+            check_ways()
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
             self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place)
         self.pipelines = Pipelines(in_place) if supervisor is not None and pipelining.has_schedules() else None

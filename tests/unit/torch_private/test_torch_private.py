@@ -457,7 +457,7 @@ def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.Monk
         seen.append((original.__name__, group.group_name, len(tensors), *where))
         return torch_works.finished_work()
 
-    torch_messages.wrap_messages(serve, serve, serve)
+    torch_messages.intercept_messages("log", serve, serve, serve)
     one, name = torch.zeros(2), dist.group.WORLD.group_name  # type: ignore[union-attr]
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0, tag=3), dist.P2POp(dist.irecv, one, 0, tag=4)]):
         assert work.wait() and work.is_completed()
@@ -475,6 +475,33 @@ def test_pythons_messages_pass_the_wrapper(world: None, monkeypatch: pytest.Monk
         dist.group.WORLD.recv([one], tag=11, srcRank=0)  # type: ignore[union-attr]
     assert len(seen) == 6
     assert dist.isend(one, 0, tag=12).wait() and seen[6:] == [("send", name, 1, 0, 12)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("made", [("log", "schedules"), ("schedules", "log")])
+def test_what_a_schedule_is_served_is_not_logged(
+    made: tuple[torch_messages.Layer, ...], world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two is made first."""
+    for name in ("send", "recv", "recv_anysource"):
+        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
+    seen: list[str] = []
+    serves = True
+
+    def schedule(original: Any, *args: Any) -> Any:
+        seen.append("schedules")
+        return torch_works.finished_work() if serves else original(*args)
+
+    def log(original: Any, *args: Any) -> Any:
+        seen.append("log")
+        assert not hasattr(original, "_layers"), "torch is the last one"
+        return torch_works.finished_work()
+
+    for layer in made:
+        one = schedule if layer == "schedules" else log
+        torch_messages.intercept_messages(layer, one, one, one)
+    assert dist.irecv(torch.zeros(2), 0).wait() and seen == ["schedules"]  # type: ignore[union-attr]
+    serves = False
+    assert dist.isend(torch.zeros(2), 0).wait() and seen == ["schedules", "schedules", "log"]  # type: ignore[union-attr]
 
 
 def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
 from swift_agent.wire.environment import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_agent.worker.messages import log_settings, messages
+from swift_agent.worker.messages.cpp_messages import check_ways
 from swift_agent.worker.messages.messages import Messages
 from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Channel
@@ -324,7 +325,7 @@ def test_other_ways_between_ranks_are_refused(make: Callable[[int], Messages], m
     agree = made.agreeing(lambda: None)
     made.begin(0, 1)
     monkeypatch.setattr(torch_messages, "ways_past_c10d", lambda: ["torch.distributed.rpc", "symmetric memory"])
-    for check in (agree, Messages.check_ways):
+    for check in (agree, check_ways):
         with pytest.raises(UsageError, match=r"has set up torch\.distributed\.rpc and symmetric memory"):
             check()
 
