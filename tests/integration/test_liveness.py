@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 
 from swift_rendezvous.node._handshake import TIMEOUT_S
-from swift_rendezvous.node.liveness import Limits, Liveness, ring_targets
+from swift_rendezvous.node.liveness import Liveness
 from swift_rendezvous.roster.records import NodeRecord
+from swift_rendezvous.roster.suspicion import Limits, ring_targets
 from tests.support.etcd_cluster import wait_for
 from tests.support.limits import without_descriptors
 from tests.support.network import Network
@@ -143,7 +144,7 @@ def test_both_ends_see_a_death_whoever_dialled(start: Callable[..., Node | Proce
     peer.tell(me.record)  # it dials; this side only knows it
     wait_for(lambda: "b" in me.connected(), 5.0, "its connection")
     with me.liveness._lock:
-        me.liveness._known = {"b": peer.record}  # not update(): this side shall not dial
+        me.liveness._suspicion.known = {"b": peer.record}  # not update(): this side shall not dial
     peer.kill()
     assert me.next_lost()[0] == "b"
 
