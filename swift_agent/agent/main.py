@@ -75,7 +75,7 @@ def _address(config: AgentConfig, signals: CaughtSignals) -> str:
     deadline_s, is_told = time.monotonic() + NETWORK_S, False
     while True:
         try:
-            return host.local_host(config)
+            return host.local_host(config.local_addr, config.etcd)
         except host.NoWay as error:
             if time.monotonic() >= deadline_s:
                 raise

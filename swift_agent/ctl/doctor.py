@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import cast
 
 import click
 import psutil
@@ -190,25 +189,15 @@ def measure_machine(config: EtcdConfig | None, local_addr: str | None) -> Machin
     )
 
 
-class _EtcdOnly:
-    """All of an agent's configuration that `host.local_host` looks at."""
-
-    local_addr = ""
-
-    def __init__(self, etcd: EtcdConfig | None) -> None:
-        self.etcd = etcd
-
-
 def _local_address(config: EtcdConfig | None) -> tuple[str, str]:
     """The address that an agent would choose, or why it would not find one."""
     try:
         from swift_agent.errors import JobStopped
         from swift_agent.launch import host
-        from swift_agent.launch.config import AgentConfig
     except Exception as error:  # torch is missing or broken: that is another finding
         return "", f"not known without torch: {error}"
     try:
-        return host.local_host(cast(AgentConfig, _EtcdOnly(config))), ""
+        return host.local_host(None, config), ""
     except JobStopped as error:
         return "", str(error)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from swift_agent.errors import JobStopped
 from swift_agent.launch.config import AgentConfig
 from swift_rendezvous.roster.records import NodeRecord
-from swift_rendezvous.store.etcd_config import UNIX
+from swift_rendezvous.store.etcd_config import UNIX, EtcdConfig
 
 
 def job_fingerprint(config: AgentConfig) -> str:
@@ -59,18 +59,18 @@ class NoWay(JobStopped):
     """No interface leads to etcd, which may change: a machine's network comes up, or is away for a moment."""
 
 
-def local_host(config: AgentConfig) -> str:
+def local_host(local_addr: str | None, etcd: EtcdConfig | None) -> str:
     """The address at which the other nodes reach this one: `--local-addr`, else that of the interface that leads to
     etcd. Raises `JobStopped` if it is not known, or not of this machine, `NoWay` if that may be otherwise in a moment.
     """
-    if config.local_addr:
-        _check_own(config.local_addr)
-        return config.local_addr
-    if config.etcd is None:
+    if local_addr:
+        _check_own(local_addr)
+        return local_addr
+    if etcd is None:
         return "127.0.0.1"
     problems: list[str] = []
     raised: type[JobStopped] = JobStopped
-    for endpoint in config.etcd.endpoints:
+    for endpoint in etcd.endpoints:
         if endpoint.startswith(UNIX):
             return "127.0.0.1"
         host, _, port = endpoint.rpartition(":")

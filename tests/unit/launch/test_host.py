@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from swift_agent.errors import JobStopped
 from swift_agent.launch import host
 from swift_agent.launch.host import another_command, is_own, mistaken_address
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.support.records import node
 
 
@@ -54,8 +54,7 @@ def test_whether_there_may_be_a_way_to_etcd_in_a_moment(
     def resolve(*_: object, **__: object) -> NoReturn:
         raise error
 
-    config: Any = SimpleNamespace(local_addr="", etcd=SimpleNamespace(endpoints=("etcd1:2379",)))
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(JobStopped, match=r"on the way to etcd .etcd1:2379: .*name it with --local-addr") as caught:
-        host.local_host(config)
+        host.local_host(None, EtcdConfig(("etcd1:2379",)))
     assert isinstance(caught.value, host.NoWay) is passes
