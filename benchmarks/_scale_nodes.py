@@ -37,11 +37,11 @@ from swift_agent.agent.record_writer import Write, Writer
 from swift_recovery.planning.reports import RankReport
 from swift_rendezvous.node.coordinator import Coordinator
 from swift_rendezvous.node.registration import enter_job
+from swift_rendezvous.node.suspicion import ring_targets
 from swift_rendezvous.node.watcher import JobWatcher
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, NodeRecord, StoreRecord
-from swift_rendezvous.roster.suspicion import ring_targets
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store import _etcd_lease, _etcd_transport, _etcd_watch
 from swift_rendezvous.store.etcd import EtcdStore

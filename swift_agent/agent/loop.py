@@ -53,9 +53,9 @@ from swift_agent.wire.environment import Placement, run_name
 from swift_recovery.transfer import node_file
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node.registration import JobOver
+from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import RateRecord, ResultRecord, StoreRecord
-from swift_rendezvous.roster.suspicion import Limits
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.kv import KeyValueStore
 

@@ -28,11 +28,11 @@ from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node.coordinator import Coordinator
 from swift_rendezvous.node.liveness import Liveness
 from swift_rendezvous.node.registration import Entry, JobOver, PlaceLost, enter_job, leave_job, reclaim_place
+from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.node.watcher import JobWatcher
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, NodeRecord, ResultRecord
-from swift_rendezvous.roster.suspicion import Limits
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store import tenure
 from swift_rendezvous.store.etcd import EtcdStore

@@ -25,7 +25,7 @@ from swift_agent.errors import SwiftError
 from swift_agent.torch_private import launcher as torch_launcher
 from swift_logging_store.stores.contract import StoreUnknown
 from swift_logging_store.stores.open import check_url
-from swift_rendezvous.roster.suspicion import Limits
+from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.store.etcd_config import EtcdConfig
 
 EntryKind = Literal["script", "module", "command", "function"]

@@ -24,8 +24,8 @@ import pytest
 
 from swift_rendezvous.node._handshake import TIMEOUT_S
 from swift_rendezvous.node.liveness import Liveness
+from swift_rendezvous.node.suspicion import Limits, ring_targets
 from swift_rendezvous.roster.records import NodeRecord
-from swift_rendezvous.roster.suspicion import Limits, ring_targets
 from tests.support.etcd_cluster import wait_for
 from tests.support.limits import without_descriptors
 from tests.support.network import Network

@@ -3,7 +3,7 @@
 Every agent keeps a connection to the next few nodes of a ring, the ones it watches; these send it a heartbeat ten times
 a second. When a process dies its kernel closes its sockets, and both ends learn of it in milliseconds. When a machine
 or a link dies there is silence. Either way the suspect's listener is probed before it is called lost (`probe`); who is
-suspected, what is asked and who is lost is decided in `roster/suspicion`. Here are the sockets, the threads and the
+suspected, what is asked and who is lost is decided in `suspicion`. Here are the sockets, the threads and the
 lock around it.
 
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from swift_rendezvous.node import _handshake as handshake
 from swift_rendezvous.node import probe
 from swift_rendezvous.node.reception import BACKLOG, Reception
+from swift_rendezvous.node.suspicion import Answer, Inquiry, Limits, Silence, Suspect, Suspicion
 from swift_rendezvous.roster.records import NodeRecord
-from swift_rendezvous.roster.suspicion import Answer, Inquiry, Limits, Silence, Suspect, Suspicion
 from swift_rendezvous.threads import NoThread, OnFailure, has_started, only_logged, start, thread
 
 log = logging.getLogger(__name__)

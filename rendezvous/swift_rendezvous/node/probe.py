@@ -3,7 +3,7 @@
 A living kernel connects us and keeps us, however starved the process behind it is; that of a dead process resets us or
 refuses. Where strangers keep the queue full it is silent at that port, and still refuses us at another one.
 
-This module must never decide who is lost; that is `roster/suspicion`.
+This module must never decide who is lost; that is `suspicion`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+from swift_rendezvous.node.suspicion import LIVES, Answer
 from swift_rendezvous.roster.records import NodeRecord
-from swift_rendezvous.roster.suspicion import LIVES, Answer
 
 _NUM_PROBES = 2  # at least: on a lossy network one may get lost
 # No descriptor, memory or port to ask from.

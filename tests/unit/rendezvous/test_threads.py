@@ -17,8 +17,8 @@ from swift_agent.agent.presence import Presence
 from swift_agent.wire.store_server import StoreServer
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node.liveness import Liveness
+from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.roster.records import NodeRecord
-from swift_rendezvous.roster.suspicion import Limits
 from swift_rendezvous.store import private_etcd
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.private_etcd import PrivateEtcd

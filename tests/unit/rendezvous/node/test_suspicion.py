@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_rendezvous.roster.suspicion import (
+from swift_rendezvous.node.suspicion import (
     AT_ONCE_S,
     LIVES,
     MAX_PATIENCE_S,

@@ -3,7 +3,7 @@
 Silence of a peer, or the end of its connection, makes a suspect of it; a suspect's *kernel* is probed before it is
 called lost. And who has heard from nobody at all meanwhile may be the one that is cut off: it finds nobody lost before
 it hears again, and gives them time to be found again. What happens comes in as calls, with the time where it matters;
-what is to be done comes out as values. `node/liveness` has the sockets and threads.
+what is to be done comes out as values. `liveness` has the sockets and threads.
 
     watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
        ^------------------- its kernel answers --'
@@ -88,12 +88,12 @@ class Silence:
         """The peer is looked at; for how many seconds it was silent if that makes a suspect of it."""
         if now_s < self.check_s:
             return self, None
-        silent_s = now_s - self.heard_s
-        if silent_s < limits.silence_s:
-            return replace(self, check_s=self.heard_s + limits.silence_s), None
+        due_s = self.heard_s + limits.silence_s
+        if now_s < due_s:  # not by the difference, which rounding may leave below the limit for ever
+            return replace(self, check_s=due_s), None
         # If its kernel answers it is asked again, less and less often.
         patience_s = min(max(limits.silence_s, 2 * self.patience_s), MAX_PATIENCE_S)
-        return Silence(self.heard_s, now_s + limits.probe_s + patience_s, patience_s), silent_s
+        return Silence(self.heard_s, now_s + limits.probe_s + patience_s, patience_s), now_s - self.heard_s
 
 
 @dataclass(frozen=True)
