@@ -1,7 +1,11 @@
 # `make demo` shows a node lost and replaced; `make test` is what CI runs. Both work from a clean clone.
 
 PYTHON ?= python3
-VENV   ?= .venv
+# Another torch than that of constraints.txt, as 2.15.0: everything is installed and run in an environment of its own.
+TORCH  ?=
+VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
+# What is installed with it. The other packages stay as they are pinned.
+CONSTRAINTS := $(if $(TORCH),.cache/constraints-torch-$(TORCH).txt,constraints.txt)
 PY     := $(VENV)/bin/python
 ETCD   := .cache/etcd
 
@@ -19,16 +23,22 @@ help:
 	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
+	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
 	@echo "make clean   remove what the other targets made"
 
 venv: $(VENV)/.installed
 
 # The stamp holds until what is to be installed changes.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "swift-agent needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[etcd,demo,test,strangers,dev]'
+	$(PY) -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[etcd,demo,test,strangers,dev]'
 	touch $@
+
+# Only torch's own line differs.
+.cache/constraints-torch-%.txt: constraints.txt
+	@mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/' $< >$@
 
 etcd:
 	@scripts/fetch_etcd.sh $(ETCD)
@@ -67,5 +77,5 @@ bench: venv etcd
 	$(PY) benchmarks/scale.py
 
 clean:
-	rm -rf $(VENV) .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

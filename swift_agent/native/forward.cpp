@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>  // intrusive_ptr as a holder
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <atomic>
@@ -375,6 +376,17 @@ class Forward : public Backend {
   WorkPtr gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) override {
     return run([&](Backend& b) { return b.gather(out, in, o); });
   }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  // All other `single` ones of torch are made by those here, by which they were known before.
+  WorkPtr gather_single(at::Tensor& out, at::Tensor& in, const c10d::GatherOptions& o) override {
+    return run([&](Backend& b) { return b.gather_single(out, in, o); });
+  }
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override { inner()->addEphemeralTimeout(timeout); }
+#endif
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  void startTimeEstimate() override { inner()->startTimeEstimate(); }
+  float endTimeEstimate() override { return inner()->endTimeEstimate(); }
+#endif
   WorkPtr scatter(Tensors& out, TensorLists& in, const c10d::ScatterOptions& o) override {
     return run([&](Backend& b) { return b.scatter(out, in, o); });
   }

@@ -7,7 +7,9 @@ of timers end the agent, in whose process it runs.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
@@ -17,9 +19,9 @@ def bind_command_to_numa_node(command: list[str], local_rank: int, options: Any)
     """The command of a worker with torch's `--numa-binding` applied, as its own launcher does."""
     from torch.numa import binding
 
-    return list(binding._maybe_wrap_command_args_with_numa_binding(
-        tuple(command), gpu_index=local_rank, numa_options=options
-    ))  # fmt: skip
+    bind: Callable[..., tuple[str, ...]] = binding._maybe_wrap_command_args_with_numa_binding
+    index = "device_index" if "device_index" in inspect.signature(bind).parameters else "gpu_index"  # before torch 2.14
+    return list(bind(tuple(command), numa_options=options, **{index: local_rank}))
 
 
 def parse_rendezvous_config(text: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ def wrap_collectives(wrapper: Callable[[str, Any, Callable[[], list[torch.Tensor
 _NOT_ALIKE = (
     "reduce", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
     "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base",
-    "all_to_all_single",
+    "all_to_all_single", "gather_single", "gather_into_tensor",  # the last two are new in torch 2.14
 )  # fmt: skip
 
 

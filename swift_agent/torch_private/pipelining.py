@@ -33,6 +33,11 @@ def has_schedules() -> bool:
     return "torch.distributed.pipelining.schedules" in sys.modules
 
 
+def first_steps_are_collective() -> bool:
+    """Whether all stages vote and connect together when a schedule makes its first step, as from torch 2.15 on."""
+    return "torch.distributed.pipelining._p2p" in sys.modules
+
+
 def watch_schedules(stepped: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
     """Each step of a pipeline schedule begins inside `stepped(schedule, first)`. *first*: stages tell each other the
     shapes of what they will send."""

@@ -28,7 +28,7 @@ LARGE: dict[str, int] = {
     "swift_agent/worker/groups/process_groups.py": 444,
     "swift_agent/worker/job/job.py": 482,
     "swift_agent/worker/line/agent_line.py": 442,
-    "swift_agent/worker/messages/messages.py": 559,
+    "swift_agent/worker/messages/messages.py": 566,
     "swift_agent/worker/rejoin/rejoin.py": 442,
     "swift_agent/worker/tracked/loop_state.py": 482,
     "swift_agent/worker/tracked/tracked.py": 409,

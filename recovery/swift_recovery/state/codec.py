@@ -267,6 +267,12 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
+def _read_device(text: str) -> torch.device:
+    if not isinstance(text, str):  # torch takes numbers too, if it is built for a GPU
+        raise TypeError(text)
+    return torch.device(text)
+
+
 def _unhex(text: str, layout: str) -> tuple[float, ...]:
     return struct.unpack(layout, bytes.fromhex(text))
 
@@ -288,7 +294,7 @@ _LEAVES: dict[str, Callable[..., Any]] = {
     "str": lambda text: base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass"),
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "dtype": dtype_of,
-    "device": lambda text: torch.device(text),
+    "device": _read_device,
     "numpy": _read_numpy,
     "ndarray": _read_ndarray,
 }

@@ -399,7 +399,7 @@ _PARAMETER: Literal["the parameter if weight decay is coupled"] = "the parameter
 
 RULES: dict[type[optim.Optimizer], Rule | str] = {
     optim.SGD: Rule("nothing", _sgd, _keep_sgd,
-                    note="not fused in half precision on the CPU (torch 2.13 does not update all of the parameter); "
+                    note="not fused in half precision on the CPU (torch before 2.14 does not update all of it); "
                     "not foreach with nesterov and without weight decay (torch overwrites the gradient)"),
     optim.Adam: Rule("nothing", _adam, note=_LARGEST + " (amsgrad)"),
     optim.AdamW: Rule("nothing", _adam, note=_LARGEST + " (amsgrad)"),

@@ -44,6 +44,10 @@ class Kept:
         return sum(value.nbytes for value in self.values.values() if isinstance(value, Tensor))
 
 
+# https://github.com/pytorch/pytorch/issues/191763: by fused SGD in half precision on the CPU; its buffer is misread.
+LEAVES_OUT_VECTORS = torch.__version__ < "2.14"  # torch's own comparison, by numbers
+
+
 def rule_of(optimizer: Optimizer) -> Rule:
     """How *optimizer* is undone. Raises StateError, which says why, for one that cannot be.
 
@@ -84,11 +88,10 @@ def _check_parameter(optimizer: Optimizer, hyper: Mapping[str, Any], parameter: 
             "undone: torch adds the momentum to the gradients themselves; pass foreach=False"
         )
     half = parameter.dtype in {torch.float16, torch.bfloat16} and parameter.device.type == "cpu"
-    if half and name == "SGD" and hyper.get("fused"):
-        # https://github.com/pytorch/pytorch/issues/191763: whole vectors are left out, and the buffer is misread.
+    if LEAVES_OUT_VECTORS and half and name == "SGD" and hyper.get("fused"):
         raise StateError(
             f"a step of SGD with fused=True and {str(parameter.dtype).removeprefix('torch.')} parameters on the CPU "
-            "cannot be undone: torch 2.13 does not update most of them; pass fused=False"
+            "cannot be undone: torch before 2.14 does not update most of them; pass fused=False"
         )
 
 

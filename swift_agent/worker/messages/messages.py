@@ -37,6 +37,7 @@ from swift_agent.torch_private import (
 )
 from swift_agent.torch_private import (
     groups,
+    pipelining,
 )
 from swift_agent.torch_private import (
     messages as torch_messages,
@@ -110,6 +111,7 @@ class Messages:
         self._again_before: list[Any] = []
         self._collectives, self._unseen = Collectives(), Unseen()
         self._ways = Ways(self._unseen)
+        self._has_collective_steps = pipelining.first_steps_are_collective()
         self._results = Results(rank, self._repetition, self._log)
         make = self._unseen.make
         torch_messages.intercept_messages(
@@ -479,6 +481,11 @@ class Messages:
         limit, why = transfer.MAX_MESSAGE_BYTES, ""
         if not self._collectives.are_known:
             why = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
+        elif self._has_collective_steps:
+            why = (
+                "a schedule of torch.distributed.pipelining begins with a collective of all stages from torch 2.15 on, "
+                "which a replacement would make alone (install torch 2.13 or 2.14)"
+            )
         elif num_bytes > limit:
             why = f"a message of {num_bytes} bytes is more than the {limit} that can be handed on"
         if why and not self.log.incomplete:

@@ -133,8 +133,10 @@ def test_each_option_in_each_spelling_and_variable(action: argparse.Action) -> N
         for flag in action.option_strings:
             args = [flag, "train.py"] if action.nargs == 0 else [flag, value, "train.py"]
             found = outcome(parse_args, args)
-            assert isinstance(found, dict)
             assert found == outcome(torchrun, args)
+            if action.dest == "print_completion":  # ends, as --help does
+                continue
+            assert isinstance(found, dict)
             assert found[action.dest] != outcome(parse_args, ["train.py"])[action.dest] or action.default == value
     with clean({f"PET_{action.dest.upper()}": value}):
         assert outcome(parse_args, ["train.py"]) == outcome(torchrun, ["train.py"])
