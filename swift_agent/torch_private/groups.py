@@ -1,7 +1,7 @@
 """Private parts of torch's process groups (`distributed_c10d`), one small function each: how groups are created and
 registered, and how their backends are made and exchanged.
 
-Tested with torch 2.13, by tests/unit/torch_private among others; the names have been there since 2.10. It must never
+Tested with torch 2.13 and 2.14, by tests/unit/torch_private among others. It must never
 hold a decision: which group gets which backend, and when, is up to the callers (`worker.groups`).
 """
 

@@ -26,7 +26,7 @@ GOOD_WRITE_S, MAX_WRITE_S = 0.05, 1.0
 # Leases are counted by etcd alone, so a wrong clock disturbs only those who read logs and histories.
 GOOD_CLOCK_S = 5.0
 LEASE_TTL_S = 5
-MIN_TORCH, MIN_ETCD = (2, 10), (3, 4)
+MIN_TORCH, MIN_ETCD = (2, 13), (3, 4)
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,9 @@ def _limit(name: str, value: int | None, least: int, good: int, remedy: str) -> 
 
 def _torch(torch: Torch) -> list[Finding]:
     if torch.error:
-        return [Finding("torch", "fail", f"cannot be imported: {torch.error}", "install torch 2.10 or later")]
+        return [Finding("torch", "fail", f"cannot be imported: {torch.error}", "install torch 2.13 or later")]
     old = _number(torch.version) < MIN_TORCH
-    findings = [Finding("torch", "fail" if old else "ok", torch.version, "install torch 2.10 or later" if old else "")]
+    findings = [Finding("torch", "fail" if old else "ok", torch.version, "install torch 2.13 or later" if old else "")]
     if torch.has_gloo:
         findings.append(Finding("gloo", "ok", "there"))
     else:
@@ -291,7 +291,7 @@ def _mib(number: int) -> str:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Major and minor of `2.10.0+cu128`; (0, 0) of what is no version."""
+    """Major and minor of `2.13.0+cu130`; (0, 0) of what is no version."""
     parts = version.split(".")[:2]
     return tuple(int(part) for part in parts) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
 
