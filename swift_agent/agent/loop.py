@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -36,8 +36,9 @@ from swift_agent.agent.patience import Patience, probe
 from swift_agent.agent.presence import RETURN_S, Listeners, Presence
 from swift_agent.agent.processes.late_starts import LateStarts, NotStarted
 from swift_agent.agent.processes.linux import expecting_children
+from swift_agent.agent.processes.output import recorded_in
 from swift_agent.agent.processes.standby import StandbyServer
-from swift_agent.agent.processes.workers import WorkerProcess, Workers, recorded_in
+from swift_agent.agent.processes.workers import WorkerProcess, Workers
 from swift_agent.agent.record_writer import Write, Writer
 from swift_agent.agent.store_hosting import GenerationStores, PortTaken
 from swift_agent.agent.torch_events import AgentEvents, Ended
@@ -48,7 +49,8 @@ from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
 from swift_agent.launch.outcome import limit_of, raise_outcome
 from swift_agent.launch.signals import CaughtSignals
-from swift_agent.wire.channel import ChannelClosed, Message
+from swift_agent.wire import messages as wire
+from swift_agent.wire.channel import ChannelClosed
 from swift_agent.wire.environment import Placement, run_name
 from swift_recovery.transfer import node_file
 from swift_rendezvous.errors import RendezvousError
@@ -504,29 +506,29 @@ class Agent:
                 for local_rank in local_ranks:
                     self._end_worker(local_rank, graceful)
             case commands.SendStop(local_ranks, generation, why):
-                self._send(local_ranks, {"op": "stop", "generation": generation, "why": why})
+                self._send(local_ranks, wire.Stop(generation, why))
             case commands.SendGo(local_ranks, generation):
                 self._send(local_ranks, self._go_message(generation))
             case commands.SendLeave(local_ranks, generation):
-                self._send(local_ranks, {**self._go_message(generation), "leaves": True})
+                self._send(local_ranks, replace(self._go_message(generation), leaves=True))
             case commands.SendKeep(local_ranks, generation):
                 node_file.remove(self._directory, but=self._state.kept.iteration if self._state.kept else -1)
-                self._send(local_ranks, {**self._go_message(generation), "keeps": True})
+                self._send(local_ranks, replace(self._go_message(generation), keeps=True))
             case commands.DropKept():
                 node_file.remove(self._directory)
             case commands.SendPause(local_ranks, generation):
-                self._send(local_ranks, {"op": "pause", "generation": generation})
+                self._send(local_ranks, wire.Pause(generation))
             case commands.SendBoundary(local_ranks, generation, iteration):
-                self._send(local_ranks, {"op": "boundary", "generation": generation, "iteration": iteration})
+                self._send(local_ranks, wire.Boundary(generation, iteration))
             case commands.AskIteration(local_ranks):
-                self._send(local_ranks, {"op": "where"})
+                self._send(local_ranks, wire.Where())
             case commands.TellRate(generation, iteration, per_s):
                 rate = RateRecord(iteration, per_s, generation, time.time())
                 late_s = time.monotonic() + TELL_S
                 told = transactions.rate(self._keys, self._state.view, self._presence.me, rate, self._presence.lease_id)
                 self._writer.submit(Write(told.what, told.guards, told.ops, lambda: time.monotonic() < late_s))
             case commands.SendRelease(local_ranks):
-                self._send(local_ranks, {"op": "release"})
+                self._send(local_ranks, wire.Release())
             case commands.HostStore(generation):
                 self._host_store(generation)
             case commands.WriteFailure(generation, failure):
@@ -648,24 +650,18 @@ class Agent:
         self._workers.signal_process(process, signal.SIGTERM)
         self._insist.append((time.monotonic() + grace_s, process))
 
-    def _send(self, local_ranks: tuple[int, ...], message: Message) -> None:
+    def _send(self, local_ranks: tuple[int, ...], message: wire.ToWorker) -> None:
         self._channels.send(local_ranks, message)
 
     def _tell_to_wait(self, local_ranks: tuple[int, ...]) -> None:
-        self._channels.send(local_ranks, {"op": "wait"}, may_skip=True)
+        self._channels.send(local_ranks, wire.Wait(), may_skip=True)
 
-    def _go_message(self, number: int) -> dict[str, Any]:
+    def _go_message(self, number: int) -> wire.Go:
         view = self._state.view
         assert view.plan is not None and view.store is not None and view.generation is not None
         store, token = view.store, self._stores.token(number, view.store)
-        return {
-            "op": "go",
-            "generation": number,
-            "plan": view.plan.content,
-            "world_size": view.generation.world_size,
-            "kept": self._directory,
-            "store": {"host": store.host, "port": store.port, "session_port": store.session_port, "token": token},
-        }
+        stores = wire.Store(store.host, store.port, store.session_port, token)
+        return wire.Go(number, view.plan.content, view.generation.world_size, stores, kept=self._directory)
 
     def _host_store(self, generation: int) -> None:
         try:
@@ -753,13 +749,13 @@ class Agent:
         if server is not None and server is not before:
             self._selector.register(server, selectors.EVENT_READ, lambda: self._on_server(server))
 
-    def _on_modules(self, local_rank: int, names: list[str]) -> None:
+    def _on_modules(self, local_rank: int, names: tuple[str, ...]) -> None:
         """What the script has imported is imported ahead by this node's standbys, and by spares. One rank's list is
         enough."""
         generation, key = self._state.view.generation, self._config.key
         if local_rank != 0:
             return
-        self._modules = tuple(map(str, names))
+        self._modules = names
         self._prepare_standbys(self._state.view)
         if key.protected and generation is not None and generation.slot_of(self._state.incarnation) == 0:
             signed = key.signed_modules(self._modules)

@@ -17,14 +17,20 @@ import logging
 import selectors
 import time
 from collections.abc import Callable
+from typing import assert_never
 
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.patience import Patience
 from swift_agent.agent.processes.linux import descends_from
 from swift_agent.agent.processes.workers import Workers
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.wire.vocabulary import NotUnderstood, Vocabulary, written
 
 log = logging.getLogger(__name__)
+
+# Until a peer is known it may say nothing else.
+HELLO: Vocabulary[wire.Hello] = Vocabulary(wire.Hello)
 
 
 class WorkerChannels:
@@ -36,7 +42,7 @@ class WorkerChannels:
 
     def __init__(
         self, directory: str, selector: selectors.BaseSelector, workers: Workers, patience: Patience,
-        on_event: Callable[[msg.Event], None], on_modules: Callable[[int, list[str]], None],
+        on_event: Callable[[msg.Event], None], on_modules: Callable[[int, tuple[str, ...]], None],
         why_not: Callable[[int], str],
     ) -> None:  # fmt: skip
         self._selector, self._workers, self._patience = selector, workers, patience
@@ -52,15 +58,16 @@ class WorkerChannels:
         """Where workers connect to."""
         return self._listener.path
 
-    def send(self, local_ranks: tuple[int, ...], message: Message, *, may_skip: bool = False) -> None:
+    def send(self, local_ranks: tuple[int, ...], message: wire.ToWorker, *, may_skip: bool = False) -> None:
         """To those that are connected. Who is gone is heard of through its process. *may_skip*: it comes again, and
         need not be kept for who has not taken what was sent before."""
+        said = written(message)
         for local_rank in local_ranks:
             channel = self._channels.get(local_rank)
             if channel is None or (may_skip and channel.stuck_since_s is not None):
                 continue
             try:
-                channel.post(message)
+                channel.post(said)
             except ChannelClosed:
                 self.drop(local_rank)
             else:
@@ -130,12 +137,13 @@ class WorkerChannels:
             messages = channel.receive_ready()
             if not messages:
                 return  # only a part of it so far
-            local_rank, generation = int(messages[0]["local_rank"]), int(messages[0]["generation"])
-        except (ChannelClosed, KeyError, TypeError, ValueError):
+            hello = HELLO.read(messages[0])
+        except (ChannelClosed, NotUnderstood):
             self._selector.unregister(channel)
             channel.close()
             return
         self._selector.unregister(channel)
+        local_rank, generation = hello.local_rank, hello.generation
         process = self._workers.processes.get(local_rank)
         if process is None or process.generation != generation or process.exit_code is not None:
             log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
@@ -146,15 +154,14 @@ class WorkerChannels:
             why = "another process has that channel" if descends_from(peer, pid) else "it was not started by that"
             log.warning("refused process %d as local rank %d (process %d): %s", peer, local_rank, pid, why)
             with contextlib.suppress(ChannelClosed):
-                channel.post({"op": "refused", "why": why})
+                channel.post(written(wire.Refused(why)))
             channel.close()
             return
         self.drop(local_rank)
         self._channels[local_rank], self._pids[local_rank] = channel, pid
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
         self._on_event(msg.HelloReceived(local_rank, pid))
-        for message in messages[1:]:
-            self._on_message(local_rank, pid, message)
+        self._hear(local_rank, pid, messages[1:])
 
     def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
         try:
@@ -164,48 +171,51 @@ class WorkerChannels:
         except ChannelClosed:
             self.drop(local_rank)  # its death is seen through its pidfd
             return
-        for message in messages:
-            self._on_message(local_rank, pid, message)
+        self._hear(local_rank, pid, messages)
 
-    def _on_message(self, local_rank: int, pid: int, message: Message) -> None:
-        match message.get("op"):
-            case "report":
-                generation = int(message["generation"])
+    def _hear(self, local_rank: int, pid: int, messages: list[Message]) -> None:
+        for message in messages:
+            try:
+                read = wire.TO_AGENT.read(message)
+            except NotUnderstood as error:
+                log.warning("what local rank %d sent is not understood: %s", local_rank, error)
+            else:
+                self._on_message(local_rank, pid, read)
+
+    def _on_message(self, local_rank: int, pid: int, message: wire.ToAgent) -> None:
+        match message:
+            case wire.Report(generation, report):
                 self._patience.settled(local_rank)
-                self._on_event(msg.ReportReceived(local_rank, pid, generation, message["report"]))
-            case "holds":
+                self._on_event(msg.ReportReceived(local_rank, pid, generation, report))
+            case wire.Holds():
                 self._on_event(msg.WorkerHolds(local_rank, pid))
-            case "resumed":
-                generation, iteration = int(message["generation"]), int(message["iteration"])
-                self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, message["phases_s"]))
-            case "finished":
-                self._on_event(msg.WorkerFinished(local_rank, pid, int(message["generation"]), message["end"]))
-            case "promised":
-                generation, iteration = int(message["generation"]), int(message["iteration"])
+            case wire.Resumed(generation, iteration, phases_s):
+                self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, phases_s))
+            case wire.Finished(generation, end):
+                self._on_event(msg.WorkerFinished(local_rank, pid, generation, end))
+            case wire.Promised(generation, iteration):
                 self._on_event(msg.WorkerPromised(local_rank, pid, generation, iteration))
-            case "parked":
-                self._on_event(msg.WorkerParked(local_rank, pid, int(message["generation"])))
-            case "kept":
-                iteration, sections = int(message["iteration"]), int(message["sections"])
+            case wire.Parked(generation):
+                self._on_event(msg.WorkerParked(local_rank, pid, generation))
+            case wire.Kept(iteration, sections):
                 self._on_event(msg.WorkerKept(local_rank, pid, iteration, sections))
-            case "at":
-                self._on_event(msg.WorkerAt(local_rank, pid, int(message["iteration"])))
-            case "unfit":
-                is_hopeless = bool(message.get("hopeless"))
-                self._on_event(msg.WorkerUnfit(local_rank, pid, str(message["why"]), is_hopeless))
-            case "suspect":
-                log.info("local rank %d: a collective failed: %s", local_rank, message.get("why", ""))
+            case wire.At(iteration):
+                self._on_event(msg.WorkerAt(local_rank, pid, iteration))
+            case wire.Unfit(why, hopeless):
+                self._on_event(msg.WorkerUnfit(local_rank, pid, why, hopeless))
+            case wire.Suspect(why):
+                log.info("local rank %d: a collective failed: %s", local_rank, why)
                 self._patience.suspected(local_rank, time.monotonic())
-            case "again":
-                generation, why = int(message["generation"]), str(message["why"])
+            case wire.Again(generation, why):
                 self._patience.suspected(local_rank, time.monotonic())  # it waits for the next generation
                 self._on_event(msg.WorkerApart(local_rank, pid, generation, why))
-            case "place":
-                why = self._why_not(int(message["generation"]))
-                self.send((local_rank,), {"op": "place", "number": int(message["number"]), "why": why})
-            case "modules":
-                self._on_modules(local_rank, message["names"])
-            case "note":
-                log.info("rank %s: %s", message.get("rank"), message.get("text"))
-            case other:
-                log.warning("local rank %d sent an unknown message %r", local_rank, other)
+            case wire.AskPlace(number, generation):
+                self.send((local_rank,), wire.Place(number, self._why_not(generation)))
+            case wire.Modules(names):
+                self._on_modules(local_rank, names)
+            case wire.Note(rank, text):
+                log.info("rank %d: %s", rank, text)
+            case wire.Hello():
+                log.warning("local rank %d said hello twice", local_rank)
+            case _:
+                assert_never(message)

@@ -32,6 +32,7 @@ from swift_agent.agent.lifecycle.planning import plan_generation
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.record_writer import Write
 from swift_agent.agent.transactions import Transaction
+from swift_agent.wire import messages as wire
 from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.reports import ranges_of
 from swift_rendezvous.errors import RendezvousError
@@ -233,35 +234,35 @@ class Driver(Agent):
         self._world.keep_the_last_copy(self._node)
         self._world.end_proc(self._node, -15, self._events)
 
-    def _send(self, local_ranks: tuple[int, ...], message: dict[str, Any]) -> None:
+    def _send(self, local_ranks: tuple[int, ...], message: wire.ToWorker) -> None:
         node, proc = self._node, self._node.proc
         if proc is None:
             return
-        match message["op"]:
-            case "stop":
-                node.proc = replace(proc, stopped=max(proc.stopped, message["generation"]))
+        match message:
+            case wire.Stop(generation):
+                node.proc = replace(proc, stopped=max(proc.stopped, generation))
                 report = {"rank": proc.rank, "status": proc.status, "iteration": proc.iteration, "sections": 0,
                           "replicas": ranges_of(self._world.ranks) if proc.status == "holding" else ""}  # fmt: skip
-                self._events.append(msg.ReportReceived(0, proc.pid, message["generation"], report))
-            case "go":
-                plan, number = Plan.from_json(message["plan"]), message["generation"]
+                self._events.append(msg.ReportReceived(0, proc.pid, generation, report))
+            case wire.Go(number):
+                plan = Plan.from_json(message.plan)
                 demand(number > proc.go and proc.stopped == proc.go, "a worker is sent on without a report")
                 status = proc.status
                 if plan.kind == "fresh":
                     demand(status == "fresh", f"a worker that is {status} is told to begin anew")
                 elif status in ("fresh", "setup"):
                     status = "empty"
-                node.proc = replace(proc, go=number, plan=plan, status=status, leaves=bool(message.get("leaves")))
-            case "pause":
-                node.proc = replace(proc, asked=message["generation"], promised=proc.iteration, boundary=-1)
-                self._events.append(msg.WorkerPromised(0, proc.pid, message["generation"], proc.iteration))
-            case "boundary":
-                demand(proc.iteration <= message["iteration"], "a worker has passed the boundary")
-                node.proc = proc = replace(proc, boundary=message["iteration"])
+                node.proc = replace(proc, go=number, plan=plan, status=status, leaves=message.leaves)
+            case wire.Pause(generation):
+                node.proc = replace(proc, asked=generation, promised=proc.iteration, boundary=-1)
+                self._events.append(msg.WorkerPromised(0, proc.pid, generation, proc.iteration))
+            case wire.Boundary(generation, iteration):
+                demand(proc.iteration <= iteration, "a worker has passed the boundary")
+                node.proc = proc = replace(proc, boundary=iteration)
                 if proc.held:
                     node.proc = replace(proc, status="holding")  # it waits where its first iteration would begin
-                    self._events.append(msg.WorkerParked(0, proc.pid, message["generation"]))
-            case "release":
+                    self._events.append(msg.WorkerParked(0, proc.pid, generation))
+            case wire.Release():
                 self._world.end_proc(node, 0, self._events)
 
     def _signal_workers(self, signum: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.roster import kinds
 from swift_rendezvous.roster.codec import encode
 from swift_rendezvous.roster.decision import (
     Command,
@@ -331,17 +332,8 @@ class Coordinator:
         """Remove what belonged to an older generation; views ignore it already."""
         if number < 1:
             return []
-        prefix = self._keys.prefix
-        per_slot = [
-            DeletePrefix(f"{prefix}{name}/{number}/")
-            for name in ("failure", "~progress", "~resumed", "~finished", "exited", "~position", "~parked", "~handover",
-                         "taken")
-        ]
-        single = [
-            Delete(key)
-            for key in (self._keys.store(number), self._keys.plan(number), self._keys.release(number),
-                        self._keys.pause(number))
-        ]
+        per_slot = [DeletePrefix(self._keys.of_slots(kind.name, number)) for kind in kinds.PER_SLOT]
+        single = [Delete(self._keys.of_generation(kind.name, number)) for kind in kinds.PER_GENERATION]
         old = number - NUM_EVENTS_KEPT
         # As a prefix: both entries of that generation.
         old_events = [DeletePrefix(self._keys.event(old))] if old > 0 else []

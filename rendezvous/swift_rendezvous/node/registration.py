@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.roster import kinds
 from swift_rendezvous.roster.codec import RecordError, decode, encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
@@ -281,9 +282,13 @@ def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> No
 
 
 def _all_but_nodes(keys: Keys) -> list[Op]:
-    single = [keys.job, keys.generation, keys.tracked, keys.preload, keys.result, keys.coordinator, keys.rate]
-    many = ["failure/", "store/", "plan/", "release/", "exited/", "events/", "drain/", "pause/", "taken/", "~"]
-    return [*(Delete(key) for key in single), *(DeletePrefix(keys.prefix + name) for name in many)]
+    below = [*kinds.PER_NODE, *kinds.PER_GENERATION, *kinds.PER_SLOT]
+    many = [f"{kind.name}/" for kind in below if kind is not kinds.NODES]
+    return [
+        *(Delete(keys.prefix + kind.name) for kind in kinds.PER_JOB),
+        *(DeletePrefix(keys.prefix + name) for name in (*many, f"{kinds.HISTORY}/")),
+        DeletePrefix(keys.for_coordinator),  # also what a newer version has there
+    ]
 
 
 def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) -> None:

@@ -66,29 +66,59 @@ class Keys:
     def node(self, node_id: str) -> str:
         return f"{self.prefix}nodes/{node_id}"
 
-    def failure(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}failure/{generation}/{slot}"
+    def of_generation(self, name: str, generation: int) -> str:
+        """Of a record that a generation has once."""
+        return f"{self.prefix}{name}/{generation}"
 
-    def progress(self, generation: int, slot: int) -> str:
-        return f"{self.for_coordinator}progress/{generation}/{slot}"
+    def of_slot(self, name: str, generation: int, slot: int) -> str:
+        """Of a record that each slot of a generation has."""
+        return f"{self.of_slots(name, generation)}{slot}"
+
+    def of_slots(self, name: str, generation: int) -> str:
+        """What the keys of all slots begin with."""
+        return f"{self.prefix}{name}/{generation}/"
 
     def store(self, generation: int) -> str:
-        return f"{self.prefix}store/{generation}"
+        return self.of_generation("store", generation)
 
     def plan(self, generation: int) -> str:
-        return f"{self.prefix}plan/{generation}"
-
-    def resumed(self, generation: int, slot: int) -> str:
-        return f"{self.for_coordinator}resumed/{generation}/{slot}"
-
-    def finished(self, generation: int, slot: int) -> str:
-        return f"{self.for_coordinator}finished/{generation}/{slot}"
+        return self.of_generation("plan", generation)
 
     def release(self, generation: int) -> str:
-        return f"{self.prefix}release/{generation}"
+        return self.of_generation("release", generation)
+
+    def pause(self, generation: int) -> str:
+        return self.of_generation("pause", generation)
+
+    def failure(self, generation: int, slot: int) -> str:
+        return self.of_slot("failure", generation, slot)
 
     def exited(self, generation: int, slot: int) -> str:
-        return f"{self.prefix}exited/{generation}/{slot}"
+        return self.of_slot("exited", generation, slot)
+
+    def taken(self, generation: int, slot: int) -> str:
+        """Looked at by all, unlike `resumed`: until then the loss of the drained node is a loss."""
+        return self.of_slot("taken", generation, slot)
+
+    # "~": see `for_coordinator`.
+
+    def progress(self, generation: int, slot: int) -> str:
+        return self.of_slot("~progress", generation, slot)
+
+    def resumed(self, generation: int, slot: int) -> str:
+        return self.of_slot("~resumed", generation, slot)
+
+    def finished(self, generation: int, slot: int) -> str:
+        return self.of_slot("~finished", generation, slot)
+
+    def position(self, generation: int, slot: int) -> str:
+        return self.of_slot("~position", generation, slot)
+
+    def parked(self, generation: int, slot: int) -> str:
+        return self.of_slot("~parked", generation, slot)
+
+    def handover(self, generation: int, slot: int) -> str:
+        return self.of_slot("~handover", generation, slot)
 
     @property
     def rate(self) -> str:
@@ -96,22 +126,6 @@ class Keys:
 
     def drain(self, node_id: str) -> str:
         return f"{self.prefix}drain/{node_id}"
-
-    def pause(self, generation: int) -> str:
-        return f"{self.prefix}pause/{generation}"
-
-    def position(self, generation: int, slot: int) -> str:
-        return f"{self.for_coordinator}position/{generation}/{slot}"
-
-    def parked(self, generation: int, slot: int) -> str:
-        return f"{self.for_coordinator}parked/{generation}/{slot}"
-
-    def handover(self, generation: int, slot: int) -> str:
-        return f"{self.for_coordinator}handover/{generation}/{slot}"
-
-    def taken(self, generation: int, slot: int) -> str:
-        """Looked at by all, unlike `resumed`: until then the loss of the drained node is a loss."""
-        return f"{self.prefix}taken/{generation}/{slot}"
 
     @property
     def events(self) -> str:

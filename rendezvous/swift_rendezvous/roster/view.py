@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from swift_rendezvous.roster import kinds
 from swift_rendezvous.roster.codec import RecordError, decode
 from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.kinds import Kind
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,
     DrainRecord,
@@ -143,18 +145,11 @@ class Change:
 _MAX_WHY = 200
 REMOVED = "was removed by somebody"
 
-_PER_SLOT: dict[str, tuple[str, type[Any]]] = {
-    "failure": ("failures", FailureRecord),
-    "~progress": ("progress", ProgressRecord),
-    "~resumed": ("resumed", ResumedRecord),
-    "~finished": ("finished", FinishedRecord),
-    "exited": ("exited", ExitedRecord),
-    "~position": ("positions", PositionRecord),
-    "~parked": ("parked", ParkedRecord),
-    "~handover": ("handovers", ProgressRecord),
-    "taken": ("taken", TakenRecord),
-}
-_OF_GENERATION = {*_PER_SLOT, "store", "plan", "release", "pause"}
+_NOTHING = View()
+# By name. The records of the job itself that need no more than to be read:
+_SIMPLE = {kind.name: kind for kind in kinds.PER_JOB if kind.attribute in ("tracked", "preload", "result", "rate")}
+_PER_GENERATION = {kind.name: kind for kind in kinds.PER_GENERATION}
+_PER_SLOT = {kind.name: kind for kind in kinds.PER_SLOT}
 
 
 def apply(view: View, keys: Keys, change: Change) -> View:
@@ -217,18 +212,7 @@ def _read(view: View, key: str, change: Change) -> View:
             if "generation" not in view.damaged:
                 return view
             return _enter(replace(view, damaged=_all_but(view.damaged, "generation")), None, 0)
-        case "tracked":
-            return replace(view, tracked=value is not None)
-        case "preload":
-            try:
-                return replace(view, preload=() if not value else tuple(value.decode().split(",")))
-            except UnicodeDecodeError as error:
-                raise RecordError(f"no text: {error}") from None
-        case "end" if len(parts) == 1:
-            return replace(view, result=None if value is None else decode(ResultRecord, value))
-        case "rate":
-            return replace(view, rate=None if value is None else decode(RateRecord, value))
-        case "events" if len(parts) == 2 and value is not None:
+        case kinds.HISTORY if len(parts) == 2 and value is not None:
             digits, _, what = parts[1].partition(".")
             number = _number(digits) or 0
             if what == "recovered":
@@ -239,33 +223,34 @@ def _read(view: View, key: str, change: Change) -> View:
             if value is not None:
                 drains[parts[1]] = decode(DrainRecord, value)
             return replace(view, drains=drains)
+    if len(parts) == 1 and name in _SIMPLE:
+        return _with(view, _SIMPLE[name], value)
     if len(parts) < 2 or _number(parts[1]) != view.number:
         return view
-    match name:
-        case "store":
-            return replace(view, store=None if value is None else decode(StoreRecord, value))
-        case "plan":
-            return replace(view, plan=None if value is None else decode(PlanRecord, value))
-        case "release":
-            return replace(view, released=value is not None)
-        case "pause":
-            return replace(view, pause=None if value is None else decode(PauseRecord, value))
+    if name in _PER_GENERATION:
+        return _with(view, _PER_GENERATION[name], value)
     slot = _number(parts[2]) if name in _PER_SLOT and len(parts) == 3 else None
     if slot is None:
         return view
     if value is not None and (view.generation is None or slot >= len(view.generation.slots)):
         raise RecordError(f"generation {view.number} has no slot {slot}")  # who decides looks its owner up
-    attribute, cls = _PER_SLOT[name]
-    records = dict(getattr(view, attribute))
+    kind = _PER_SLOT[name]
+    records = dict(getattr(view, kind.attribute))
     if value is None:
         records.pop(slot, None)
     else:
-        records[slot] = decode(cls, value)
-    changes: dict[str, Any] = {attribute: records}
+        records[slot] = kind.read(value)
+    changes: dict[str, Any] = {kind.attribute: records}
     if name == "failure":
         told = {other: revision for other, revision in view.told.items() if other != slot}
         changes["told"] = told if value is None else {**told, slot: change.create_revision}
     return replace(view, **changes)
+
+
+def _with(view: View, kind: Kind, value: bytes | None) -> View:
+    """That has one record. Raises `RecordError`."""
+    found = getattr(_NOTHING, kind.attribute) if value is None else kind.read(value)
+    return replace(view, **{kind.attribute: found})
 
 
 def _all_but(records: Mapping[str, T], name: str) -> dict[str, T]:
@@ -326,32 +311,21 @@ def _enter(view: View, generation: GenerationRecord | None, revision: int) -> Vi
     if generation is not None and generation.number == view.number:
         view = replace(view, generation=generation, generation_revision=revision)
         return _without_slots_from(view, len(generation.slots))
+    over = {**_PER_GENERATION, **_PER_SLOT}
     return replace(
         view,
         generation=generation,
         generation_revision=revision,
-        damaged={name: what for name, what in view.damaged.items() if name.partition("/")[0] not in _OF_GENERATION},
-        store=None,
-        plan=None,
-        released=False,
-        failures={},
+        damaged={name: what for name, what in view.damaged.items() if name.partition("/")[0] not in over},
         told={},
-        progress={},
-        resumed={},
-        finished={},
-        exited={},
-        pause=None,
-        positions={},
-        parked={},
-        handovers={},
-        taken={},
+        **{kind.attribute: getattr(_NOTHING, kind.attribute) for kind in over.values()},
     )
 
 
 def _without_slots_from(view: View, num_slots: int) -> View:
     """Somebody has written the generation again, maybe with fewer slots."""
     changes: dict[str, Any] = {}
-    for attribute in ("told", *(attribute for attribute, _ in _PER_SLOT.values())):
+    for attribute in ("told", *(kind.attribute for kind in kinds.PER_SLOT)):
         records = getattr(view, attribute)
         if any(slot >= num_slots for slot in records):
             changes[attribute] = {slot: record for slot, record in records.items() if slot < num_slots}

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from swift_agent.wire.channel import Channel, ChannelClosed, Message
+from swift_agent.agent.processes import orders
+from swift_agent.wire.channel import Channel, ChannelClosed
 from swift_agent.wire.environment import Placement
+from swift_agent.wire.vocabulary import NotUnderstood, written
 
 # A fork takes milliseconds, and so does an order to a server that is ready; longer than that, and an import of the
 # script's modules hangs. Until it is ready it imports torch: a process that is started cold would be no faster.
@@ -79,28 +80,31 @@ class StandbyServer:
     def want(self, count: int) -> None:
         """Keep *count* standbys ready."""
         self.num_wanted = count
-        self._send({"op": "standbys", "count": count})
+        self._send(orders.Standbys(count))
 
     def preload(self, modules: Sequence[str]) -> None:
         self.preloaded = tuple(modules)
-        self._send({"op": "preload", "modules": list(modules)})
+        self._send(orders.Preload(self.preloaded))
 
-    def order(self, place: Placement, local_rank: int, env: Mapping[str, str], assignment: Mapping[str, Any]) -> None:
+    def order(self, place: Placement, local_rank: int, env: Mapping[str, str], assignment: orders.Assignment) -> None:
         self._num_orders += 1
-        self._send({"op": "start", "ticket": self._num_orders, "assignment": assignment})
+        self._send(orders.Start(self._num_orders, assignment))
         self._orders[self._num_orders] = Order(place, local_rank, env, time.monotonic())
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: orders.ToServer) -> None:
         try:
-            self._channel.send(message)
+            self._channel.send(written(message))
         except ChannelClosed:
             self.kill()  # it may be alive, and have got a part of it
             raise
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[orders.FromServer]:
         """What it has said; for an event loop."""
-        messages = self._channel.receive_ready()
-        if any(message.get("op") == "ready" for message in messages):
+        try:
+            messages = [orders.FROM_SERVER.read(message) for message in self._channel.receive_ready()]
+        except NotUnderstood as error:
+            raise ChannelClosed(f"the standby server is not understood: {error}") from None
+        if any(isinstance(message, orders.Ready) for message in messages):
             self._ready_s = time.monotonic()
         return messages
 

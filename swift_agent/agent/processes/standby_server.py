@@ -5,8 +5,7 @@ takes milliseconds. The server keeps a few forked processes waiting (standbys), 
 as soon as its assignment arrives. A standby is forked twice: its parent is then the agent (a subreaper), which can
 wait for it.
 
-    agent --"standbys n", "start", "preload"--> server --assignment--> standby: becomes the worker
-          <--"ready", "started", "preloaded"---
+What agent, server and standbys say to each other is in `orders`.
 
 The server must stay single-threaded and must never initialise CUDA or run a torch kernel: neither survives a fork.
 Run as `python -P -u -m swift_agent.agent.processes.standby_server FD AGENT_PID`: -P, because `-m` would put the current
@@ -23,8 +22,9 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import assert_never
 
+from swift_agent.agent.processes import orders
 from swift_agent.agent.processes.import_trial import (
     STARTS_THREADS,
     TIMEOUT_S,
@@ -35,7 +35,8 @@ from swift_agent.agent.processes.import_trial import (
     num_threads,
 )
 from swift_agent.agent.processes.linux import die_with_parent
-from swift_agent.wire.channel import Channel, ChannelClosed, Message
+from swift_agent.wire.channel import Channel, ChannelClosed
+from swift_agent.wire.vocabulary import written
 
 # Everything that is imported before user code and, lazily, by the first process group, DDP(), optimizer and loader.
 PRELOAD = (
@@ -80,7 +81,7 @@ class Nursery:
         """Serve until the agent closes the control channel."""
         failed = import_all(PRELOAD)
         self._freeze()
-        self._control.send({"op": "ready", "failed": failed})
+        self._say(orders.Ready(failed))
         while True:
             self._refill()
             heard: list[Channel | Trial] = [self._control, *(standby.channel for standby in self._standbys)]
@@ -95,7 +96,7 @@ class Nursery:
                 except ChannelClosed:
                     return
                 for message in messages:
-                    self._handle(message)
+                    self._handle(orders.TO_SERVER.read(message))
             trial = self._trial
             if trial is None:
                 continue
@@ -106,18 +107,23 @@ class Nursery:
                 trial.end()
                 self._use(*trial.findings(f"its import takes longer than {TIMEOUT_S:g} s"))
 
-    def _handle(self, message: Message) -> None:
-        match message["op"]:
-            case "standbys":
-                self._wanted = int(message["count"])
-            case "preload":
+    def _say(self, message: orders.FromServer) -> None:
+        self._control.send(written(message))
+
+    def _handle(self, message: orders.ToServer) -> None:
+        match message:
+            case orders.Standbys(count):
+                self._wanted = count
+            case orders.Preload(modules):
                 if self._trial is not None:
                     self._trial.end()
                     self._trial = None
                 self._found = Findings()
-                self._try(message["modules"])
-            case "start":
-                self._start(message)
+                self._try(modules)
+            case orders.Start(ticket, assignment):
+                self._start(ticket, assignment)
+            case _:
+                assert_never(message)
 
     def _try(self, modules: Sequence[str]) -> None:
         untried = [name for name in modules if name not in sys.modules]
@@ -149,17 +155,15 @@ class Nursery:
 
     def _tell(self) -> None:
         """All has been tried."""
-        self._control.send({
-            "op": "preloaded", "failed": self._found.failed, "unfit": self._found.unfit, "spoiled": self._is_spoiled
-        })  # fmt: skip
+        self._say(orders.Preloaded(self._found.failed, self._found.unfit, self._is_spoiled))
 
-    def _start(self, message: Message) -> None:
+    def _start(self, ticket: int, assignment: orders.Assignment) -> None:
         while not self._is_spoiled:
             standby = self._standbys.pop(0) if self._standbys else self._fork()
             # The agent must know the process before it can say hello.
-            self._control.send({"op": "started", "ticket": message["ticket"], "pid": standby.pid})
+            self._say(orders.Started(ticket, standby.pid))
             try:
-                standby.channel.send(message["assignment"])
+                standby.channel.send(written(assignment))
             except ChannelClosed:
                 continue  # it was killed while it waited: the next one gets the ticket
             standby.channel.sock.close()
@@ -217,7 +221,7 @@ def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
     die_with_parent(agent_pid)  # exits if the agent has died meanwhile and another subreaper took this process
     channel = Channel(sock)
     try:
-        assignment = channel.receive()
+        assignment = orders.TO_STANDBY.read(channel.receive())
     except ChannelClosed:
         os._exit(1)  # never for the end of a script
     os.setsid()
@@ -225,14 +229,14 @@ def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
     become_worker(assignment)
 
 
-def become_worker(assignment: dict[str, Any]) -> None:
+def become_worker(assignment: orders.Assignment) -> None:
     """Take over environment, output and arguments of the assignment and run the script as `__main__`; never returns."""
     from swift_agent.agent.processes import forked_main
 
     gc.unfreeze()
     os.environ.clear()
-    os.environ.update(assignment["env"])
-    for fd, path in ((1, assignment["stdout"]), (2, assignment["stderr"])):
+    os.environ.update(assignment.env)
+    for fd, path in ((1, assignment.stdout), (2, assignment.stderr)):
         if path:
             try:
                 target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -241,8 +245,8 @@ def become_worker(assignment: dict[str, Any]) -> None:
                 continue
             os.dup2(target, fd)
             os.close(target)
-    os.chdir(assignment["cwd"])
-    forked_main.run(assignment["kind"], assignment["target"], assignment["args"])
+    os.chdir(assignment.cwd)
+    forked_main.run(assignment.kind, assignment.target, list(assignment.args))
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import select
@@ -17,22 +16,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO, Any, assert_never
 
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
+from swift_agent.agent.processes import orders
 from swift_agent.agent.processes.import_trial import is_below
 from swift_agent.agent.processes.late_starts import NotStarted
 from swift_agent.agent.processes.linux import Guard, reap, signal_group, signal_living
 from swift_agent.agent.processes.orphans import Orphans
+from swift_agent.agent.processes.output import Output, root_cause
 from swift_agent.agent.processes.standby import StandbyServer
 from swift_agent.launch.config import AgentConfig
 from swift_agent.torch_private import launcher as torch_launcher
-from swift_agent.wire.channel import ChannelClosed, Message
-from swift_agent.wire.environment import ENV_STARTED, Placement, log_prefix, worker_env
+from swift_agent.wire.channel import ChannelClosed
+from swift_agent.wire.environment import ENV_STARTED, Placement, worker_env
 from swift_agent.wire.root_cause import place_of
 from swift_agent.wire.standing import Standings
 from swift_rendezvous.roster.records import WorkerExit
@@ -47,8 +46,6 @@ KILL_TIMEOUT_S = 10.0
 NOT_STARTED = 127
 # Of which there may be enough again in a moment: descriptors, processes, memory, room.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT}
-# Of a worker's error message, from its begin and from its end.
-MESSAGE_CHARS = 8000
 # How torchrun runs a script with --run-path: inside a fresh interpreter, without the script's directory on sys.path.
 _RUN_PATH = "import sys; from swift_agent.agent.processes.forked_main import run_path; run_path(sys.argv[1:])"
 
@@ -74,10 +71,7 @@ class Workers:
         self._host = host
         self._orphans = Orphans(all_are_ours)
         self._standings = standings
-        self._dest: LogsDest | None = None
-        self._dest_attempt = -1
-        self._tails: list[TailLog] = []
-        self._filtered: list[IO[str]] = []
+        self._output = Output(config)
         self._guard = Guard()
         self.processes: dict[int, WorkerProcess] = {}
         self.server: StandbyServer | None = None
@@ -99,7 +93,7 @@ class Workers:
         envs = {rank: worker_env(place, rank, os.environ) for rank in range(place.num_workers)}
         started: list[WorkerProcess | NotStarted] = []
         try:
-            self._open_logs(place, envs)
+            self._output.open(place, envs, {rank for rank, one in self.processes.items() if one.exit_code is None})
             no_logs: Exception | None = None
         except (OSError, RuntimeError) as error:  # the latter: there is no thread for them
             no_logs = error
@@ -109,7 +103,7 @@ class Workers:
                 self.forget(old)
             self._standings.clear(local_rank)
             if no_logs is None:
-                self._check_logs(local_rank, envs[local_rank])
+                self._output.check(local_rank, envs[local_rank])
             if no_logs is not None:
                 started.append(self._not_started(place, local_rank, no_logs, asked_warm))
             elif not (warm and self._order_warm(place, local_rank, envs[local_rank])):
@@ -145,7 +139,6 @@ class Workers:
         return is_python and config.launch.numa_options is None
 
     def _start_cold(self, place: Placement, local_rank: int, env: dict[str, str]) -> WorkerProcess:
-        dest = self._logs()
         config = self._config
         args = [str(arg) for arg in macros.substitute(list(config.entry_args), str(local_rank))]
         if callable(config.entrypoint):
@@ -155,7 +148,7 @@ class Workers:
         command = _bind_to_numa_node(command, local_rank, config.launch.numa_options)
         # The kernel ends the worker if the agent dies in a way that leaves it no time.
         command = self._guard.wrap(command)
-        stdout, stderr = _open(dest.stdouts.get(local_rank)), _open(dest.stderrs.get(local_rank))
+        stdout, stderr = _open(self._output.stdout(local_rank)), _open(self._output.stderr(local_rank))
         try:
             popen = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
         finally:
@@ -171,18 +164,18 @@ class Workers:
 
     def _order_warm(self, place: Placement, local_rank: int, env: dict[str, str]) -> bool:
         """False if there is no standby server to order from."""
-        dest, config = self._logs(), self._config
+        config = self._config
         args = [str(arg) for arg in macros.substitute(list(config.training_script_args), str(local_rank))]
         target = config.training_script
-        assignment = {
-            "env": {**env, ENV_STARTED: repr(time.time())},
-            "stdout": dest.stdouts.get(local_rank, ""),
-            "stderr": dest.stderrs.get(local_rank, ""),
-            "cwd": os.getcwd(),
-            "kind": config.entry_kind,
-            "target": target if config.entry_kind == "module" else os.path.abspath(target),
-            "args": args,
-        }
+        assignment = orders.Assignment(
+            env={**env, ENV_STARTED: repr(time.time())},
+            stdout=self._output.stdout(local_rank),
+            stderr=self._output.stderr(local_rank),
+            cwd=os.getcwd(),
+            kind=config.entry_kind,
+            target=target if config.entry_kind == "module" else os.path.abspath(target),
+            args=tuple(args),
+        )
         server = self.start_server()
         if server is None:
             return False
@@ -228,16 +221,20 @@ class Workers:
             if num_standbys != server.num_wanted:
                 server.want(num_standbys)
 
-    def on_server_message(self, server: StandbyServer, message: Message) -> WorkerProcess | NotStarted | None:
+    def on_server_message(self, server: StandbyServer, message: orders.FromServer) -> WorkerProcess | NotStarted | None:
         """Handle what the standby server says; returns a worker that it has started, or one that cannot be watched."""
-        match message.get("op"):
-            case "ready":
-                _warn_of(message["failed"])
-            case "preloaded":
+        match message:
+            case orders.Ready(failed):
+                _warn_of(failed)
+            case orders.Preloaded():
                 self._on_preloaded(server, message)
-        if message.get("op") != "started":
-            return None
-        ticket, pid = int(message["ticket"]), int(message["pid"])
+            case orders.Started(ticket, pid):
+                return self._on_started(server, ticket, pid)
+            case _:
+                assert_never(message)
+        return None
+
+    def _on_started(self, server: StandbyServer, ticket: int, pid: int) -> WorkerProcess | NotStarted | None:
         order = server.answered(ticket)
         if order is None or order.local_rank in self.processes:
             # Overtaken, or the first standby for it died: its rank has a process or a verdict already.
@@ -252,11 +249,11 @@ class Workers:
             signal_living(pid, signal.SIGKILL)
             return self._not_started(order.place, order.local_rank, error, warm=True)
 
-    def _on_preloaded(self, server: StandbyServer, message: Message) -> None:
-        _warn_of({**message["failed"], **message["unfit"]})
-        self._not_ahead.update(message["unfit"])
+    def _on_preloaded(self, server: StandbyServer, found: orders.Preloaded) -> None:
+        _warn_of({**found.failed, **found.unfit})
+        self._not_ahead.update(found.unfit)
         server.preloaded = self._fit(server.preloaded)
-        if message["spoiled"]:
+        if found.spoiled:
             self._server_deaths -= 1  # this one is on purpose
             server.kill()
 
@@ -300,7 +297,7 @@ class Workers:
         if process.popen is not None:
             process.popen.returncode = code
         signal_group(process.pid, signal.SIGKILL)
-        message, timestamp_s = _root_cause(process.error_file)
+        message, timestamp_s = root_cause(process.error_file)
         error_file = process.error_file if os.path.isfile(process.error_file) else ""
         stood = self._standings.of(process.local_rank)
         return WorkerExit(
@@ -360,7 +357,7 @@ class Workers:
             self.server.close()
             self.server = None
         self._orphans.end(KILL_TIMEOUT_S)
-        self.close_logs()
+        self._output.close()
 
     def _wait_ends(self, processes: Sequence[WorkerProcess], timeout_s: float, in_hurry: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -376,109 +373,9 @@ class Workers:
                 poller.register(process.pidfd, select.POLLIN)
             poller.poll(min(left_s, 0.2) * 1000)
 
-    # ---- logs ----
-
-    def _logs(self) -> LogsDest:
-        assert self._dest is not None
-        return self._dest
-
-    def _open_logs(self, place: Placement, envs: dict[int, dict[str, str]]) -> None:
-        """Destinations are made once per attempt, as torchrun does; a replacement appends to the files of its rank."""
-        config = self._config
-        if self._dest is None or self._dest_attempt != place.restart_count:
-            self.close_logs()
-            specs = config.launch.logs_specs
-            assert isinstance(specs, LogsSpecs)
-            self._dest_attempt = place.restart_count
-            try:
-                self._dest = specs.reify(envs)
-                for path in {*self._dest.stdouts.values(), *self._dest.stderrs.values()} - {"", os.devnull}:
-                    open(path, "a").close()
-                self._start_tails(place)
-            except OSError as error:
-                # No reason to end what trains: a disk may be full, or a shared directory away.
-                log.warning(
-                    "no logs of workers can be written (%s): they go on without files; their output is that of this "
-                    "agent, and tracebacks of workers that fail are not kept", error,
-                )  # fmt: skip
-                self.close_logs()
-                self._dest = _no_files(place.num_workers)
-        if not self._tails:
-            self._start_tails(place)
-        for local_rank, path in self._logs().error_files.items():
-            # reify sets it for the ranks of its first call only; a stale file must not explain a later death.
-            envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = "" if path == os.devnull else path
-            process = self.processes.get(local_rank)
-            if path != os.devnull and os.path.exists(path) and (process is None or process.exit_code is not None):
-                try:
-                    os.replace(path, path + ".previous")
-                except OSError:
-                    envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = ""
-
-    def _check_logs(self, local_rank: int, env: dict[str, str]) -> None:
-        """The directory may have gone since the files of the others were made: a rank then goes on without."""
-        dest = self._logs()
-        try:
-            for path in (dest.stdouts.get(local_rank), dest.stderrs.get(local_rank)):
-                if path:
-                    open(path, "a").close()
-        except OSError as error:
-            log.warning(
-                "no logs of local rank %d can be written any more (%s): its output is that of this agent, and its "
-                "traceback is not kept if it fails", local_rank, error,
-            )  # fmt: skip
-            # reify's may be shared with the tails.
-            self._dest = replace(
-                dest, stdouts={**dest.stdouts, local_rank: ""}, stderrs={**dest.stderrs, local_rank: ""},
-                error_files={**dest.error_files, local_rank: os.devnull},
-            )  # fmt: skip
-            env["TORCHELASTIC_ERROR_FILE"] = ""
-
-    def _start_tails(self, place: Placement) -> None:
-        launch, dest = self._config.launch, self._logs()
-        template = launch.log_line_prefix_template
-        prefixes = None
-        if template:
-            prefixes = {r: log_prefix(template, place.role, place.rank(r), r) for r in range(place.num_workers)}
-        self._tails = [
-            TailLog(place.role, dest.tee_stdouts, sys.stdout, prefixes),
-            TailLog(place.role, dest.tee_stderrs, sys.stderr, prefixes),
-        ]
-        for needles, target, files in (
-            (getattr(launch, "duplicate_stdout_filters", None), getattr(dest, "filtered_stdout", ""), dest.tee_stdouts),
-            (getattr(launch, "duplicate_stderr_filters", None), getattr(dest, "filtered_stderr", ""), dest.tee_stderrs),
-        ):
-            if needles and target:
-                stream = open(target, "w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close_logs
-                self._filtered.append(stream)
-                self._tails.append(TailLog(place.role, files, stream, prefixes, log_line_filter=_contains_any(needles)))
-        try:
-            for tail in self._tails:
-                tail.start()
-        except RuntimeError:  # all of them are started again
-            self.close_logs()
-            raise
-
-    def close_logs(self) -> None:
-        for tail in self._tails:
-            tail.stop()
-        for stream in self._filtered:
-            stream.close()
-        self._tails, self._filtered = [], []
-
-
-def _contains_any(needles: Sequence[str]) -> Callable[[str], bool]:
-    return lambda line: any(needle in line for needle in needles)
-
 
 def _open(path: str | None) -> IO[bytes] | None:
     return open(path, "ab") if path else None
-
-
-def _no_files(num_workers: int) -> LogsDest:
-    """Output is not redirected, and nothing else is written."""
-    inherited, nowhere = dict.fromkeys(range(num_workers), ""), dict.fromkeys(range(num_workers), os.devnull)
-    return LogsDest(stdouts=inherited, stderrs=dict(inherited), error_files=nowhere)
 
 
 def _warn_of(not_imported: Mapping[str, str]) -> None:
@@ -490,37 +387,3 @@ def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> lis
     if options is None:
         return command
     return torch_launcher.bind_command_to_numa_node(command, local_rank, options)
-
-
-def recorded_in(error_file: str) -> dict[str, Any]:
-    """What a worker has left there, as torch has it; what torch has for none otherwise."""
-    try:
-        with open(error_file) as stream:
-            found = json.load(stream)
-    except (OSError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {"message": "<NONE>"}
-
-
-def _root_cause(error_file: str) -> tuple[str, int]:
-    """Message with traceback, and time, that the worker left in its error file (torch's format); empty if it left
-    none.
-    """
-    try:
-        with open(error_file) as stream:
-            data = json.load(stream)
-        message = data["message"]
-        if isinstance(message, str):
-            return _shortened(message), int(time.time())
-        extra = message.get("extraInfo", {})
-        text = extra.get("py_callstack") or message.get("message", "")
-        return _shortened(str(text)), int(extra.get("timestamp", time.time()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "", int(time.time())
-
-
-def _shortened(text: str) -> str:
-    """The message becomes part of a record, and etcd takes 1.5 MiB for all workers of a node."""
-    if len(text) <= 2 * MESSAGE_CHARS:
-        return text
-    return f"{text[:MESSAGE_CHARS]}\n[{len(text) - 2 * MESSAGE_CHARS} characters left out]\n{text[-MESSAGE_CHARS:]}"

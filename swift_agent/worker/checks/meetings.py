@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from swift_agent.wire import messages as msg
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.checks.section_calls import is_compared
 from swift_agent.worker.groups.process_groups import ProcessGroups
@@ -72,7 +73,7 @@ class Meetings:
         tracked = self._place.tracked
         begin = "the newest checkpoint" if tracked is not None and tracked.checkpoints else "what the script loads"
         why = f"{said}. All workers have to start again, with {begin}"
-        self._supervisor.send({"op": "unfit", "why": why, "hopeless": False})
+        self._supervisor.send(msg.Unfit(why))
 
     def _comes(self, generation: int) -> bool:
         """To the next one. False: it is one of those that pay nothing."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from swift_agent.errors import UsageError
+from swift_agent.wire import messages as msg
 from swift_agent.wire.channel import ENV_SOCKET, connect
 from swift_agent.wire.environment import ENV_GENERATION, ENV_LOCAL_RANK, ENV_RUN, ENV_STARTED
 from swift_agent.wire.root_cause import place_of
@@ -115,7 +116,7 @@ def _with_agent(
     place = Place(rank, Seeds(rng, seed, rank), supervisor.fence)
     started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
     protected = Protected(place, supervisor, groups, device, started_s, standing)
-    hello = {"local_rank": local_rank, "generation": int(os.environ[ENV_GENERATION])}
+    hello = msg.Hello(local_rank, int(os.environ[ENV_GENERATION]))
     supervisor.start(hello, place.report, groups.abort, place.next_iteration)
     _create_groups(protected, place, supervisor, groups, backend, timeout)
     job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
@@ -190,8 +191,7 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
                 supervisor.interrupted or (is_communication_error(error) and supervisor.confirm(error))
             ):
                 original_hook(kind, error, trace)
-                supervisor.send({"op": "unfit", "why": why_unfit(error, trace)})
-                supervisor.wait_for_end()
+                supervisor.give_up(why_unfit(error, trace))
             job._fail()
             _record(error)
         original_hook(kind, error, trace)

@@ -301,8 +301,7 @@ class Job:
     def _unfit(self, why: str) -> None:
         """This replacement cannot go on as its predecessor would have: nothing but a restart of all workers helps."""
         assert self._supervisor is not None
-        self._supervisor.send({"op": "unfit", "why": why})
-        self._supervisor.wait_for_end()
+        self._supervisor.give_up(why)
 
     # ---- the loop ----
 

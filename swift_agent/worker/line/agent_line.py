@@ -1,15 +1,15 @@
 """The worker's line to its agent: hears stop and go, answers for the main thread, which may be blocked in a collective.
 
-    agent: go(1) ............ stop(1) ............ go(2) ... release
-    worker:      trains in 1          reports on 1        enters 2
+    agent: Go(1) ............ Stop(1) ............ Go(2) ... Release
+    worker:      trains in 1          Report(1)          enters 2
 
 For a drain the agents first have all workers stop before the same iteration; the thread answers where this one is, and
 the main thread waits in `hold`:
 
-    agent: pause(1) ......................... boundary(1, i) .................... stop(1) ...
-    worker:         promised(1, at most i)                   parked(1) before i
+    agent: Pause(1) ......................... Boundary(1, i) .................... Stop(1) ...
+    worker:         Promised(1, at most i)                   Parked(1) before i
 
-A thread reads the channel. On `stop` it raises the flag first, so that no optimizer step can begin any more, then
+A thread reads the channel. On `Stop` it raises the flag first, so that no optimizer step can begin any more, then
 aborts the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means
 that the agent is dead; its worker must not live on.
 
@@ -18,21 +18,24 @@ This module must never touch training state.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, assert_never
 
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.wire.channel import Channel, ChannelClosed, Message
+from swift_agent.wire import messages as msg
+from swift_agent.wire.channel import Channel, ChannelClosed
 from swift_agent.wire.standing import MyStanding
+from swift_agent.wire.vocabulary import written
 from swift_agent.worker.line.go import Go
+from swift_agent.worker.line.standstill import Standstill
 from swift_rendezvous.threads import thread
 
 log = logging.getLogger(__name__)
@@ -49,12 +52,6 @@ MOST_AGAIN = 3
 AGAIN_WITHIN_S = 600.0
 # An agent that does not answer for so long may be one that was given up.
 ASK_PLACE_S = 5.0
-# So often is looked whether this process may still go on.
-LOOK_S = 1.0
-# Not looked for so long: this process stood still meanwhile.
-STOOD_S = 2.0
-# An error so soon after that may come from it: a collective has run over its timeout, of which the pause was a part.
-STOOD_COUNTS_S = 60.0
 
 
 class Supervisor:
@@ -68,7 +65,7 @@ class Supervisor:
 
     def __init__(self, channel: Channel, rank: int, standing: MyStanding | None = None) -> None:
         self._channel = channel
-        self._standing = standing or MyStanding()
+        self._standstill = Standstill(standing or MyStanding(), lambda: self._entered)
         self._rank = rank
         self.fence = threading.RLock()
         self.changed = threading.Condition(self.fence)
@@ -89,8 +86,6 @@ class Supervisor:
         self._refused = ""
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
-        self._looked_s = math.inf
-        self._stood_in, self._stood_until_s = 0, -math.inf
         self._place_asked, self._place_told = 0, dict[int, str]()
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
@@ -98,16 +93,16 @@ class Supervisor:
         self._thread = thread("swift-supervisor", self._read, _die)
 
     def start(
-        self, hello: Message, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None],
+        self, hello: msg.Hello, report: Callable[[], dict[str, Any]], abort: Callable[[str, int], None],
         position: Callable[[], int] = int,
     ) -> None:  # fmt: skip
         """Say hello and begin to listen. *report*, *abort* and *position* (the first iteration that has not begun) are
         called in the reading thread."""
         self._report, self._abort, self._position = report, abort, position
-        self._channel.send({"op": "hello", **hello})
+        self._channel.send(written(hello))
         self._thread.start()
         # Not the reading thread: that waits while an update of the script's is under way.
-        thread("swift-time", self._watch_the_time, self._blind).start()
+        thread("swift-time", self._standstill.watch_the_time, self._blind, lambda: self._released).start()
 
     # ---- main thread ----
 
@@ -195,7 +190,7 @@ class Supervisor:
         paused a moment ago its collective, or that of a peer, may have run over the timeout of its group without any
         failure: another generation is asked for, as in `reconnect`.
         """
-        if not self._stood_still() or not self._may_ask_again():
+        if not self._standstill.was_a_moment_ago() or not self._may_ask_again():
             return self._hear_of(error, CONFIRM_TIMEOUT_S)
         return self._hear_of(error, AGAIN_AFTER_S) or self._ask_again(f"{_text(error)} (it had been paused)")
 
@@ -214,20 +209,12 @@ class Supervisor:
 
     def _ask_again(self, why: str) -> bool:
         self._asked_again_s.append(time.monotonic())
-        self.send({"op": "again", "generation": self._entered, "why": why})
+        self.send(msg.Again(self._entered, why))
         return self._wait_interrupted(CONFIRM_TIMEOUT_S)
-
-    def _stood_still(self) -> bool:
-        """Whether this process was paused a moment ago, in the generation that it is in: what was cut by that is not
-        cut any more in the next. From any thread."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s > STOOD_S:
-            self._stood_in, self._stood_until_s = self._entered, now_s
-        return self._stood_in == self._entered and now_s - self._stood_until_s < STOOD_COUNTS_S
 
     def _hear_of(self, error: BaseException, patience_s: float) -> bool:
         if not self.interrupted:
-            self.send({"op": "suspect", "why": _text(error)})
+            self.send(msg.Suspect(_text(error)))
         return self._wait_interrupted(patience_s)
 
     def _wait_interrupted(self, patience_s: float) -> bool:
@@ -255,7 +242,7 @@ class Supervisor:
             return iteration >= self._promised
         if iteration >= self._boundary and not self._parked:
             self._parked = True
-            self.send({"op": "parked", "generation": self._entered})
+            self.send(msg.Parked(self._entered))
         return self._parked
 
     def wait_release(self, iteration: int) -> bool:
@@ -268,19 +255,24 @@ class Supervisor:
                 self.changed.wait()
             return self._released
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msg.ToAgent) -> None:
         """Tell the agent; if it is gone, so is this process. Nothing more after `close`, when it may still ask."""
         try:
-            self._channel.send(message)
+            self._channel.send(written(message))
         except ChannelClosed:
             if not self._released:
                 _die("its agent is gone")
 
     def note(self, text: str) -> None:
         """A line for people, shown by the agent."""
-        self.send({"op": "note", "rank": self._rank, "text": text})
+        self.send(msg.Note(self._rank, text))
 
-    def wait_for_end(self) -> None:
+    def give_up(self, why: str) -> NoReturn:
+        """Nothing but a restart of all workers helps."""
+        self.send(msg.Unfit(why))
+        self.wait_for_end()
+
+    def wait_for_end(self) -> NoReturn:
         """The agent has been asked to end this process; nothing else may happen here."""
         while True:
             time.sleep(1.0)
@@ -292,6 +284,13 @@ class Supervisor:
 
     # ---- any thread ----
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Under the lock; who waits for a change is told."""
+        with self.changed:
+            yield
+            self.changed.notify_all()
+
     def begin_update(self) -> bool:
         """Pass the fence in front of the update of some parameters; False: it must not be made. Until as many calls of
         `end_update` no report is made. For threads other than the main one, which has `enter_step`."""
@@ -302,9 +301,8 @@ class Supervisor:
             return True
 
     def end_update(self) -> None:
-        with self.changed:
+        with self._changing():
             self._updating -= 1
-            self.changed.notify_all()
 
     def ask_place(self, generation: int) -> str:
         """Ask the agent whether the place of this worker is still its own in *generation*: why it is not, '' if it is.
@@ -312,7 +310,7 @@ class Supervisor:
         with self.changed:
             self._place_asked += 1
             number = self._place_asked
-        self.send({"op": "place", "number": number, "generation": generation})
+        self.send(msg.AskPlace(number, generation))
         with self.changed:
             if not self.changed.wait_for(lambda: number in self._place_told, ASK_PLACE_S):
                 return f"the agent has not said within {ASK_PLACE_S:g} s whether this place is still its own"
@@ -323,28 +321,10 @@ class Supervisor:
         with self.changed:
             self.changed.wait_for(lambda: not self._updating)
 
-    # ---- a thread that looks at the time ----
-
     def _blind(self, why: str) -> None:
         """Nobody would stop this process in time any more."""
         self.note(f"{why}; this worker ends")
         _die(why)
-
-    def _watch_the_time(self) -> None:
-        """Stop this process when nobody has said that its place is still its own: its agent does that, unless it stands
-        still itself. When it goes on it continues its workers, pauses or ends them."""
-        while not self._released:
-            self._stood_still()
-            left_s = self._standing.left_s()
-            if left_s > 0:
-                self._looked_s = time.monotonic()
-                time.sleep(min(left_s, LOOK_S))
-                continue
-            # The agent wakes this process again and again until that is taken back.
-            self._standing.stand(True)
-            # To this thread, which does not take another step then; the whole process stops with it.
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-            self._standing.stand(False)
 
     # ---- reading thread ----
 
@@ -357,7 +337,7 @@ class Supervisor:
                     return
                 _die("its agent is gone")
             try:
-                self._follow(message)
+                self._follow(msg.TO_WORKER.read(message))
             except Exception as error:
                 # Deaf, it would hold up all others for ever.
                 traceback.print_exc()
@@ -365,60 +345,55 @@ class Supervisor:
                 self.note(f"{why}; this worker ends")
                 _die(why)
 
-    def _follow(self, message: Message) -> None:
-        match message.get("op"):
-            case "stop":
-                self._on_stop(int(message["generation"]), str(message["why"]))
-            case "go":
-                go = Go.from_message(message)
-                with self.changed:
+    def _follow(self, message: msg.ToWorker) -> None:
+        match message:
+            case msg.Stop(generation, why):
+                self._on_stop(generation, why)
+            case msg.Go():
+                go = Go.of(message)
+                with self._changing():
                     self._go = go
-                    self.changed.notify_all()
-            case "place":
-                with self.changed:
-                    self._place_told[int(message["number"])] = str(message["why"])
-                    self.changed.notify_all()
-            case "wait":
+            case msg.Place(number, why):
+                with self._changing():
+                    self._place_told[number] = why
+            case msg.Wait():
                 with self.changed:
                     self._patience_s = CONFIRM_TIMEOUT_S
-            case "pause":
-                self._on_pause(int(message["generation"]))
-            case "boundary":
-                with self.changed:
-                    if self._pause_in == int(message["generation"]):
-                        self._boundary = int(message["iteration"])
-                        self.changed.notify_all()
-            case "where":
+            case msg.Pause(generation):
+                self._on_pause(generation)
+            case msg.Boundary(generation, iteration):
+                with self._changing():
+                    if self._pause_in == generation:
+                        self._boundary = iteration
+            case msg.Where():
                 with self.fence:
                     iteration = self._position()
-                self.send({"op": "at", "iteration": iteration})
-            case "refused":
-                with self.changed:
+                self.send(msg.At(iteration))
+            case msg.Refused(why):
+                with self._changing():
                     self._refused = (
                         f"swift_agent.init(): this process ({os.getpid()}) does not count as rank {self._rank}: "
-                        f"{message['why']}. swift-run starts a process for each rank: leave multiprocessing.spawn and "
+                        f"{why}. swift-run starts a process for each rank: leave multiprocessing.spawn and "
                         "the like out, and give their number by --nproc-per-node."
                     )
-                    self.changed.notify_all()
-            case "release":
-                with self.changed:
+            case msg.Release():
+                with self._changing():
                     self._released = True
-                    self.changed.notify_all()
+            case _:
+                assert_never(message)
 
     def _on_pause(self, generation: int) -> None:
-        with self.changed:
+        with self._changing():
             self._pause_in, self._boundary, self._parked = generation, None, False
             # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
             self.pausing = generation == self._entered
             self._promised = self._position()
-            self.changed.notify_all()
-        self.send({"op": "promised", "generation": generation, "iteration": self._promised})
+        self.send(msg.Promised(generation, self._promised))
 
     def _on_stop(self, generation: int, why: str) -> None:
-        with self.changed:
+        with self._changing():
             self._stopped = max(self._stopped, generation)
             self.interrupted = 0 < self._entered <= self._stopped
-            self.changed.notify_all()
         self._abort(why, generation)
         with self.changed:
             self._aborted = max(self._aborted, generation)
@@ -428,7 +403,7 @@ class Supervisor:
             self.changed.wait_for(lambda: not self._inside and not self._updating)
             self._waits_for_leave = False
             report = self._report()
-        self.send({"op": "report", "generation": generation, "report": report})
+        self.send(msg.Report(generation, report))
 
 
 def _text(error: BaseException) -> str:

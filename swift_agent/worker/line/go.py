@@ -1,4 +1,4 @@
-"""What an agent sends its workers to have them enter a generation.
+"""The generation that a worker is to enter, as its main thread has it: the agent's `Go` with the plan read.
 
 This module must never decide anything: what is in the message the agents have decided.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swift_agent.wire.channel import Message
+from swift_agent.wire import messages as msg
 from swift_recovery.planning.plan import Plan
 
 
@@ -34,18 +34,18 @@ class Go:
         return self.store_host, self.session_port
 
     @classmethod
-    def from_message(cls, message: Message) -> Go:
-        """Raises KeyError, TypeError or ValueError for another one."""
-        store = message["store"]
+    def of(cls, message: msg.Go) -> Go:
+        """Raises KeyError, TypeError or ValueError if there is no plan in it."""
+        store = message.store
         return cls(
-            generation=int(message["generation"]),
-            plan=Plan.from_json(message["plan"]),
-            world_size=int(message["world_size"]),
-            store_host=str(store["host"]),
-            store_port=int(store["port"]),
-            session_port=int(store["session_port"]),
-            token=str(store["token"]).encode(),
-            leaves=bool(message.get("leaves")),
-            keeps=bool(message.get("keeps")),
-            kept=str(message.get("kept", "")),
+            generation=message.generation,
+            plan=Plan.from_json(message.plan),
+            world_size=message.world_size,
+            store_host=store.host,
+            store_port=store.port,
+            session_port=store.session_port,
+            token=store.token.encode(),
+            leaves=message.leaves,
+            keeps=message.keeps,
+            kept=message.kept,
         )

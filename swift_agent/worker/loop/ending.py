@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from swift_agent.wire import messages as msg
 from swift_agent.worker.checks.lookout import Lookout
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.checkpointing import Checkpointing
@@ -42,7 +43,7 @@ def end_without_loop(place: Place, supervisor: Supervisor, lookout: Lookout | No
 
 def _is_released(place: Place, supervisor: Supervisor, lookout: Lookout | None, end: dict[str, Any]) -> bool:
     """False: a failure has come first."""
-    supervisor.send({"op": "finished", "generation": supervisor.generation, "end": end})
+    supervisor.send(msg.Finished(supervisor.generation, end))
     if lookout is not None:
         lookout.at_end = True
     return supervisor.wait_release(place.here.iteration)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from swift_agent.errors import PeerFailure
+from swift_agent.wire import messages as msg
 from swift_agent.wire.environment import ENV_LOCAL_RANK
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.groups.process_groups import ProcessGroups
@@ -259,4 +260,4 @@ class Iterations:
         """Once: what the script has imported, so that standbys import it ahead."""
         self._modules_sent = True
         if os.environ[ENV_LOCAL_RANK] == "0":  # one of each node
-            self._supervisor.send({"op": "modules", "names": tracking.imported_packages()})
+            self._supervisor.send(msg.Modules(tuple(tracking.imported_packages())))

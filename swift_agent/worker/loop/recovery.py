@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 
 from swift_agent.errors import CannotConnect, ReplicaMismatch, UsageError
+from swift_agent.wire import messages as msg
 from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.checks.lookout import Lookout
 from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
@@ -172,12 +173,5 @@ class Recovery:
     def tell_resumed(self) -> None:
         """The first iteration (or section) after a recovery is done: that is when the job runs again."""
         phases = {**self.phases_s, "iteration": time.monotonic() - self._began_s}
-        self._supervisor.send(
-            {
-                "op": "resumed",
-                "generation": self.is_untold,
-                "iteration": self._place.here.iteration,
-                "phases_s": phases,
-            }
-        )
+        self._supervisor.send(msg.Resumed(self.is_untold, self._place.here.iteration, phases))
         self.is_untold, self.phases_s = 0, {}

@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from swift_agent.wire import messages as msg
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.checks.checks import elsewhere
 from swift_agent.worker.line import in_script
@@ -68,4 +69,4 @@ class WaysOut:
         return f"{why}. All workers have to start again, with {self.begin_with}"
 
     def _say_unfit(self, why: str, *, is_hopeless: bool) -> None:
-        self._supervisor.send({"op": "unfit", "why": why, "hopeless": is_hopeless})
+        self._supervisor.send(msg.Unfit(why, is_hopeless))

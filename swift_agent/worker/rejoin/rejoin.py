@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.torch_private.ddp import Layout
+from swift_agent.wire import messages as msg
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
 from swift_agent.worker.line.agent_line import Supervisor
@@ -138,7 +139,7 @@ class Rejoin:
         self._exchange_state(go)
         clock.mark("transfer")
         self._compare()
-        self._supervisor.send({"op": "holds"})
+        self._supervisor.send(msg.Holds())
         clock.mark("verify")
         self._go_on_with_messages(go)
         self._wait_for_replays(plan)
@@ -204,7 +205,7 @@ class Rejoin:
         if isinstance(updates, OverlappedUpdates) and (said := updates.take_back(updates.done)):
             self._supervisor.note(f"update {go.plan.iteration}: {said}")
         node_file.keep(go.kept, go.plan.iteration, self._tracked.state, self._place.offer())
-        self._supervisor.send({"op": "kept", "iteration": go.plan.iteration, "sections": go.plan.sections})
+        self._supervisor.send(msg.Kept(go.plan.iteration, go.plan.sections))
 
     def _exchange_state(self, go: Go) -> None:
         place, state, plan = self._place, self._tracked.state, go.plan

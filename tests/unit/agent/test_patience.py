@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from swift_agent.agent.patience import PROBE_AFTER_S, Patience
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel
 from swift_agent.worker.line import agent_line
 from swift_agent.worker.line.agent_line import Supervisor
@@ -79,7 +80,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Channel]
     monkeypatch.setattr(agent_line, "CONFIRM_SLICE_S", 0.1)
     ours, theirs = socket.socketpair()
     worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)
-    worker.start({}, dict, lambda why, generation: None)
+    worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
     worker._entered = 1
     yield worker, agent
     worker.close()
@@ -128,21 +129,21 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
     worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)  # its threads are not started
     try:
         worker._entered = 1
-        worker._looked_s = time.monotonic() - 10.0
-        assert worker._stood_still()
-        worker._looked_s = time.monotonic()
-        assert worker._stood_still()
+        worker._standstill._looked_s = time.monotonic() - 10.0
+        assert worker._standstill.was_a_moment_ago()
+        worker._standstill._looked_s = time.monotonic()
+        assert worker._standstill.was_a_moment_ago()
         worker._entered = 2
-        assert not worker._stood_still()  # its groups are others
+        assert not worker._standstill.was_a_moment_ago()  # its groups are others
         for number in range(agent_line.MOST_AGAIN + 1):
-            worker._looked_s = time.monotonic() - 10.0
+            worker._standstill._looked_s = time.monotonic() - 10.0
             assert not worker.confirm(RuntimeError("timed out"))
             assert agent.receive()["op"] == "suspect"
-            worker.send({"op": "next"})
+            worker.send(wire.Holds())
             told = [agent.receive()["op"]]
-            if told != ["next"]:
+            if told != ["holds"]:
                 told.append(agent.receive()["op"])
-            assert told == (["again", "next"] if number < agent_line.MOST_AGAIN else ["next"])
+            assert told == (["again", "holds"] if number < agent_line.MOST_AGAIN else ["holds"])
     finally:
         ours.close()
         theirs.close()

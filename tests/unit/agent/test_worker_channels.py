@@ -24,9 +24,11 @@ from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.patience import Patience
 from swift_agent.agent.worker_channels import WorkerChannels
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
 from swift_agent.wire.standing import Standings
-from swift_agent.worker.line import agent_line
+from swift_agent.wire.vocabulary import written
+from swift_agent.worker.line import agent_line, standstill
 from swift_agent.worker.line.agent_line import Supervisor
 from tests.support.limits import without_descriptors
 
@@ -68,6 +70,10 @@ class Line:
         return worker
 
 
+def go(num_bytes: int) -> wire.Go:
+    return wire.Go(1, {"kind": "x" * num_bytes}, 2, wire.Store("h", 1, 2, "t"))
+
+
 @pytest.fixture
 def line(tmp_path: Path) -> Iterator[Line]:
     made = Line(tmp_path, {0: os.getpid(), 1: os.getpid()})
@@ -78,13 +84,13 @@ def line(tmp_path: Path) -> Iterator[Line]:
 
 def test_a_worker_that_does_not_read_keeps_neither_the_agent_nor_others_waiting(line: Line) -> None:
     stopped, well = line.hello(0), line.hello(1)
-    large = {"op": "go", "plan": "x" * 300_000}
+    large = go(300_000)
     for number in range(1000):
-        line.channels.send((0, 1), {"op": "stop", "generation": number, "why": ""})
+        line.channels.send((0, 1), wire.Stop(number, ""))
         assert well.receive()["generation"] == number
     line.channels.send((0,), large)
-    line.channels.send((0,), {"op": "wait"}, may_skip=True)  # it comes again
-    line.channels.send((0,), {"op": "release"})
+    line.channels.send((0,), wire.Wait(), may_skip=True)  # it comes again
+    line.channels.send((0,), wire.Release())
     line.turn()
     # It goes on: all that counts is there, in its order.
     came: list[dict[str, Any]] = []
@@ -92,7 +98,7 @@ def test_a_worker_that_does_not_read_keeps_neither_the_agent_nor_others_waiting(
         came += stopped.receive_ready()
         line.turn(0.0)
     assert [message["op"] for message in came] == ["stop"] * 1000 + ["go", "release"]
-    assert came[1000] == large
+    assert came[1000] == written(large)
     line.channels.tick(time.monotonic() + 100, 10.0, paused=False)
     assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
     stopped.close()
@@ -101,7 +107,7 @@ def test_a_worker_that_does_not_read_keeps_neither_the_agent_nor_others_waiting(
 
 def test_a_worker_that_takes_nothing_for_long_is_told_of_unless_it_is_paused(line: Line) -> None:
     worker = line.hello(0)
-    line.channels.send((0,), {"op": "go", "plan": "x" * 1_000_000})
+    line.channels.send((0,), go(1_000_000))
     now_s = time.monotonic()
     line.channels.tick(now_s + 9, 10.0, paused=False)
     line.channels.tick(now_s + 500, 10.0, paused=True)
@@ -118,7 +124,7 @@ def test_a_worker_that_takes_nothing_for_long_is_told_of_unless_it_is_paused(lin
 def test_what_is_kept_for_a_worker_is_bounded(line: Line) -> None:
     worker = line.hello(0)
     for _ in range(4):
-        line.channels.send((0,), {"op": "go", "plan": "x" * (MAX_MESSAGE_BYTES * 3 // 4)})
+        line.channels.send((0,), go(MAX_MESSAGE_BYTES * 3 // 4))
     with pytest.raises(ChannelClosed):
         while True:
             line.turn(0.0)
@@ -130,7 +136,7 @@ def test_what_is_kept_for_a_worker_is_bounded(line: Line) -> None:
 def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """From two threads at once; and an agent that does not answer has said no."""
     worker = Supervisor(connect(line.channels.path), 0)
-    worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+    worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
     line.until(lambda: bool(line.events))
     answers: dict[int, str] = {}
     threads = [
@@ -148,6 +154,7 @@ def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatc
 
 _HELLO = """
 import sys, time
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import connect
 channel = connect(sys.argv[1])
 channel.send({"op": "hello", "local_rank": 0, "generation": 1})
@@ -185,7 +192,7 @@ def test_a_channel_belongs_to_the_process_that_was_started_for_it(
         with pytest.raises(ChannelClosed):
             second.receive()
         second.close()
-        line.channels.send((0,), {"op": "release"})
+        line.channels.send((0,), wire.Release())
         line.until(lambda: not line.channels._channels)
         third = line.hello(0)  # the first is gone
         third.close()
@@ -216,11 +223,12 @@ def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog:
 
 STANDING = """
 import os, sys, time
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import connect
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.line.agent_line import Supervisor
 worker = Supervisor(connect(sys.argv[1]), 0, MyStanding(os.path.dirname(sys.argv[1]), 0))
-worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
 if len(sys.argv) > 2:  # an update that is under way for so long when the stop comes
     worker._entered = 1
     worker.enter()
@@ -278,7 +286,7 @@ def test_a_worker_in_a_long_update_is_not_put_to_sleep(line: Line, tmp_path: Pat
     """What it is told waits until the update has ended; until when it may go on does not."""
     standings = Standings(str(tmp_path), 1)
     with standing_worker(line, "3") as process:
-        line.channels.send((0,), {"op": "stop", "generation": 1, "why": "a peer failed"})
+        line.channels.send((0,), wire.Stop(1, "a peer failed"))
         began_s = time.monotonic()
         while not any(isinstance(event, msg.ReportReceived) for event in line.events):
             standings.vouch(time.monotonic() + 1.0)
@@ -307,13 +315,14 @@ def test_what_is_said_twice_a_second_leaves_nothing_for_a_worker_that_does_not_r
 
 PAUSED = """
 import sys, time
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import connect
 from swift_agent.worker.line.agent_line import Supervisor
 worker = Supervisor(connect(sys.argv[1]), 0)
-worker.start({"local_rank": 0, "generation": 1}, dict, lambda why, generation: None)
+worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
 worker._entered = 1
 looked_s = time.monotonic()
-worker.send({"op": "holds"})
+worker.send(wire.Holds())
 while time.monotonic() - looked_s < 3:
     looked_s = time.monotonic()
     time.sleep(0.05)
@@ -330,7 +339,7 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
         line.processes[0].pid = process.pid
         line.until(lambda: len(line.events) == 2)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(agent_line.STOOD_S + 1.0)
+        time.sleep(standstill.STOOD_S + 1.0)
         process.send_signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 30
         while not any(isinstance(event, msg.WorkerApart) for event in line.events):
@@ -338,7 +347,7 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
             line.turn()
         why = "Timed out waiting 3000ms (it had been paused)"
         assert line.events[2:] == [msg.WorkerApart(0, process.pid, 1, why)]
-        line.channels.send((0,), {"op": "stop", "generation": 1, "why": "rank 0 asks for another try"})
+        line.channels.send((0,), wire.Stop(1, "rank 0 asks for another try"))
         line.until(lambda: process.poll() is not None)
         assert process.returncode == 0
     finally:
@@ -350,7 +359,7 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
 def test_a_frozen_agent_takes_nobody_for_late(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its deadlines have run out in its sleep; what has come is heard first."""
     worker = line.hello(0)
-    line.channels.send((0,), {"op": "go", "plan": "x" * 1_000_000})
+    line.channels.send((0,), go(1_000_000))
     order: list[Any] = []
     agent: Any = object.__new__(Agent)
     agent._selector = SimpleNamespace(select=lambda timeout_s: [])

@@ -13,6 +13,7 @@ import pytest
 from swift_agent.agent.lifecycle import commands as cmd
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import rate, state
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_recovery.planning.plan import Plan
@@ -139,7 +140,7 @@ class Line:
         self.agent.sock.settimeout(5.0)
         self.supervisor = Supervisor(Channel(ours), 0)
         self.at = 5
-        self.supervisor.start({}, dict, lambda why, generation: None, lambda: self.at)
+        self.supervisor.start(wire.Hello(0, 1), dict, lambda why, generation: None, lambda: self.at)
         assert self.agent.receive()["op"] == "hello"
         self.agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
                          "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})  # fmt: skip

@@ -19,9 +19,11 @@ import pytest
 
 from swift_agent.agent.lifecycle.state import Worker, describe_exit
 from swift_agent.agent.processes import linux as process_module
+from swift_agent.agent.processes import output
 from swift_agent.agent.processes import workers as workers_module
 from swift_agent.agent.processes.late_starts import TRY_S, LateStarts, NotStarted
 from swift_agent.agent.processes.linux import become_subreaper, reap
+from swift_agent.agent.processes.orders import Preloaded
 from swift_agent.agent.processes.workers import MAX_SERVER_DEATHS, NOT_STARTED, WorkerProcess, Workers
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import parse_args
@@ -336,7 +338,7 @@ def test_orders_are_served_while_an_import_hangs(
     monkeypatch.setattr(bench.workers, "on_server_message", lambda s, m: (answered.append(m), original(s, m))[1])
     bench.workers.prepare(1, ("csv_ahead",))  # another list, and nobody waits for the first
     bench.wait(lambda: not trial.is_running())
-    bench.wait(lambda: any(message["op"] == "preloaded" for message in answered))
+    bench.wait(lambda: any(isinstance(message, Preloaded) for message in answered))
     bench.start(1)
     bench.wait(lambda: len(bench.started) == 2)
     assert bench.ends() == [(0, 7), (1, 7)]
@@ -451,8 +453,8 @@ def test_logs_for_which_there_is_no_thread_are_tried_again(bench: Bench, monkeyp
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(workers_module.TailLog, "start", refused)
+        patch.setattr(output.TailLog, "start", refused)
         (one,) = bench.workers.start(bench.place(), (0,), warm=False)
     assert isinstance(one, NotStarted) and one.may_pass and "can't start new thread" in one.end.message
     bench.start(0, warm=False)
-    assert bench.ends() == [(0, 7)] and bench.workers._tails
+    assert bench.ends() == [(0, 7)] and bench.workers._output._tails

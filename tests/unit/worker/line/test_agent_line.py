@@ -15,8 +15,9 @@ from swift_agent.wire.channel import Channel
 _WORKER = """
 import socket, sys, time
 from swift_agent.wire.channel import Channel
+from swift_agent.wire.messages import Hello
 from swift_agent.worker.line.agent_line import Supervisor
-Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3).start({}, dict, lambda why, generation: None)
+Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3).start(Hello(3, 1), dict, lambda why, generation: None)
 time.sleep(60)
 """
 
@@ -25,6 +26,7 @@ time.sleep(60)
     {"op": "go", "generation": 1, "plan": {"kind": "copy", "iteration": "many"}, "world_size": 1, "store": {}},
     {"op": "stop", "generation": "second", "why": ""},
     {"op": "boundary"},
+    {"op": "dance"},
 ])  # fmt: skip
 def test_a_worker_that_cannot_follow_its_agent_says_so_and_ends(message: dict[str, Any]) -> None:
     ours, theirs = socket.socketpair()
@@ -50,9 +52,10 @@ def test_a_worker_that_cannot_follow_its_agent_says_so_and_ends(message: dict[st
 _REFUSED = """
 import socket, sys
 from swift_agent.wire.channel import Channel
+from swift_agent.wire.messages import Hello
 from swift_agent.worker.line.agent_line import Supervisor
 line = Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3)
-line.start({}, dict, lambda why, generation: None)
+line.start(Hello(3, 1), dict, lambda why, generation: None)
 line.wait_go()
 """
 
@@ -83,11 +86,12 @@ def test_a_process_that_does_not_count_is_told_what_to_type_instead() -> None:
 _BLIND = """
 import socket, sys, time
 from swift_agent.wire.channel import Channel
+from swift_agent.wire.messages import Hello
 from swift_agent.worker.line.agent_line import Supervisor
 class Standing:
     def left_s(self):
         raise ValueError("mmap closed or invalid")
-Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3, Standing()).start({}, dict, lambda *args: None)
+Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3, Standing()).start(Hello(3, 1), dict, lambda *args: None)
 time.sleep(60)
 """
 

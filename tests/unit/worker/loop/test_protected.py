@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swift_agent.errors import CannotConnect, PeerFailure, UsageError
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.checks.checks import Checks
@@ -120,7 +121,7 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     place.status, place.here = "holding", Watched(7)
     groups = ProcessGroups.__new__(ProcessGroups)
     loop = Protected(place, supervisor, groups, torch.device("cpu"), None).assemble(tracked)
-    supervisor.start({}, place.report, lambda why, generation: None)
+    supervisor.start(wire.Hello(0, 1), place.report, lambda why, generation: None)
     agent.receive()
     agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
                 "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})

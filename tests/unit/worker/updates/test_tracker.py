@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel
 from swift_agent.worker.in_place import Way
 from swift_agent.worker.line import agent_line
@@ -40,7 +41,7 @@ class Worker:
         self.in_place = Asked()
         self.tracker = UpdateTracker(named, self.supervisor, agree, self.in_place)
         self.heard = threading.Event()
-        self.supervisor.start({}, self.report, lambda why, generation: self.heard.set())
+        self.supervisor.start(wire.Hello(0, 1), self.report, lambda why, generation: self.heard.set())
         assert self.agent.receive()["op"] == "hello"
         self.enter(1)
 
@@ -318,7 +319,7 @@ def test_a_worker_that_has_ended_well_is_not_killed_for_what_it_is_still_asked(
     monkeypatch.setattr(agent_line, "_die", die)
     worker = make()
     worker.supervisor.close()
-    worker.supervisor.send({"op": "at", "iteration": 7})
+    worker.supervisor.send(wire.At(7))
     assert not died
     other = make()
     other.agent.close()

@@ -1,0 +1,179 @@
+"""The files of the workers of one node: their output, what of it is shown, and the errors that they leave.
+
+Where files are is decided by torch's `LogsSpecs`; its `TailLog` shows them. A disk that is full, or a directory that is
+away, is no reason to end what trains: workers then go on without files. This module must never start a process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import IO, Any
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from swift_agent.launch.config import AgentConfig
+from swift_agent.wire.environment import Placement, log_prefix
+
+log = logging.getLogger(__name__)
+
+# Of a worker's error message, from its begin and from its end.
+MESSAGE_CHARS = 8000
+
+
+class Output:
+    """Of all workers of a node."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._dest: LogsDest | None = None
+        self._dest_attempt = -1
+        self._tails: list[TailLog] = []
+        self._filtered: list[IO[str]] = []
+
+    def stdout(self, local_rank: int) -> str:
+        """The file; '' is the agent's own output."""
+        return self._opened().stdouts.get(local_rank, "")
+
+    def stderr(self, local_rank: int) -> str:
+        return self._opened().stderrs.get(local_rank, "")
+
+    def _opened(self) -> LogsDest:
+        assert self._dest is not None
+        return self._dest
+
+    def open(self, place: Placement, envs: dict[int, dict[str, str]], living: Collection[int]) -> None:
+        """Before workers start; *envs*: their environments, by local rank; *living*: the local ranks of those that run.
+
+        Destinations are made once per attempt, as torchrun does; a replacement appends to the files of its rank."""
+        config = self._config
+        if self._dest is None or self._dest_attempt != place.restart_count:
+            self.close()
+            specs = config.launch.logs_specs
+            assert isinstance(specs, LogsSpecs)
+            self._dest_attempt = place.restart_count
+            try:
+                self._dest = specs.reify(envs)
+                for path in {*self._dest.stdouts.values(), *self._dest.stderrs.values()} - {"", os.devnull}:
+                    builtins.open(path, "a").close()
+                self._start_tails(place)
+            except OSError as error:
+                # No reason to end what trains: a disk may be full, or a shared directory away.
+                log.warning(
+                    "no logs of workers can be written (%s): they go on without files; their output is that of this "
+                    "agent, and tracebacks of workers that fail are not kept", error,
+                )  # fmt: skip
+                self.close()
+                self._dest = _no_files(place.num_workers)
+        if not self._tails:
+            self._start_tails(place)
+        for local_rank, path in self._opened().error_files.items():
+            # reify sets it for the ranks of its first call only; a stale file must not explain a later death.
+            envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = "" if path == os.devnull else path
+            if path != os.devnull and os.path.exists(path) and local_rank not in living:
+                try:
+                    os.replace(path, path + ".previous")
+                except OSError:
+                    envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = ""
+
+    def check(self, local_rank: int, env: dict[str, str]) -> None:
+        """The directory may have gone since the files of the others were made: a rank then goes on without."""
+        dest = self._opened()
+        try:
+            for path in (dest.stdouts.get(local_rank), dest.stderrs.get(local_rank)):
+                if path:
+                    builtins.open(path, "a").close()
+        except OSError as error:
+            log.warning(
+                "no logs of local rank %d can be written any more (%s): its output is that of this agent, and its "
+                "traceback is not kept if it fails", local_rank, error,
+            )  # fmt: skip
+            # reify's may be shared with the tails.
+            self._dest = replace(
+                dest, stdouts={**dest.stdouts, local_rank: ""}, stderrs={**dest.stderrs, local_rank: ""},
+                error_files={**dest.error_files, local_rank: os.devnull},
+            )  # fmt: skip
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+
+    def _start_tails(self, place: Placement) -> None:
+        launch, dest = self._config.launch, self._opened()
+        template = launch.log_line_prefix_template
+        prefixes = None
+        if template:
+            prefixes = {r: log_prefix(template, place.role, place.rank(r), r) for r in range(place.num_workers)}
+        self._tails = [
+            TailLog(place.role, dest.tee_stdouts, sys.stdout, prefixes),
+            TailLog(place.role, dest.tee_stderrs, sys.stderr, prefixes),
+        ]
+        for needles, target, files in (
+            (getattr(launch, "duplicate_stdout_filters", None), getattr(dest, "filtered_stdout", ""), dest.tee_stdouts),
+            (getattr(launch, "duplicate_stderr_filters", None), getattr(dest, "filtered_stderr", ""), dest.tee_stderrs),
+        ):
+            if needles and target:
+                stream = builtins.open(target, "w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close_logs
+                self._filtered.append(stream)
+                self._tails.append(TailLog(place.role, files, stream, prefixes, log_line_filter=_contains_any(needles)))
+        try:
+            for tail in self._tails:
+                tail.start()
+        except RuntimeError:  # all of them are started again
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for tail in self._tails:
+            tail.stop()
+        for stream in self._filtered:
+            stream.close()
+        self._tails, self._filtered = [], []
+
+
+def _contains_any(needles: Sequence[str]) -> Callable[[str], bool]:
+    return lambda line: any(needle in line for needle in needles)
+
+
+def _no_files(num_workers: int) -> LogsDest:
+    """Output is not redirected, and nothing else is written."""
+    inherited, nowhere = dict.fromkeys(range(num_workers), ""), dict.fromkeys(range(num_workers), os.devnull)
+    return LogsDest(stdouts=inherited, stderrs=dict(inherited), error_files=nowhere)
+
+
+def recorded_in(error_file: str) -> dict[str, Any]:
+    """What a worker has left there, as torch has it; what torch has for none otherwise."""
+    try:
+        with open(error_file) as stream:
+            found = json.load(stream)
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {"message": "<NONE>"}
+
+
+def root_cause(error_file: str) -> tuple[str, int]:
+    """Message with traceback, and time, that the worker left in its error file (torch's format); empty if it left
+    none.
+    """
+    try:
+        with open(error_file) as stream:
+            data = json.load(stream)
+        message = data["message"]
+        if isinstance(message, str):
+            return _shortened(message), int(time.time())
+        extra = message.get("extraInfo", {})
+        text = extra.get("py_callstack") or message.get("message", "")
+        return _shortened(str(text)), int(extra.get("timestamp", time.time()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", int(time.time())
+
+
+def _shortened(text: str) -> str:
+    """The message becomes part of a record, and etcd takes 1.5 MiB for all workers of a node."""
+    if len(text) <= 2 * MESSAGE_CHARS:
+        return text
+    return f"{text[:MESSAGE_CHARS]}\n[{len(text) - 2 * MESSAGE_CHARS} characters left out]\n{text[-MESSAGE_CHARS:]}"
