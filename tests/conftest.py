@@ -19,7 +19,7 @@ import pytest
 
 from tests import tiers
 from tests.support.etcd_cluster import EtcdCluster
-from tests.support.leftovers import mark_children, our_processes
+from tests.support.leftovers import TESTS_PREFIX, files_in, mark_children, our_processes
 from tests.support.network import Network, why_not
 from tests.support.ports import free_ports
 
@@ -30,7 +30,7 @@ mark_children()
 # at the end. Its name is short, because sockets are made in there. pytest keeps its own where it always does.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(
-    prefix="swift-tests-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"]
+    prefix=TESTS_PREFIX, dir=os.environ["PYTEST_DEBUG_TEMPROOT"]
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and Ctrl-C with it.
@@ -88,6 +88,16 @@ def no_leftover_processes() -> Iterator[None]:
         except psutil.NoSuchProcess:
             continue
     assert not described, "processes left behind:\n" + "\n".join(described)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_leftover_files() -> Iterator[None]:
+    """Nothing is made outside of the tests' own directory, not even by servers that do not ask where to."""
+    root = os.environ["PYTEST_DEBUG_TEMPROOT"]
+    before = files_in(root)
+    yield
+    left = files_in(root) - before
+    assert not left, f"left behind in {root}: {', '.join(sorted(left))}"
 
 
 @pytest.fixture

@@ -125,8 +125,9 @@ class HdfsCluster:
     def _java(self, name: str) -> list[str]:
         server = "namenode.NameNode" if name == "nn" else "datanode.DataNode"
         return [
-            "java", "-Xmx256m", "-Xss512k", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1",
-            "-Djava.net.preferIPv4Stack=true", "-cp", f"{self.directory / name}:{self._jars}", f"{PACKAGE}.{server}",
+            "java", "-Xmx256m", "-Xss512k", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData",
+            f"-Djava.io.tmpdir={self.directory / name}", "-Djava.net.preferIPv4Stack=true",
+            "-cp", f"{self.directory / name}:{self._jars}", f"{PACKAGE}.{server}",
         ]  # fmt: skip
 
     def _configure(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What tests and soaks must not leave behind: processes and networks of their own.
+"""What tests and soaks must not leave behind: processes, networks and files of their own.
 
 A process whose parent was killed is nobody's child any more; it is recognised by a token that it inherits in its
 environment.
@@ -6,6 +6,7 @@ environment.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import uuid
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+# Of the directory in which a run of the tests has its temporary files.
+TESTS_PREFIX = "swift-tests-"
 TOKEN_NAME = "SWIFT_TEST_SESSION"
 _token = f"{TOKEN_NAME}={uuid.uuid4()}"
 
@@ -42,6 +45,20 @@ def our_processes() -> dict[int, psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+# What the product, and servers that the tests start, call their files where all programs have theirs.
+_FILES = ("swift-", "torchelastic_", "seaweedfs-", "jetty-", "hadoop-", "hsperfdata_", "libhdfs", "demo-")
+
+
+def files_in(directory: str) -> set[str]:
+    """What may be ours of this user's there, by name, but for the directories of other runs of the tests."""
+    found = set()
+    for entry in os.scandir(directory):
+        with contextlib.suppress(FileNotFoundError):
+            if entry.name.startswith(_FILES) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                found.add(entry.name)
+    return {name for name in found if not name.startswith(TESTS_PREFIX)}
 
 
 def names_of_networks() -> set[str]:

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -30,6 +31,8 @@ class S3Server:
             "credentials": [{"accessKey": "swift", "secretKey": "a-secret-of-tests"}],
             "actions": ["Admin", "Read", "Write", "List"],
         }
+        # Short: a path to a socket has 107 characters at most. Else they are made, and left, in /tmp.
+        self._sockets = tempfile.TemporaryDirectory(prefix="s3-")
         (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
 
     @property
@@ -53,7 +56,8 @@ class S3Server:
             str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "server", f"-dir={self.directory}",
             "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", f"-s3.config={self.directory / 's3.json'}", *ports,
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64", "-volume.max=20",
-            "-master.telemetry=false",
+            "-master.telemetry=false", f"-filer.localSocket={self._sockets.name}/filer",
+            f"-s3.localSocket={self._sockets.name}/s3",
         ]  # fmt: skip
         with open(self.directory / "log", "wb") as log:
             self.process = subprocess.Popen(Guard().wrap(command), stdout=log, stderr=log)
@@ -65,6 +69,7 @@ class S3Server:
         self.thaw()
         self.process.kill()
         self.process.wait()
+        self._sockets.cleanup()
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

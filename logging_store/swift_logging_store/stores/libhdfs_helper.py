@@ -30,7 +30,8 @@ class Server:
     def __init__(self, url: str) -> None:
         _find_jars()
         # No signals: those that come are for the training, which may use this for its end.
-        os.environ["LIBHDFS_OPTS"] = f"{os.environ.get('LIBHDFS_OPTS', '')} -Xrs".strip()
+        # Nor figures for monitors of Java, whose file in /tmp would stay behind when this process is killed.
+        os.environ["LIBHDFS_OPTS"] = f"{os.environ.get('LIBHDFS_OPTS', '')} -Xrs -XX:-UsePerfData".strip()
         host, port = address_of(url)
         goes_on = "dfs.client.block.write.replace-datanode-on-failure.best-effort"
         self._fs: Any = fs.HadoopFileSystem(
