@@ -17,6 +17,7 @@ from swift_agent.agent.processes.linux import Guard
 from tests.support.ports import free_ports
 
 BUCKET = "checkpoints"
+NAMES = ("s3", "master", "volume", "filer")
 
 
 class S3Server:
@@ -47,9 +48,8 @@ class S3Server:
         }
 
     def __enter__(self) -> S3Server:
-        names = ("s3", "master", "volume", "filer")
         ports = [
-            option for index, name in enumerate(names)
+            option for index, name in enumerate(NAMES)
             for option in (f"-{name}.port={self._ports[index]}", f"-{name}.port.grpc={self._ports[index + 4]}")
         ]  # fmt: skip
         command = [
@@ -70,6 +70,8 @@ class S3Server:
         self.process.kill()
         self.process.wait()
         self._sockets.cleanup()
+        for name, port in zip(NAMES, self._ports[len(NAMES) :], strict=True):
+            Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)  # nothing says where to make these
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
