@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 import torch
 
-from swift_rendezvous.roster.codec import RecordError, decode
+from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import EventRecord
 from swift_rendezvous.store.etcd import EtcdStore

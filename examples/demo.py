@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from swift_rendezvous.roster.codec import decode
+from swift_rendezvous.codec import decode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import EventRecord, GenerationRecord
 from swift_rendezvous.store.etcd import EtcdStore

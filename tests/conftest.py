@@ -6,6 +6,7 @@ nobody's child any more and is recognised by a token that it inherits in its env
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -32,6 +33,14 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(
     prefix=TESTS_PREFIX, dir=os.environ["PYTEST_DEBUG_TEMPROOT"]
 )
+
+
+def _remove_temporary_files(directory: str = os.environ["TMPDIR"], owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # and not a fork of it
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+atexit.register(_remove_temporary_files)  # also where it comes to no test
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and Ctrl-C with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -68,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    _remove_temporary_files()
 
 
 @pytest.fixture(autouse=True)

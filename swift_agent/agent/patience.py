@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, NodeRecord
 from swift_rendezvous.store.kv import Compare, Op, Put

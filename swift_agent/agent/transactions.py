@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swift_agent.agent.lifecycle import commands
-from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     EventRecord,

@@ -14,8 +14,8 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from swift_rendezvous.codec import RecordError
 from swift_rendezvous.errors import RendezvousError
-from swift_rendezvous.roster.codec import RecordError
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import KeyValue, KeyValueStore

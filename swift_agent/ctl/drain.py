@@ -12,7 +12,7 @@ import click
 from swift_agent.ctl.common import needs_etcd, no_job, opened, records_of
 from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.steer import POLL_S, who
-from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.draining import progress_of
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.losses import spares

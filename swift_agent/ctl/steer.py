@@ -18,7 +18,7 @@ from rich.text import Text
 
 from swift_agent.ctl.common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_agent.ctl.reports import jobs
-from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.roster.keys import ROOT, Keys
 from swift_rendezvous.roster.records import ResultRecord
 from swift_rendezvous.store.etcd_config import EtcdConfig

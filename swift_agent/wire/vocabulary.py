@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 from swift_agent.wire.channel import Message
-from swift_rendezvous.roster.codec import from_plain, to_plain
+from swift_rendezvous.codec import from_plain, to_plain
 
 T = TypeVar("T")
 

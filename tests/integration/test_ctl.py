@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swift_agent.ctl.main import cli
-from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import GenerationRecord, JobRecord, NodeRecord, Owner
 from swift_rendezvous.store.etcd import EtcdStore

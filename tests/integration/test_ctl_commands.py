@@ -21,8 +21,8 @@ from click.testing import CliRunner, Result
 
 from swift_agent.agent.lifecycle.planning import plan_generation
 from swift_agent.ctl.main import cli
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.node.registration import Entry, enter_job, leave_job
-from swift_rendezvous.roster.codec import decode, encode
 from swift_rendezvous.roster.decision import PublishGeneration, Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.membership import decide

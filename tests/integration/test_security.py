@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from swift_agent.agent.store_hosting import GenerationStores
+from swift_rendezvous.codec import decode
 from swift_rendezvous.node.job_key import JobKey
-from swift_rendezvous.roster.codec import decode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, StoreRecord
 from swift_rendezvous.store.etcd import EtcdStore

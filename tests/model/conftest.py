@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from swift_agent.agent import loop
+from swift_rendezvous import codec
 from swift_rendezvous.node import coordinator
-from swift_rendezvous.roster import codec, view
+from swift_rendezvous.roster import view
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 from swift_agent.agent import transactions
 from swift_agent.agent.lifecycle import machine
 from swift_rendezvous.node import coordinator
-from swift_rendezvous.roster import draining, losses, membership, mending, view
+from swift_rendezvous.roster import draining, losses, membership, mending, replacing, view
 from swift_rendezvous.store import tenure
 from tests.model import world as model
 from tests.model.explore import explore
@@ -183,8 +183,8 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         'guards.append(self._unwritten(view, keys.plan(number)))', "pass",
         lambda: recovering(faults=2, kinds=("late", "crash"))),
     "a lost node is taken for a spare": (
-        membership, "spares", "if node.incarnation not in taken]",
-        "if node.incarnation not in taken or view.generation.slot_of(node.incarnation) in losses(view).nodes]",
+        replacing, "situation_of", "free = spares(view)",
+        "free = [*(one for one in view.nodes.values() if old.slot_of(one.incarnation) in lost.nodes), *spares(view)]",
         lambda: training(faults=1, kinds=("crash",))),
     "a boundary that somebody has passed": (
         draining, "boundary", "return max(view", "return min(view",
@@ -193,7 +193,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
         losses, "believed", "if not holders or not all(", "if True or not all(",
         lambda: joining(faults=1, kinds=("part",))),
     "who was a newcomer in an earlier generation is believed": (
-        membership, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
+        replacing, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
         "for slot, ranks in ()",
         lambda: joining_again(faults=1, kinds=("part",))),
     "who is given up for what it said takes its place again": (

@@ -35,12 +35,12 @@ from swift_agent.agent.transactions import Transaction
 from swift_agent.wire import messages as wire
 from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.reports import ranges_of
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node import registration
 from swift_rendezvous.node.coordinator import Coordinator
 from swift_rendezvous.node.registration import JobOver, PlaceLost, enter_job, leave_job
 from swift_rendezvous.roster.accusations import bare_ranks
-from swift_rendezvous.roster.codec import decode, encode
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.draining import is_alive
 from swift_rendezvous.roster.keys import Keys

@@ -21,10 +21,10 @@ from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle.planning import plan_generation
 from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.reports import ranges_of
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.node.coordinator import Coordinator
 from swift_rendezvous.node.registration import enter_job
 from swift_rendezvous.node.watcher import Scope, followed_before, knows_coordinator, scope_of
-from swift_rendezvous.roster.codec import decode, encode
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.losses import told_losses
@@ -723,7 +723,7 @@ class Sim:
         return self.result
 
     def describe(self) -> str:
-        nodes = [f"{n.name}.{n.life} {[(state.phase_of(w), w.current, w.stopped) for w in n.state.workers.values()]} "
+        nodes = [f"{n.name}.{n.life} {[(w.phase, w.current, w.stopped) for w in n.state.workers.values()]} "
                  f"{[(p.rank, p.alive, p.status, p.iteration, p.entered, p.stopped, p.go) for p in n.procs]}"
                  for n in self.living()]
         view = self.living()[0].view

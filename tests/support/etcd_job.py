@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from swift_rendezvous.roster.codec import decode
+from swift_rendezvous.codec import decode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import GenerationRecord
 from swift_rendezvous.store.etcd import EtcdStore

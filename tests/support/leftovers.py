@@ -7,12 +7,15 @@ environment.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import uuid
 from pathlib import Path
 
 import psutil
+
+from swift_rendezvous.store.owned_directory import LOCK_NAME
 
 # Of the directory in which a run of the tests has its temporary files.
 TESTS_PREFIX = "swift-tests-"
@@ -48,17 +51,33 @@ def our_processes() -> dict[int, psutil.Process]:
 
 
 # What the product, and servers that the tests start, call their files where all programs have theirs.
-_FILES = ("swift-", "torchelastic_", "seaweedfs-", "jetty-", "hadoop-", "hsperfdata_", "libhdfs", "demo-")
+_FILES = ("swift-", "torchelastic_", "seaweedfs-", "jetty-", "hadoop-", "hsperfdata_", "libhdfs")
 
 
 def files_in(directory: str) -> set[str]:
-    """What may be ours of this user's there, by name, but for the directories of other runs of the tests."""
+    """What may be ours of this user's there, by name, and is used by nobody. Other jobs, and other runs of the tests,
+    may be under way."""
     found = set()
     for entry in os.scandir(directory):
         with contextlib.suppress(FileNotFoundError):
-            if entry.name.startswith(_FILES) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+            is_ours = entry.name.startswith(_FILES) and not entry.name.startswith(TESTS_PREFIX)
+            if is_ours and entry.stat(follow_symlinks=False).st_uid == os.getuid() and not _is_in_use(entry.path):
                 found.add(entry.name)
-    return {name for name in found if not name.startswith(TESTS_PREFIX)}
+    return found
+
+
+def _is_in_use(path: str) -> bool:
+    """A directory whose owner lives, or a socket that is bound."""
+    if f" {path}\n" in Path("/proc/net/unix").read_text():
+        return True
+    try:
+        with open(os.path.join(path, LOCK_NAME)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def names_of_networks() -> set[str]:

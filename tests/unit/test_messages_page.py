@@ -38,7 +38,7 @@ LEFT_OUT = {
     "recovery/swift_recovery/undo/rules.py": "a table of recovery/README.md",
     "logging_store/swift_logging_store/format/": "a clause of another line: what is damaged in a segment",
     "rendezvous/swift_rendezvous/node/_handshake.py": "a clause of another line: why an agent was not let in",
-    "rendezvous/swift_rendezvous/roster/codec.py": "a clause of another line: what is wrong in a record",
+    "rendezvous/swift_rendezvous/codec.py": "a clause of another line: what is wrong in a record",
     "rendezvous/swift_rendezvous/store/kv.py": "an error that only a mistake of ours gives",
     "rendezvous/swift_rendezvous/store/memory.py": "the store of the tests",
 }

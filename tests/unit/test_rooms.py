@@ -20,7 +20,6 @@ MAX_LINES = 400
 LARGE: dict[str, int] = {
     "recovery/swift_recovery/state/snapshot.py": 445,
     "recovery/swift_recovery/undo/rules.py": 422,
-    "rendezvous/swift_rendezvous/roster/membership.py": 416,
     "rendezvous/swift_rendezvous/store/memory.py": 406,
     "swift_agent/agent/loop.py": 812,
     "swift_agent/worker/data/batches.py": 543,

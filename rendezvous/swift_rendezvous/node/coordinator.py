@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from swift_rendezvous.codec import encode
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster import kinds
-from swift_rendezvous.roster.codec import encode
 from swift_rendezvous.roster.decision import (
     Command,
     Decision,

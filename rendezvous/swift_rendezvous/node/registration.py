@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from swift_rendezvous.codec import RecordError, decode, encode
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster import kinds
-from swift_rendezvous.roster.codec import RecordError, decode, encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,

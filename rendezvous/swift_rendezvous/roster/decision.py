@@ -110,3 +110,9 @@ class Decision:
     why: str = ""
     waiting: str = ""
     deadline_s: float | None = None
+
+
+def last_call(what: str, since_s: float, rules: Rules) -> Decision:
+    """Enough nodes are here, and others may come: they have a moment, from *since_s* on."""
+    waiting = f"{what}; others have {rules.last_call_s:g} s to come (--rdzv-conf last_call_timeout)"
+    return Decision(waiting=waiting, deadline_s=since_s + rules.last_call_s)

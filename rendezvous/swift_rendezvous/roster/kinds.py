@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swift_rendezvous.roster.codec import RecordError, decode
+from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,
     DrainRecord,

@@ -192,12 +192,12 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
     return "; ".join(parts)
 
 
-def _some(slots: list[int]) -> str:
+def some_of(slots: list[int]) -> str:
     """Many slots are counted: a wait is told anew with every change, and its text must not grow with the job."""
     return f"slots {slots}" if len(slots) <= 8 else f"{len(slots)} slots, the first of them {slots[:8]},"
 
 
-def _exits(lost: Losses) -> tuple[WorkerExit, ...]:
+def exits_of(lost: Losses) -> tuple[WorkerExit, ...]:
     """The first that was told comes first; those of one node in the order of its own clock."""
     told = [*lost.workers.values(), *([lost.restart] if lost.restart is not None else [])]
     return tuple(
@@ -205,7 +205,7 @@ def _exits(lost: Losses) -> tuple[WorkerExit, ...]:
     )
 
 
-def _clipped(exits: tuple[WorkerExit, ...]) -> tuple[WorkerExit, ...]:
+def clipped(exits: tuple[WorkerExit, ...]) -> tuple[WorkerExit, ...]:
     """What of *exits* fits into one record: the messages of the first, and of the others as many as there is room."""
     left = MAX_MESSAGES
     found: list[WorkerExit] = []
@@ -216,5 +216,5 @@ def _clipped(exits: tuple[WorkerExit, ...]) -> tuple[WorkerExit, ...]:
     return tuple(found)
 
 
-def _ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> list[int]:
+def failed_ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> list[int]:
     return [generation.first_rank(slot) + local_rank for local_rank in failure.local_ranks]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.roster import kinds
-from swift_rendezvous.roster.codec import RecordError, decode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.kinds import Kind
 from swift_rendezvous.roster.records import (

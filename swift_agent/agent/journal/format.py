@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from swift_agent.agent.lifecycle import commands as cmd
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import state as state_module
+from swift_rendezvous.codec import RecordError, from_plain, to_plain
 from swift_rendezvous.roster import decision as decisions
-from swift_rendezvous.roster.codec import RecordError, from_plain, to_plain
 from swift_rendezvous.roster.decision import Decision
 from swift_rendezvous.roster.view import View
 

@@ -29,7 +29,7 @@ from swift_agent.agent.journal.format import (
 from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state
 from swift_agent.agent.lifecycle.planning import plan_generation
-from swift_rendezvous.roster.codec import RecordError, from_plain, to_plain
+from swift_rendezvous.codec import RecordError, from_plain, to_plain
 from swift_rendezvous.roster.decision import Decision, PublishGeneration, Rules
 from swift_rendezvous.roster.losses import missing
 from swift_rendezvous.roster.membership import decide

@@ -29,8 +29,8 @@ from swift_agent.agent.lifecycle import commands as cmd
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import state as state_module
 from swift_agent.version import __version__
+from swift_rendezvous.codec import to_plain
 from swift_rendezvous.node.coordinator import Planner, Reports
-from swift_rendezvous.roster.codec import to_plain
 from swift_rendezvous.roster.decision import Decision, Rules
 from swift_rendezvous.roster.records import GenerationRecord, NodeRecord, PlanRecord
 from swift_rendezvous.roster.view import View

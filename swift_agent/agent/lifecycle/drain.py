@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swift_agent.agent.lifecycle.commands import Command, SendBoundary, SendPause, WriteParked, WritePosition
-from swift_agent.agent.lifecycle.state import Worker
+from swift_agent.agent.lifecycle.state import INSIDE, Worker
 from swift_rendezvous.roster.draining import is_ordered
 from swift_rendezvous.roster.losses import told_losses
 from swift_rendezvous.roster.records import GenerationRecord
@@ -24,7 +24,7 @@ def messages(view: View, workers: Mapping[int, Worker]) -> Iterator[tuple[tuple[
     pause, number = view.pause, view.number
     if pause is None or told_losses(view):
         return
-    here = [w for w in workers.values() if w.alive and w.hello and w.current == number and w.stop_sent < number]
+    here = [w for w in workers.values() if w.phase in INSIDE and w.current == number]
     unasked = tuple(sorted(w.local_rank for w in here if w.asked < number))
     if unasked:
         yield unasked, {"asked": number}, SendPause(unasked, number)

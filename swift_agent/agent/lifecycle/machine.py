@@ -54,6 +54,7 @@ from swift_agent.agent.lifecycle.events import (
 )
 from swift_agent.agent.lifecycle.isolation import pausing
 from swift_agent.agent.lifecycle.state import (
+    INSIDE,
     RECLAIM,
     AgentState,
     Step,
@@ -119,7 +120,7 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
 
 def _resumed(state: AgentState, now_s: float) -> AgentState:
     """Who was to stop had no time to do so while it stood still."""
-    stopping = [w.local_rank for w in state.workers.values() if w.alive and w.stop_sent and w.stopped != w.current]
+    stopping = [w.local_rank for w in state.workers.values() if w.phase == "stopping"]
     return _mark(replace(state, paused=False), stopping, stop_sent_s=now_s)
 
 
@@ -166,7 +167,7 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             return _update(state, local_rank, pid, holds=True)
         case WorkerFinished(local_rank, pid, generation, end):
             worker = state.workers.get(local_rank)
-            if worker is None or generation != worker.current or worker.stop_sent == worker.current:
+            if worker is None or generation != worker.current or worker.phase not in INSIDE:
                 return state
             return _update(state, local_rank, pid, finished=end)
         case WorkerPromised(local_rank, pid, generation, iteration):

@@ -26,9 +26,9 @@ def held(generation: GenerationRecord, workers: Workers, kept: Held | None) -> t
     for worker in workers.values():
         if not worker.alive or worker.killed or worker.unfit or worker.generation >= generation.epoch:
             continue
-        if worker.current == 0:
+        if worker.phase in ("started", "waiting"):
             continue  # it has not begun, and is told no more
-        if worker.stopped != worker.current or worker.report is None:
+        if worker.phase != "stopped" or worker.report is None:
             return None
         report = worker.report
         if report["status"] == "holding":

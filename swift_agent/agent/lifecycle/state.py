@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from swift_agent.agent.lifecycle import rate
 from swift_agent.agent.lifecycle.commands import (
@@ -24,43 +24,63 @@ from swift_rendezvous.roster.view import View
 RECLAIM = ("reclaim",)
 
 
+Phase = Literal["started", "waiting", "running", "finished", "stopping", "stopped", "exited"]
+# In these it is in its generation; in those it can be told to enter one.
+INSIDE: Final[tuple[Phase, ...]] = ("running", "finished")
+OUTSIDE: Final[tuple[Phase, ...]] = ("waiting", "stopped")
+
+
 @dataclass(frozen=True)
 class Worker:
     """One local process and what is known of it.
 
-    *generation*: in which it was started. *current*: the last generation it was told to enter, 0 before the first.
-    *stopped*: the generation that it has left and reported on (== *current*: it waits). *resumed*: it trains in that
-    one. *asked*, *promised_in*, *told*, *parked*: the generation in which that part of a drain was last done; *keeps*:
-    that in which it was told to keep its state in a file. *holds*: it has the state of some iteration, whichever.
-    *apart*: the last generation in which it could not be connected with the others.
+    Most fields are the number of the generation in which something was last done, 0: never. What they say together is
+    `phase`.
     """
 
     local_rank: int
     generation: int
+    """In which it was started."""
     pid: int = 0
+    """0: not known yet."""
     hello: bool = False
     current: int = 0
+    """Which it was told to enter."""
     stop_sent: int = 0
+    """Which it was told to leave."""
     stop_sent_s: float = 0.0
     stopped: int = 0
+    """Which it has left and reported on."""
     report: Mapping[str, Any] | None = None
+    """What it held then."""
     resumed: int = 0
+    """In which it trains again."""
     resumed_iteration: int = 0
     holds: bool = False
+    """It has the state of some iteration, whichever."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
     finished: Mapping[str, Any] | None = None
+    """What it said at the end of its script."""
     asked: int = 0
+    """In which it was asked for a promise, for a drain."""
     promised_in: int = 0
     promised: int = 0
+    """The first iteration that it does not begin."""
     told: int = 0
+    """In which it was told the boundary."""
     parked: int = 0
+    """In which it stands there."""
     keeps: int = 0
+    """In which it was told to keep its state in a file."""
     released: bool = False
     unfit: str = ""
+    """Why it cannot go on in place."""
     deaf_for_s: float = 0.0
     apart: int = 0
+    """In which it could not be connected with the others."""
     apart_why: str = ""
     is_hopeless: bool = False
+    """It is unfit, and so would be those that are started again."""
     killed: bool = False
     exit: WorkerExit | None = None
 
@@ -71,6 +91,19 @@ class Worker:
     @property
     def done(self) -> bool:
         return self.exit is not None and self.exit.exit_code == 0
+
+    @property
+    def phase(self) -> Phase:
+        """Its place in the picture of `machine`."""
+        if not self.alive:
+            return "exited"
+        if not self.hello:
+            return "started"
+        if self.current == 0:
+            return "waiting"
+        if self.stop_sent == self.current:
+            return "stopped" if self.stopped == self.current else "stopping"
+        return "finished" if self.finished is not None else "running"
 
 
 @dataclass(frozen=True)
@@ -160,19 +193,3 @@ def _once(state: AgentState, key: tuple[Any, ...], command: Command, commands: l
     collected = list(commands or [])
     state = _issue(state, collected, key, command)
     return Step(state, tuple(collected))
-
-
-WorkerPhase = Literal["started", "waiting", "running", "stopping", "stopped", "finished", "exited"]
-
-
-def phase_of(worker: Worker) -> WorkerPhase:
-    """The worker's place in the picture of `machine`, for status lines."""
-    if not worker.alive:
-        return "exited"
-    if not worker.hello:
-        return "started"
-    if worker.current == 0:
-        return "waiting"
-    if worker.stop_sent == worker.current:
-        return "stopped" if worker.stopped == worker.current else "stopping"
-    return "finished" if worker.finished is not None else "running"

@@ -31,7 +31,17 @@ from swift_agent.agent.lifecycle.commands import (
     WriteResumed,
     WriteTaken,
 )
-from swift_agent.agent.lifecycle.state import AgentState, Worker, _issue, _mark, _rank, _with, describe_exit
+from swift_agent.agent.lifecycle.state import (
+    INSIDE,
+    OUTSIDE,
+    AgentState,
+    Worker,
+    _issue,
+    _mark,
+    _rank,
+    _with,
+    describe_exit,
+)
 from swift_agent.agent.lifecycle.timeline import merge_phases
 from swift_recovery.planning.plan import Plan
 from swift_rendezvous.roster.losses import told_losses
@@ -156,11 +166,9 @@ def _stop_and_go(
     stop = [
         w
         for w in living
-        if w.current
-        and w.stop_sent < w.current
-        and not w.released
-        and not view.released
-        and (number > w.current or (lost and w.finished is None))
+        if w.phase in INSIDE
+        and not (w.released or view.released)
+        and (number > w.current or (lost and w.phase == "running"))
     ]
     for ended in sorted({w.current for w in stop}):
         ranks = tuple(sorted(w.local_rank for w in stop if w.current == ended))
@@ -174,12 +182,8 @@ def _stop_and_go(
     hanging = [
         w.local_rank
         for w in state.workers.values()
-        if w.alive
-        and not w.killed
-        and not state.paused
-        and w.current
-        and w.stop_sent == w.current
-        and w.stopped != w.current
+        if w.phase == "stopping"
+        and not (w.killed or state.paused)
         and now_s - w.stop_sent_s >= state.stop_deadline_s
     ]
     if hanging:
@@ -193,7 +197,7 @@ def _stop_and_go(
     ready = [
         w.local_rank
         for w in living
-        if w.current < number and (w.current == 0 or w.stopped == w.current) and w.generation >= generation.epoch
+        if w.phase in OUTSIDE and w.current < number and w.generation >= generation.epoch
     ]
     if left is not None and not set(Plan.from_json(view.plan.content).handovers) & set(generation.ranks_of(left)):
         return state
@@ -225,7 +229,7 @@ def _keep(state: AgentState, generation: GenerationRecord, slot: int, commands: 
     if reports is not None and slot not in view.progress:
         state = _issue(state, commands, ("progress",), WriteProgress(number, slot, reports))
     keeper = resize.keeper(view, slot, state.workers, state.kept)
-    if keeper is not None and keeper.alive and keeper.keeps < number and keeper.stopped == keeper.current:
+    if keeper is not None and keeper.phase == "stopped" and keeper.keeps < number:
         commands.append(SendKeep((keeper.local_rank,), number))
         state = _mark(state, (keeper.local_rank,), keeps=number, current=number, report=None)
     return state
@@ -245,9 +249,9 @@ def _report_progress(
         if worker.generation < generation.epoch:
             return state  # it is being ended: what it holds is not the state of the one that follows
         rank = _rank(generation, slot, worker)
-        if worker.current == 0:
+        if worker.phase in ("started", "waiting"):
             reports.append({"rank": rank, "status": "fresh"})
-        elif worker.stopped == worker.current and worker.report is not None:
+        elif worker.phase == "stopped" and worker.report is not None:
             reports.append({**worker.report, "rank": rank})
         else:
             return state

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.roster import resizing
-from swift_rendezvous.roster.codec import RecordError, decode
 from swift_rendezvous.roster.draining import progress_of
 from swift_rendezvous.roster.keys import ROOT, Keys
 from swift_rendezvous.roster.losses import spares

@@ -10,7 +10,7 @@ import pytest
 
 from swift_agent.agent import transactions
 from swift_agent.agent.lifecycle import commands
-from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,

@@ -27,9 +27,9 @@ from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state as state_module
 from swift_agent.agent.lifecycle.planning import plan_generation
 from swift_agent.ctl import main
+from swift_rendezvous.codec import RecordError
 from swift_rendezvous.roster import decision as decisions
 from swift_rendezvous.roster import losses
-from swift_rendezvous.roster.codec import RecordError
 from swift_rendezvous.roster.decision import Decision, Rules
 from swift_rendezvous.roster.membership import decide
 from swift_rendezvous.roster.records import (

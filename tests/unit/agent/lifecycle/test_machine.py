@@ -664,15 +664,15 @@ def test_nothing_is_started_after_the_result() -> None:
 def test_phases_follow_the_picture() -> None:
     agent = Agent()
     agent.see(view(store=STORE))
-    assert state.phase_of(agent.state.workers[0]) == "started"
+    assert agent.state.workers[0].phase == "started"
     agent.start()
-    assert state.phase_of(agent.state.workers[0]) == "running"
+    assert agent.state.workers[0].phase == "running"
     agent.change(failures={1: failure("node", 1)})
-    assert state.phase_of(agent.state.workers[0]) == "stopping"
+    assert agent.state.workers[0].phase == "stopping"
     agent.report(0, 1)
-    assert state.phase_of(agent.state.workers[0]) == "stopped"
+    assert agent.state.workers[0].phase == "stopped"
     agent.exit(0, 1)
-    assert state.phase_of(agent.state.workers[0]) == "exited"
+    assert agent.state.workers[0].phase == "exited"
 
 
 # ---- records that others have damaged ----

@@ -75,7 +75,7 @@ MUTANTS = {
         "if worker is None or worker.generation < generation.number:\n            missing"),
     "goes before the plan": ("if lost or view.plan is None or view.plan.restart or view.store is None:",
                              "if view.plan is None or view.store is None:"),
-    "stops again and again": ("        and w.stop_sent < w.current\n", ""),
+    "stops again and again": ("        if w.phase in INSIDE\n", "        if w.current and w.phase != 'stopped'\n"),
     "keeps an old report": ("state = _mark(state, ready, current=number, report=None)",
                             "state = _mark(state, ready, current=number, stopped=number)"),
     "never kills what hangs": ("and now_s - w.stop_sent_s >= state.stop_deadline_s\n", "and False\n"),

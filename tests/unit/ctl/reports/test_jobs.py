@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from swift_agent.ctl.reports import jobs
+from swift_rendezvous.codec import encode
 from swift_rendezvous.node.registration import enter_job, leave_job
 from swift_rendezvous.roster import keys as keys_module
-from swift_rendezvous.roster.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import EventRecord, GenerationRecord, JobRecord, Owner, ResultRecord
 from swift_rendezvous.store.kv import Event, KeyValue, WatchResponse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swift_agent.ctl.reports.jobs import jobs_in, summarize
-from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.node import coordinator
 from swift_rendezvous.node.coordinator import Coordinator
 from swift_rendezvous.node.watcher import JobWatcher
 from swift_rendezvous.roster import draining
-from swift_rendezvous.roster.codec import decode, encode
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (

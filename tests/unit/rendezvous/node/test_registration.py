@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node import registration
 from swift_rendezvous.node.registration import JobConflict, JobOver, PlaceLost, enter_job, leave_job, reclaim_place
-from swift_rendezvous.roster.codec import decode, encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, NodeRecord, ResultRecord
 from swift_rendezvous.store.kv import Compare, LeaseLost, Op, Put, StoreUnavailable, TransactionResult

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
+from swift_rendezvous.codec import encode
 from swift_rendezvous.node import coordinator, registration
 from swift_rendezvous.roster import kinds
-from swift_rendezvous.roster.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import GenerationRecord, Owner
 from swift_rendezvous.roster.view import Change, View, apply

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster import setbacks
-from swift_rendezvous.roster.codec import encode
 from swift_rendezvous.roster.decision import (
     Decision,
     ForgetNode,

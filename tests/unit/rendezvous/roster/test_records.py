@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_rendezvous.roster import codec
+from swift_rendezvous import codec
 from swift_rendezvous.roster import keys as keys_module
 from swift_rendezvous.roster import records as k
 from tests.support.records import failure, generation, node, owner

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.roster.decision import (
     Decision,
     ForgetNode,

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from swift_agent.wire.environment import Placement, worker_env
-from swift_rendezvous.roster.codec import decode, encode
+from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.roster.decision import PublishGeneration, Rules
 from swift_rendezvous.roster.draining import takers
 from swift_rendezvous.roster.membership import decide

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swift_agent.agent.lifecycle import events, machine, state
-from swift_rendezvous.roster.codec import encode
+from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.losses import losses
