@@ -15,7 +15,7 @@ from tests.support.texts import is_part, messages, rows
 
 PAGE = ROOT / "docs" / "will-my-script-be-recovered.md"
 # Tables that quote, by what is over the column.
-COLUMNS = {"what you see": PAGE, "an operator sees": ROOT / "docs" / "operations.md"}
+COLUMNS = {"what you see": PAGE, "an operator sees": ROOT / "docs" / "etcd.md"}
 # Of somebody else (etcd, Python), or the name of a call.
 FOREIGN = (
     "torch.load", "UnboundLocalError", "no space left on device",

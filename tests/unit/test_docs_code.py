@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 # README.md and all of docs, models/ included.
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NOT_YET_SPLIT = {
-    "operations.md", "security.md", "torchrun.md", "torchrun-plugin.md", "elastic.md",
+    "security.md", "torchrun.md", "torchrun-plugin.md", "elastic.md",
     "will-my-script-be-recovered.md",
 }  # fmt: skip
 SHORT_PAGES = [page for page in sorted(DOCS.rglob("*.md")) if str(page.relative_to(DOCS)) not in NOT_YET_SPLIT]
