@@ -1,6 +1,6 @@
 """Code in the docs compiles, lines and bullets are short, and the rules quote what the sources say.
 
-All by glob: a new page is held to it. Pages that have not been split yet are named, and exempt from the limits.
+All by glob: a new page is held to it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from tests.support.texts import Message, messages
 DOCS = ROOT / "docs"
 # README.md and all of docs, models/ included.
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-NOT_YET_SPLIT = {
-    "security.md", "torchrun.md", "torchrun-plugin.md", "elastic.md",
-    "will-my-script-be-recovered.md",
-}  # fmt: skip
-SHORT_PAGES = [page for page in sorted(DOCS.rglob("*.md")) if str(page.relative_to(DOCS)) not in NOT_YET_SPLIT]
+SHORT_PAGES = sorted(DOCS.rglob("*.md"))
 MAX_LINE = 140
 MAX_BULLET_WORDS = 60
 FENCE = re.compile(r" *(```+|~~~+)\s*(\w*)")
@@ -127,7 +123,6 @@ def test_what_is_too_long_is_found() -> None:
     assert not wordy(f"- {'a ' * 60}\n- {'a ' * 60}\n\n{words}\n")
     assert wordy(f"- few\n  - {words}\n") == [2]
     assert [page for page in SHORT_PAGES if page.name == "rules.md"] and len(PYTHON) > 10
-    assert {one for one in NOT_YET_SPLIT if not (DOCS / one).exists()} == set()
 
 
 # ---- what the rules quote ----
