@@ -109,7 +109,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_schedules[ScheduleZBVZeroBubble]",
         "test_a_repetition_that_differs_is_noticed[worker-5-0]",
         "test_sections_without_communication_are_repeated",
-        "test_who_has_taken_part_in_a_collective_begins_its_iteration_anew",
+        "test_who_has_taken_part_in_a_collective_begins_its_iteration_again",
         "test_messages_that_are_received_after_the_update[the sender]",
         "test_what_collectives_gave_is_repeated[from a checkpoint]",
         "test_collectives_cannot_be_repeated[one is lost-compiled]",

@@ -86,8 +86,8 @@ def warning(job_key: JobKey) -> str:
     if job_key.protected:
         return ""
     return (
-        "no job secret: agents and workers do not authenticate each other; whoever reads the job's records in etcd "
-        "and reaches its ports can take part (--job-secret-file FILE, see docs/security.md)"
+        "no job secret: agents and workers do not authenticate each other; a program that reads the job's records in "
+        "etcd and reaches its ports can take part (--job-secret-file FILE, see docs/security.md)"
     )
 
 

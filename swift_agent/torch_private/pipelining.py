@@ -89,7 +89,7 @@ def change_mode_of_schedule(schedule: Any) -> None:
 
 
 def mode_of_schedule(schedule: Any) -> Literal["training", "evaluation"]:
-    """Of the step that it is in: stages tell each other their shapes anew when it changes."""
+    """Of the step that it is in: stages tell each other their shapes again when it changes."""
     return "training" if schedule._has_backward else "evaluation"
 
 

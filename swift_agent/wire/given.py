@@ -20,7 +20,7 @@ A replacement on another node has the page from who keeps a copy of it (`witness
 
 What a script takes between two iterations need not be for the one to come: it may be a validation in the loop, which is
 a pass of its own. So things are compared within a pass, and once an iteration is called its pass is, too. The page may
-be one of an earlier run, before all began anew: nothing in it says anything then.
+be one of an earlier run, before all started over: nothing in it says anything then.
 
 This module must never wait for a device: of a tensor that is not on the processor only shape and type count.
 """

@@ -91,7 +91,7 @@ def test_several_stages_on_each_rank(pipeline: Callable[..., Outcome], expected:
 def test_a_pipeline_that_evaluates_now_and_then(
     pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
 ) -> None:
-    """Its stages agree anew at each change."""
+    """Its stages agree again at each change."""
     faults = [
         {"at": place, "iteration": number, "rank": rank, "scope": "worker"}
         for place, number, rank in (("backward", 4, 2), ("backward", 6, 0), ("between", 6, 3), ("backward", 10, 1))

@@ -181,11 +181,11 @@ def test_the_only_copy_of_a_state_moves(start: Callable[..., Agents]) -> None:
 def test_the_drained_node_is_lost_in_the_handover(
     start: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
-    """The newcomer of rank 0 waits before it takes the state; then replicas have it."""
+    """The replacement of rank 0 waits before it takes the state; then replicas have it."""
     agents = start("a", "b", "c", faults=[{"at": "transfer", "rank": 0, "scope": "wait"}])
     node = owner(agents, 0)
     assert ctl(agents, "drain", node, "--no-wait")[0] == 0
-    # Any rank comes to the transfer; rank 0 is the newcomer.
+    # Any rank comes to the transfer; rank 0 is the replacement.
     wait_until(agents, lambda: (agents.directory / "fired.0").exists())
     code, text = ctl(agents, "drain", node, "--cancel")
     assert code == 1 and "too late" in text

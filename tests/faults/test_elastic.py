@@ -39,7 +39,7 @@ def nodes(tmp_path: Path, etcd: str, request: pytest.FixtureRequest) -> Iterator
             endpoint = f"127.0.0.1:{free_ports(1)[0]}"
             where = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
             conf += ",keep_alive_interval=1,keep_alive_max_attempt=3"
-            # Else its agents look for the store of another round where a newcomer becomes the first: no group forms.
+            # Else its agents look for the store of another round where a replacement becomes the first: no group forms.
             environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
         command = [
             *where, "--rdzv-id", request.node.name, "--rdzv-conf", conf, "--nnodes", "2:3", "--nproc-per-node", "1",
@@ -189,7 +189,7 @@ def test_an_update_that_is_cut_as_the_job_shrinks_is_taken_back_on_one_node(node
 
 
 def test_it_goes_on_whoever_is_lost_while_its_size_changes(nodes: Callable[..., Nodes]) -> None:
-    """The newcomer dies when the old workers have ended: only files have the state. Then another comes, and rank 0's
+    """The replacement dies when the old workers have ended: only files have the state. Then another comes, and rank 0's
     node, with the stores and the coordinator, is lost without anybody to take its place."""
     job = nodes("swift-run", TRACKED, PACE_S="0.4", STRUCK="c")
     directory = job.directory

@@ -322,7 +322,7 @@ def test_messages_of_a_section_cannot_be_repeated(run: Start, undisturbed: Refer
     assert_equal(outcome, undisturbed("Schedule1F1B", section="messages"))
 
 
-def test_who_has_taken_part_in_a_collective_begins_its_iteration_anew(
+def test_who_has_taken_part_in_a_collective_begins_its_iteration_again(
     run: Start, undisturbed: References
 ) -> None:
     """The checkpoint is of that iteration, so that no collective has to be repeated from logs: nobody keeps what those
@@ -333,9 +333,9 @@ def test_who_has_taken_part_in_a_collective_begins_its_iteration_anew(
     ]
     orders = {"collective": "compiled", "checkpoint": 4, "patient": True}
     outcome = run(faults, **orders)
-    assert_same(outcome, undisturbed("Schedule1F1B", **orders), {1, 2}, anew=True)
+    assert_same(outcome, undisturbed("Schedule1F1B", **orders), {1, 2}, again=True)
     text = outcome.text()
-    assert "all begin iteration 4 anew: ranks [0, 1, 3] have taken part in a collective of it" in text
+    assert "all begin iteration 4 again: ranks [0, 1, 3] have taken part in a collective of it" in text
     # Where there was none yet, all make it when they come to it.
     assert "survivors stay where they are in iteration 8" in text
     assert repeated(outcome.directory) == {0: [4], 1: [4], 3: [4]}, text
@@ -425,7 +425,7 @@ def test_what_collectives_gave_is_repeated(checkpoint: int, run: Start, undistur
     lost. Its replacement repeats all iterations since the checkpoint with what the others have kept."""
     orders: dict[str, Any] = {"checkpoint": checkpoint, "patient": True} if checkpoint else {}
     outcome = run(COLLECTIVES, clips=True, **orders)
-    assert_same(outcome, undisturbed("Schedule1F1B", clips=True), {0, 1, 2, 3}, anew=True)
+    assert_same(outcome, undisturbed("Schedule1F1B", clips=True), {0, 1, 2, 3}, again=True)
 
 
 def test_neighbours_that_are_lost_together_get_what_collectives_gave(run: Start, undisturbed: References) -> None:
@@ -435,7 +435,7 @@ def test_neighbours_that_are_lost_together_get_what_collectives_gave(run: Start,
         {"at": "clipped", "iteration": 7, "rank": 1, "scope": "node"},
     ]
     outcome = run(faults, nodes="abcd", spares=2, num_workers=2, clips=True)
-    assert_same(outcome, undisturbed("Schedule1F1B", clips=True), {0, 1, 2, 3}, anew=True)
+    assert_same(outcome, undisturbed("Schedule1F1B", clips=True), {0, 1, 2, 3}, again=True)
 
 
 def test_a_collective_after_the_update_is_passed_over_if_it_was_cut(run: Start, undisturbed: References) -> None:
@@ -446,7 +446,7 @@ def test_a_collective_after_the_update_is_passed_over_if_it_was_cut(run: Start, 
         {"at": "forward", "iteration": 9, "rank": 2, "scope": "worker"},
     ]
     # (Who passes over something runs it once more, without effect.)
-    assert_same(run(faults, tells=True), undisturbed("Schedule1F1B"), {2, 3}, anew=True)
+    assert_same(run(faults, tells=True), undisturbed("Schedule1F1B"), {2, 3}, again=True)
 
 
 @pytest.mark.parametrize("schedule", ["ByHandHalves", "Schedule1F1BHalves"])
@@ -460,7 +460,7 @@ def test_stages_of_several_ranks(schedule: str, run: Start, undisturbed: Referen
         {"at": "before_step", "iteration": 8, "rank": 0, "scope": "node"},
     ]
     outcome = run(faults, nodes="abcd", spares=2, num_workers=2, schedule=schedule, checkpoint=2, patient=True)
-    assert_same(outcome, undisturbed(schedule), {0, 1, 2, 3}, anew=True)
+    assert_same(outcome, undisturbed(schedule), {0, 1, 2, 3}, again=True)
     assert "load the checkpoint of iteration 2" in outcome.text()
 
 
@@ -470,7 +470,7 @@ def test_stages_of_several_ranks(schedule: str, run: Start, undisturbed: Referen
 def test_random_kills_with_collectives(
     schedule: str, make_agents: Callable[..., Agents], undisturbed: References
 ) -> None:
-    """Each iteration has collectives; an iteration in which one was under way is begun anew."""
+    """Each iteration has collectives; an iteration in which one was under way is started over."""
     num_kills = 10
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=2 * num_kills, script=SCRIPT,

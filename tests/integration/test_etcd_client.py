@@ -64,7 +64,7 @@ class Reader:
 
 
 def history(store: EtcdStore, prefix: str, start: int, end: int) -> list[Event]:
-    """What the store itself says happened, read anew from the beginning."""
+    """What the store itself says happened, read again from the beginning."""
     reader = Reader(store.watch_prefix(prefix, start))
     reader.wait_for_revision(end)
     reader.stop()

@@ -97,7 +97,7 @@ def test_a_frozen_name_node_and_a_dead_data_node(tmp_path: Path, monkeypatch: py
             with store.reading(name) as stream:
                 assert stream.read() == content
         cluster.kill("nn")
-        # Arrow takes any error for a file that is not there: a job would begin anew beside its checkpoints.
+        # Arrow takes any error for a file that is not there: a job would start over beside its checkpoints.
         for ask in (store.names, lambda: store.size("a"), lambda: store.exists("nothing"), lambda: store.remove("a")):
             with pytest.raises(ConnectionError, match=r"/lost.*: libhdfs has failed; why is in Java's trace"):
                 ask()

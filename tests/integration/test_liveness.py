@@ -293,21 +293,21 @@ while True:
 
 def test_strangers_who_come_again_and_again_make_nobody_look_lost(start: Callable[..., Node | Process]) -> None:
     """More than are received at once, and a new one for each that is sent away."""
-    me, newcomer = start(Process, "a"), start(Node, "b")
-    assert isinstance(me, Process) and isinstance(newcomer, Node)
+    me, new_node = start(Process, "a"), start(Node, "b")
+    assert isinstance(me, Process) and isinstance(new_node, Node)
     me.tell(me.record)
     command = [sys.executable, "-c", RENEWED, str(me.port), "400"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as strangers:
         try:
             assert strangers.stdout is not None and strangers.stdout.readline()
-            newcomer.liveness.update([me.record, newcomer.record])
-            wait_for(lambda: newcomer.connected() == {"a"}, 10.0, "the connection among 400 strangers")
+            new_node.liveness.update([me.record, new_node.record])
+            wait_for(lambda: new_node.connected() == {"a"}, 10.0, "the connection among 400 strangers")
             with pytest.raises(queue.Empty):
-                newcomer.next_lost(1.0)
+                new_node.next_lost(1.0)
         finally:
             strangers.kill()
     me.kill()
-    assert newcomer.next_lost()[0] == "a"
+    assert new_node.next_lost()[0] == "a"
 
 
 def test_a_queue_that_is_full_is_no_death(start: Callable[..., Node | Process]) -> None:

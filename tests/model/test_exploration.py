@@ -125,14 +125,14 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "one failure in a handover": lambda: draining_until("handover", faults=1),
     "one failure in a recovery, every order": lambda: recovering(faults=1, ordered=False),
     "two links are parted in training": lambda: training(faults=2, kinds=("part", "kill")),
-    "a link is parted while a newcomer has no state": lambda: joining(faults=1, kinds=("part",), ordered=False),
+    "a link is parted while a replacement has no state": lambda: joining(faults=1, kinds=("part",), ordered=False),
     "a link is parted while two of three have no state": lambda: joining_again(faults=1, kinds=("part",)),
-    "a node is cut off while a newcomer has no state": lambda: joining(faults=1, kinds=("cut",), ordered=False),
+    "a node is cut off while a replacement has no state": lambda: joining(faults=1, kinds=("cut",), ordered=False),
     "nodes are cut off from etcd, not from each other": lambda: cut_off(4, 2, faults=3, kinds=("cut",)),
     "the places of those who are cut off are given away": lambda: given_away(4, 2, faults=1, kinds=("cut", "kill")),
     "a single node is cut off from etcd": lambda: cut_off(2, 1, faults=3, kinds=("cut", "freeze")),
     "etcd is away for all, and a node is cut off": lambda: cut_off(3, 2, faults=3, kinds=("cut", "outage", "kill")),
-    "two failures while a newcomer has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
+    "two failures while a replacement has no state": lambda: joining(faults=2, kinds=("part", "kill", "late")),
     "a spare has been mistaken, and gets a slot": lambda: training(faults=2, kinds=(model.ALARM, "crash", "cut")),
     "a loss is told too late": lambda: training(faults=3, kinds=(model.STALE, "crash", "part")),
     "garbage in a record, and a failure, in training": lambda: training(faults=2, kinds=("garble", "remove", "kill")),
@@ -189,10 +189,10 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
     "a boundary that somebody has passed": (
         draining, "boundary", "return max(view", "return min(view",
         lambda: training(faults=1, kinds=("drain",), target=2, ordered=False)),
-    "a newcomer without state is believed": (
+    "a replacement without state is believed": (
         losses, "believed", "if not holders or not all(", "if True or not all(",
         lambda: joining(faults=1, kinds=("part",))),
-    "who was a newcomer in an earlier generation is believed": (
+    "who was a replacement in an earlier generation is believed": (
         replacing, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
         "for slot, ranks in ()",
         lambda: joining_again(faults=1, kinds=("part",))),

@@ -96,7 +96,7 @@ def test_what_is_lost_is_brought_back_while_one_replica_lives(seed: int) -> None
         reached = max([reached, *(node.proc.iteration for node in world.nodes if node.proc)])
     world.settled()
     assert num_resumed and reached == world.target
-    assert keeper.num_procs == kept, "a survivor was started anew"
+    assert keeper.num_procs == kept, "a survivor was started again"
 
 
 @pytest.mark.parametrize("seed", range(30))

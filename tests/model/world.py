@@ -249,7 +249,7 @@ class Driver(Agent):
                 demand(number > proc.go and proc.stopped == proc.go, "a worker is sent on without a report")
                 status = proc.status
                 if plan.kind == "fresh":
-                    demand(status == "fresh", f"a worker that is {status} is told to begin anew")
+                    demand(status == "fresh", f"a worker that is {status} is told to start over")
                 elif status in ("fresh", "setup"):
                     status = "empty"
                 node.proc = replace(proc, go=number, plan=plan, status=status, leaves=message.leaves)

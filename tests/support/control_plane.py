@@ -529,7 +529,7 @@ class Sim:
         if proc.plan.kind == "copy" and proc.status in ("fresh", "setup"):
             proc.status = "empty"
         if proc.plan.kind == "fresh":
-            assert proc.status == "fresh", f"a worker that is {proc.status} was told to begin anew"
+            assert proc.status == "fresh", f"a worker that is {proc.status} was told to start over"
 
     def regroup(self, proc: Proc) -> None:
         plan = proc.plan

@@ -2,7 +2,7 @@
 
 `oom`: it is killed in each iteration from the 20th on. `raises`: it raises in the 20th. `all-raise`: so do all.
 `often`: it is killed in each twelfth, once. `set-up-once`: it is killed in the 20th, and a replacement raises before it
-joins, until all workers have begun anew. `set-up`: also then. Else nothing, and with $SLOW an iteration takes 0.1 s.
+joins, until all workers have started over. `set-up`: also then. Else nothing, and with $SLOW an iteration takes 0.1 s.
 Leaves `hash.{rank}`.
 """
 
@@ -38,8 +38,8 @@ with open(HERE / f"pids.{RANK}", "a") as file:
 torch.manual_seed(0)
 job = swift.init()
 if FAILS.startswith("set-up") and RANK == 1 and (HERE / "killed").exists():
-    begins_anew = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-    if FAILS == "set-up" or not begins_anew:
+    starts_over = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    if FAILS == "set-up" or not starts_over:
         raise RuntimeError("this replacement cannot be set up")
 model = DistributedDataParallel(torch.nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -62,13 +62,13 @@ def repeated(directory: Path) -> dict[int, list[int]]:
     return found
 
 
-def assert_same(outcome: Outcome, expected: Outcome, lost: set[int], anew: bool = False) -> None:
-    """*anew*: survivors have begun an iteration anew; else they stayed in it."""
+def assert_same(outcome: Outcome, expected: Outcome, lost: set[int], again: bool = False) -> None:
+    """*again*: survivors have begun an iteration again; else they stayed in it."""
     text = outcome.text()
     assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == lost, text
     assert_equal(outcome, expected)
     assert "all workers restart" not in text
-    assert bool(repeated(outcome.directory)) == anew, f"{repeated(outcome.directory)}\n{text}"
+    assert bool(repeated(outcome.directory)) == again, f"{repeated(outcome.directory)}\n{text}"
 
 
 def assert_equal(outcome: Outcome, expected: Outcome, iterations: int = ITERATIONS) -> None:
@@ -132,7 +132,7 @@ def assert_only_the_killed_ended(outcome: Outcome, killed: list[int]) -> None:
         num_replaced = len(re.findall(rf"\] rank {rank}: .*itself replaced", text))
         assert num_kills <= num_ended <= num_kills + num_replaced, f"rank {rank}: {num_ended} of {killed}\n{text}"
     assert "all workers restart" not in text
-    assert not repeated(outcome.directory) and "anew:" not in text, text
+    assert not repeated(outcome.directory) and "again:" not in text, text
 
 
 def begun(directory: Path) -> list[int]:

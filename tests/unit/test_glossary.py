@@ -26,29 +26,11 @@ PLAIN = {
     "unwinds": "starts the iteration again",
 }
 UNWANTED = re.compile(rf"\b({'|'.join(PLAIN)})\b", re.IGNORECASE)
-# Written before; a page that is rewritten is taken out.
-OLD = {
-    f"docs/{name}.md" for name in (
-        "elastic", "operations", "security", "torchrun", "torchrun-plugin", "will-my-script-be-recovered",
-    )
-}  # fmt: skip
 ROOMS = ("", "swift_agent", "deploy")
 PAGES = sorted([*(ROOT / room / "README.md" for room in ROOMS), *(ROOT / "docs").rglob("*.md")])
 # Texts that still have one of these words, by module: none may be added, and one that is mended is taken out.
 TEXTS = {
-    "recovery/swift_recovery/planning/planner.py": 1,
-    "recovery/swift_recovery/planning/reports.py": 2,
-    "recovery/swift_recovery/planning/sentences.py": 1,
-    "recovery/swift_recovery/state/deviation.py": 1,
-    "rendezvous/swift_rendezvous/roster/setbacks.py": 1,
-    "swift_agent/launch/secret.py": 1,
-    "swift_agent/worker/data/batches.py": 1,
-    "swift_agent/worker/data/inputs.py": 1,
-    "swift_agent/worker/data/positions.py": 1,
-    "swift_agent/worker/groups/process_groups.py": 1,
-    "swift_agent/worker/loop/checkpointing.py": 1,
-    "swift_agent/worker/checks/meetings.py": 1,
-    "swift_agent/worker/rejoin/rejoin.py": 1,
+    "recovery/swift_recovery/planning/reports.py": 2,  # the name of a field, kept for agents of both versions
 }
 
 
@@ -92,10 +74,7 @@ def test_the_glossary_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_a_page_is_plain(page: Path) -> None:
     found = {one.lower(): PLAIN[one.lower()] for one in UNWANTED.findall(prose(page))}
-    if str(page.relative_to(ROOT)) in OLD:
-        assert found, "it is plain now: take it out of OLD"
-    else:
-        assert not found, f"say instead: {found}"
+    assert not found, f"say instead: {found}"
 
 
 def test_no_text_of_the_sources_gets_less_plain() -> None:

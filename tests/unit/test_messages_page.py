@@ -57,8 +57,8 @@ OF_OTHERS = (  # of etcd, Python, Hadoop
 )  # fmt: skip
 MISTAKES_OF_OURS = (  # nothing that a script or an operator does gives these
     "module 'swift_agent' has no attribute", "there is no rank", "has failed already", "rebuild of generation",
-    "not connected yet", "ghost() is for stopped groups: call", "split_ranks cannot be None or empty",
-    "a rank is inside", "a rank stands at", "asks a running worker to begin", "waits for iteration",
+    "not connected yet", "dry_run() is for stopped groups: call", "split_ranks cannot be None or empty",
+    "a rank is inside", "a rank stands at", "asks a running worker to start", "waits for iteration",
     "stands at iteration", "is no name of a file", "this snapshot is empty: nothing has", "malformed state manifest:",
     "not a state manifest of version", ": the manifest has no tensor", "without a secret", "this store was closed",
     "timeout_s must be positive, not", "this private etcd is not running", "this private etcd is running already",
@@ -144,16 +144,16 @@ def test_what_is_left_out_is_there() -> None:
 
 def test_a_gap_and_a_line_that_nobody_says_are_found_out() -> None:
     assert len(wanted()) > 500 and len(quoted()) > 400
-    begun = ("all begin iteration ", None, " anew: ", None)
+    begun = ("all begin iteration ", None, " again: ", None)
     words = phrase(begun)
     assert words == "all begin iteration" and phrase(("a ", None, " b")) == phrase(("no lease",)) == ""
-    assert is_covered(words, begun, ["all begin iteration 12 anew: WHY"]) and is_covered(
+    assert is_covered(words, begun, ["all begin iteration 12 again: WHY"]) and is_covered(
         words, begun, ["all begin iteration 12 ..."]
     )
-    assert not is_covered(words, begun, ["all begin iteration 12 again", "begin iteration 12 anew: WHY"])
+    assert not is_covered(words, begun, ["all begin iteration 12 anew", "begin iteration 12 again: WHY"])
     # The words alone are not enough: two texts may have them.
     assert not is_covered("cannot be written:", ("the record '", None, "' cannot be written: ", None),
                           ["the log in DIR cannot be written: WHY"])  # fmt: skip
     kept = [one for one in quoted() if "all begin iteration" not in one]
     assert [one.rpartition(": ")[2] for one in missing(kept)] == ["all begin iteration"]
-    assert unknown(["all start iteration 12 anew: WHY"]) and not unknown(["all begin iteration 12 anew: WHY"])
+    assert unknown(["all start iteration 12 again: WHY"]) and not unknown(["all begin iteration 12 again: WHY"])

@@ -37,8 +37,8 @@ class Plan:
     *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
     the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
     *checkpoint*: the newest that a rank knows to count. *stays*: survivors that are in the middle of *iteration* stay
-    there, and whoever begins it is given what they had sent in it; else all begin it anew.
-    `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or anew. *keepers*,
+    there, and whoever begins it is given what they had sent in it; else all begin it again.
+    `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or start over. *keepers*,
     *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
     workers keeps its state in a file (or that it is there already), and the ranks that load one.
     """

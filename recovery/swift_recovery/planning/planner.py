@@ -93,7 +93,7 @@ def make_plan(
         sound = [rank for rank in sound if rank not in leaving] or sound
         # Spread the targets over the sources: their transfers run side by side.
         sources |= {rank: sound[index % len(sound)] for index, rank in enumerate(needy)}
-        # One rank of the set leads: a newcomer has no buckets of its own, and a rank that is behind has older ones.
+        # One rank of the set leads: a replacement has no buckets of its own, and a rank that is behind has older ones.
         layouts |= {rank: sound[0] for rank in members if rank != sound[0] or rank in leaving}
     # If nobody holds it yet, all stand in the middle of the update before it.
     there = [report for report in holding.values() if _holds(report, iteration)] or list(holding.values())
@@ -141,7 +141,7 @@ def _stays(holding: Mapping[int, RankReport], iteration: int) -> tuple[bool, lis
             reasons.setdefault(report.unwinds, []).append(rank)
     if reasons:
         said = "; ".join(f"ranks {ranks} {reason}" for reason, ranks in reasons.items())
-        return False, [f"all begin iteration {iteration} anew: {said}"]
+        return False, [f"all begin iteration {iteration} again: {said}"]
     return True, [f"survivors stay where they are in iteration {iteration}"]
 
 

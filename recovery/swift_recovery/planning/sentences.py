@@ -41,7 +41,7 @@ def _why(
 
 def _what_is_repeated(checkpoint: int, iteration: int) -> str:
     if checkpoint >= iteration:
-        return f"load the checkpoint of iteration {checkpoint}" if checkpoint else "begin anew"
+        return f"load the checkpoint of iteration {checkpoint}" if checkpoint else "start over"
     said = f"repeat iterations {checkpoint} to {iteration - 1} from the logs of the others"
     return f"load the checkpoint of iteration {checkpoint}, and {said}" if checkpoint else said
 

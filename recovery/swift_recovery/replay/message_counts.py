@@ -1,7 +1,7 @@
 """Which messages of its channels a rank has sent and received, and what follows from that after a cut. Pure.
 
 A message is known by its channel and its number there. A cut loses what was under way between any two ranks, and some
-begin an iteration anew, with what their logs give, while others stay where they were. So each rank tells where it
+begin an iteration again, with what their logs give, while others stay where they were. So each rank tells where it
 stands and how many messages of each channel it has (`told`), and each sender then sends again, from its log, what lies
 between that and what it has sent (`rejoin`); what it sends itself from then on, and the receiver has, is left out
 (`is_had`).
@@ -24,7 +24,7 @@ Stand = Literal["begin", "middle", "end"]
 
 @dataclass(frozen=True)
 class Told:
-    """By one rank when all are connected anew and go on with one iteration.
+    """By one rank when all are connected again and go on with one iteration.
 
     *stands*: at its "begin", in its "middle", or still at the "end" of the one before, after that one's update. *has*:
     so many messages of each channel need not come any more. *sent*: so many were sent before that iteration.
@@ -104,7 +104,7 @@ class Counts:
         return Told(stands, has, self._sent_before(stands))
 
     def rejoin(self, stands: Stand, told: Mapping[int, Told], replays: Collection[int]) -> dict[Channel, range]:
-        """All ranks are connected anew; *told*: by each of the others, but for those that repeat iterations, *replays*:
+        """All are connected again; *told*: by each of the others, but for those that repeat iterations, *replays*:
         they were given all that was sent, and go on with what comes next. Which messages are to be sent again; those
         that a receiver has are left out from now on."""
         self._had = {channel: count for other in told.values() for channel, count in other.has.items()}

@@ -17,7 +17,7 @@ from swift_recovery.state.tensors import copy_all, same_bits, unexpanded
 
 # Together at most this long, they are kept from the beginning.
 EAGER_BYTES = 256 << 20
-# Of those, ones up to this size are kept anew each time, as buffers are; on a device, where the copy waits for nobody
+# Of those, ones up to this size are kept again each time, as buffers are; on a device, where the copy waits for nobody
 # and a comparison would, all of them.
 ALWAYS_BYTES = 1 << 20
 # Of the others so many elements, spread over them, are compared: a change may not be counted (one by way of ``data``).
@@ -38,7 +38,7 @@ class _One:
         self.copy = unexpanded(live.detach()).clone() if is_kept else None
         on_host = live.device.type == "cpu"
         self.is_blind = is_kept and (not on_host or live.nbytes <= ALWAYS_BYTES)
-        """It may be changed without being counted: kept anew each time."""
+        """It may be changed without being counted: kept again each time."""
         self.is_on_host = on_host
         self.is_stale = False
         """What is kept may be of before the last ``take``, if a change was not counted."""
@@ -150,7 +150,7 @@ class ByHand:
             one.add_up()
 
     def _look_at_all(self) -> None:
-        """Whether one changes without being counted; it is kept anew each time then."""
+        """Whether one changes without being counted; it is kept again each time then."""
         num_bytes = 0
         for _ in range(len(self._all)):
             one = self._all[self._next % len(self._all)]

@@ -203,7 +203,7 @@ def sentence(
         )
     new = [rank for rank, one in sorted(prints.items()) if one.began_in == generation]
     if new:
-        cause = f"{ranks_text(new)} began anew in generation {generation}, and so did what the script keeps to itself"
+        cause = f"{ranks_text(new)} started over in generation {generation}, and so did what the script keeps to itself"
     else:
         cause = f"the recovery of generation {generation} has missed what the script keeps to itself"
     return (

@@ -275,7 +275,7 @@ def _describe_secrets(keys: Keys, other: JobRecord, job: JobRecord) -> str:
 
 
 def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> None:
-    """Remove the records of a job without nodes. The guard keeps two newcomers from removing each other's new job."""
+    """Remove the records of a job without nodes. The guard keeps two new nodes from removing each other's new job."""
     guard = Compare.mod_revision(keys.job, "==", job_revision)
     if store.transaction([guard], _all_but_nodes(keys)).succeeded:
         log.info("removed the records of an earlier job with the id %s", keys.job_id)

@@ -6,7 +6,7 @@ What one node says of another may be true of the link between them only. Two kin
   made. To believe both would give away two slots, and with them maybe every copy of the state, where one node is enough
   to part the two. The one that holds state is kept, else the one with the lower slot; should it be lost as well, the
   next generation hears of it from others.
-- A node without state, a newcomer that has not got it yet, cannot reach those who have it: it would cost the job the
+- A node without state, a new node that has not got it yet, cannot reach those who have it: it would cost the job the
   last copies, with nothing to lose itself. So it is given up instead, unless the kernel of the accused has closed the
   connection and refuses another one. If the accused is lost indeed its lease tells.
   So is a node all of whose workers have ended: it has lost what it had.

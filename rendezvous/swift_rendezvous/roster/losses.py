@@ -43,7 +43,7 @@ class Losses:
     workers: dict[int, FailureRecord] = field(default_factory=dict)
     restart: FailureRecord | None = None
     again: dict[int, str] = field(default_factory=dict)
-    """slot -> evidence: nothing is lost there, but all have to be connected anew"""
+    """slot -> evidence: nothing is lost there, but all have to be connected again"""
     handovers: dict[int, str] = field(default_factory=dict)
     """slot -> evidence: a drained node that was lost before its successor trained"""
     records: dict[str, str] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
 
 
 def some_of(slots: list[int]) -> str:
-    """Many slots are counted: a wait is told anew with every change, and its text must not grow with the job."""
+    """Many slots are counted: a wait is told again with every change, and its text must not grow with the job."""
     return f"slots {slots}" if len(slots) <= 8 else f"{len(slots)} slots, the first of them {slots[:8]},"
 
 

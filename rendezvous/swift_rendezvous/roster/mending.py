@@ -4,10 +4,10 @@ Most that cannot be read are left out and do no harm: their authors write them a
 them. Three kinds are mended here:
 
 - the record of the job and that of the generation, without which nothing can be decided: written again as they were
-  last read. Where nobody knows that, the job ends: to begin it anew beside its living workers would give ranks to two;
-- a result that cannot be read: it ends nothing, but would keep newcomers away, and is removed;
+  last read. Where nobody knows that, the job ends: to begin it again beside its living workers would give ranks to two;
+- a result that cannot be read: it ends nothing, but would keep new nodes away, and is removed;
 - what only the coordinator reads, where it waits for nothing else: its author would never learn of it, so another
-  generation asks all anew.
+  generation asks all again.
 
 This module must never remove what it cannot read in any other case: it may be the word of a newer version.
 """
@@ -76,7 +76,7 @@ def repairs(view: View) -> tuple[Repair, ...]:
 
 def unread_records(view: View) -> dict[str, str]:
     """name -> evidence, of records of the current generation that are all that the job waits for, that cannot be read,
-    and that their authors, who do not follow them, would not write again: another generation asks anew. Pure."""
+    and that their authors, who do not follow them, would not write again: another generation asks again. Pure."""
     generation = view.generation
     if not view.damaged or generation is None or not view.tracked or view.released:
         return {}

@@ -126,7 +126,7 @@ class GenerationRecord:
     *lost* maps a slot to the local ranks whose processes were lost before this generation and have to be started;
     a slot with a new owner starts all of its ranks. *epoch* is the generation in which all workers were last started:
     a process that is older must not live on. *handover* maps a slot to the drained node that had it and still keeps
-    its workers: they hold the state until the new owner has it. With mode `resize` all workers are started anew, but
+    its workers: they hold the state until the new owner has it. With mode `resize` all workers are started again, but
     the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
     are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
     *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`.

@@ -6,13 +6,13 @@
     loss:    a node without a slot takes the place; if there is none, the rest go on without it when the last call is
              over, unless fewer than MIN would
 
-Of a job that is recovered in place all workers are started anew, too, but no iteration is lost (mode `resize`): before
+Of a job that is recovered in place all workers are started again, too, but no iteration is lost (mode `resize`): before
 it grows they stop at a common boundary (see `draining`); then each node says what its workers hold, one of those with
 the newest state keeps it in a file of its node, and the new workers go on from there. Until all of them train a failure
 leads to another such generation, in which what is newest is kept again.
 
 The last call is torchrun's: it lets several nodes that come one after the other cost one start. While it lasts workers
-train on, where they can. Slots are numbered anew: who was there before keeps its order, newcomers follow.
+train on, where they can. Slots are numbered again: who was there before keeps its order, new nodes follow.
 
 This module must never read a clock, talk to a store or log.
 """
@@ -61,10 +61,10 @@ def stage(view: View, num_free: int, num_vacant: int) -> Stage:
     num_nodes = len(view.generation.slots) - num_vacant + num_free
     if num_vacant > num_free:
         return "replacement" if num_nodes < job.num_nodes else "last call"
-    return "last call" if newcomers(view, num_free) else ""
+    return "last call" if num_new(view, num_free) else ""
 
 
-def newcomers(view: View, num_free: int) -> int:
+def num_new(view: View, num_free: int) -> int:
     """How many of *num_free* nodes shall be taken in beside the present ones: 0 where nothing can be gained, or the job
     is about to end."""
     job, generation = view.job, view.generation
@@ -78,7 +78,7 @@ def newcomers(view: View, num_free: int) -> int:
 def roster(
     job: JobRecord, old: GenerationRecord, vacant: Collection[int], free: Sequence[NodeRecord]
 ) -> tuple[Owner, ...] | None:
-    """Who trains when all workers start anew: the owners of slots of *old* that are not *vacant*, then *free* nodes up
+    """Who trains when all workers start again: the owners of slots of *old* that are not *vacant*, then *free* nodes up
     to MAX. None if they are fewer than MIN."""
     kept = [owner for slot, owner in enumerate(old.slots) if slot not in vacant]
     kept += [owner_of(node, old.num_workers) for node in free[: most_nodes(job) - len(kept)]]
@@ -88,7 +88,7 @@ def roster(
 def grown(view: View, free: Sequence[NodeRecord]) -> GenerationRecord | None:
     """The next generation, with those of *free* nodes that came late; None if there is nothing to gain."""
     job, old = view.job, view.generation
-    count = newcomers(view, len(free))
+    count = num_new(view, len(free))
     if job is None or old is None or not count:
         return None
     slots = roster(job, old, (), free)

@@ -4,7 +4,7 @@ Without `--max-restarts` a lost worker is replaced as often as it takes, as long
 without advancing gets nowhere, on whatever node it is; its failures since it last advanced are carried from generation
 to generation (`GenerationRecord.troubles`), so that whoever is the coordinator counts alike, and each of them once:
 
-    failure --advanced since the last one?--> yes: the count begins anew
+    failure --advanced since the last one?--> yes: the count starts over
                 '-- no --> something else was tried before -----------------------------> the job ends
                            two replacements failed by themselves, before an iteration --> all workers restart, once
                            the same exception at the same line -------------------------> the job ends
@@ -106,7 +106,8 @@ def advice(trouble: Trouble) -> str:
             f"tried since it last advanced: {', '.join(tried) or 'nothing'}",
             "safe: what job.checkpoint has committed, and what the script has saved itself",
             "to do: remove the cause, then type the same command again: it begins with the newest checkpoint of "
-            "job.checkpoint, without one anew. With --max-restarts N every failure is tried again, N times in all",
+            "job.checkpoint, without one from the start. With --max-restarts N every failure is tried again, N times "
+            "in all",
         ]
     )
 

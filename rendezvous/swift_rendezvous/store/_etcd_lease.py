@@ -20,7 +20,7 @@ from swift_rendezvous.threads import only_logged, start, thread
 class EtcdLease:
     """Implements `kv.Lease`.
 
-    etcd deletes the keys 0.2 s after the TTL is over. A change of its leader starts all TTLs anew, so an expiry may
+    etcd deletes the keys 0.2 s after the TTL is over. A change of its leader starts all TTLs again, so an expiry may
     come up to twice as late: a lease is the backstop of failure detection, not its fast path.
     """
 

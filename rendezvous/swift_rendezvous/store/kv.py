@@ -202,7 +202,7 @@ class Lease(Protocol):
         """The granted time to live, which may be longer than the one asked for (etcd: above 1.5 election timeouts)."""
 
     def refresh(self) -> int:
-        """Start the TTL anew and return it. Raises LeaseLost when there is nothing left to refresh."""
+        """Start the TTL again and return it. Raises LeaseLost when there is nothing left to refresh."""
 
     def revoke(self) -> None:
         """Delete the lease and its keys; does nothing when it is gone already."""

@@ -16,10 +16,10 @@ it proves nothing.
             enough proven in [s, e], long enough for any old leader to have stepped down: the same
 
 What this rests on (etcd 3.4 to 3.6): a lease ends by a proposal that a quorum has to accept (`LeaseRevoke`); who
-becomes leader gives all leases their TTL anew (`lessor.Promote`, which adds an election timeout, so that an answer of a
+becomes leader gives all leases a full TTL (`lessor.Promote`, which adds an election timeout, so that an answer of a
 leader that is just being replaced does no harm); a leader without a quorum steps down within two election timeouts
 (`CheckQuorum`); no TTL is granted below one and a half of them. Where lease checkpoints are on, a TTL of more than
-300 s is not given anew in full: such leases are not prolonged here.
+300 s is not given again in full: such leases are not prolonged here.
 
 Must never read a clock, open a socket, or take silence for a proof.
 """

@@ -19,10 +19,10 @@ T = TypeVar("T")
 def plan_generation(
     generation: GenerationRecord, progress: Reports, handovers: Reports = MappingProxyType({})
 ) -> PlanRecord:
-    """The plan of *generation*; everything is set up anew unless workers are replaced in place.
+    """The plan of *generation*; everything is set up again unless workers are replaced in place.
 
     *handovers*: what the workers of drained former owners hold, by slot. Where a report cannot be read nobody knows
-    what that worker holds, and its author would not write it again: all begin anew.
+    what that worker holds, and its author would not write it again: all start over.
     """
     try:
         plan = _plan(generation, progress, handovers)

@@ -220,7 +220,7 @@ def _keep(state: AgentState, generation: GenerationRecord, slot: int, commands: 
     """The job changes its size: say what is held here, and have it kept (see `resize`)."""
     view, number = state.view, generation.number
     if not generation.asks and state.kept is not None:
-        # All begin anew: what was kept is of another run.
+        # All start over: what was kept is of another run.
         commands.append(DropKept())
         return replace(state, kept=None)
     if generation.mode != "resize" or told_losses(view):

@@ -191,7 +191,7 @@ class Leftover:
 
 
 def leftovers(entries: Iterable[KeyValue]) -> tuple[Leftover, ...]:
-    """Jobs without a node. *entries* must be one listing: what was read in two steps may have lost a newcomer."""
+    """Jobs without a node. *entries* must be one listing: what was read in two steps may have lost a new node."""
     listed = list(entries)
     found = []
     for job_id in jobs_in(listed):

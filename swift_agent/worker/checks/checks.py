@@ -26,8 +26,8 @@ _STEPS = {"iteration": "an iteration", "section": "a section (@job.resilient)", 
 
 
 def elsewhere(mine: str, others: tuple[str, int, int] | None, where: str) -> str:
-    """A newcomer would make step *mine*, at *where*, and meet the others in another one: one collective would be taken
-    for another. *others*: what they have begun."""
+    """A replacement would make step *mine*, at *where*, and meet the others in another one: one collective would be
+    taken for another. *others*: what they have begun."""
     assert others is not None
     step, theirs = mine.partition(" ")[0], others[0].partition(" ")[0]
     return (

@@ -27,10 +27,10 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.tracked.loop_state import Place
 
 _REMEDY = (
-    "a counter of the script's own that decides on a collective begins anew in a replacement. Decide by "
+    "a counter of the script's own that decides on a collective starts over in a replacement. Decide by "
     "job.iteration_number, or count by enumerate(job.batches(loader), start=job.position.batch)"
 )
-# A counter that began anew is another one at the first of them already. The rest of the run pays for few.
+# A counter that started over is another one at the first of them already. The rest of the run pays for few.
 _FIRST_MET = 8
 # 0.1 ms each, and as many keys in the store of the generation.
 _FIRST_SAID = 1024

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-# A newcomer may begin with the iteration before that of the others.
+# A replacement may begin with the iteration before that of the others.
 _NUM_ITERATIONS = 3
 
 

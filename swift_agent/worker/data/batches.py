@@ -3,7 +3,7 @@
 Between two, the place at which a batch is taken is a point. A replacement begins at the newest one that comes before
 all batches that no iteration has used: what a script collects for an update, a replacement collects, too. Inside an
 iteration (or a section) it is none: the batches are kept until that counts, and it gets the same when it is run again.
-A pass that is made inside begins anew then; one of a section is no part of the place in the loop at all.
+A pass that is made inside starts over then; one of a section is no part of the place in the loop at all.
 
 This module must never decide which batches a loader gives; that is `data`'s.
 """
@@ -343,7 +343,7 @@ class Batches(Iterator[T]):
                 here.peeks = (*here.peeks, self._number)
 
     def forget(self) -> None:
-        """The iteration that has begun this pass begins it anew: it has never been."""
+        """The iteration that has begun this pass begins it again: it has never been."""
         self._is_over = True
         if self._batches is not None:
             self._batches = None
@@ -470,7 +470,7 @@ class Batches(Iterator[T]):
 
 
 class SectionBatches(Batches[T]):
-    """A pass that is made in a section, and begins anew whenever that is run: no part of the place in the loop."""
+    """A pass that is made in a section, and starts over whenever that is run: no part of the place in the loop."""
 
     def __next__(self) -> T:
         if self._is_over:
@@ -493,7 +493,7 @@ class SectionBatches(Batches[T]):
         if positions.iter_is_itself(self._loader):
             raise UsageError(
                 "job.batches() was given an iterator inside a function decorated with @job.resilient, which has to "
-                "begin anew if it is repeated: give it something that can (a DataLoader, an object with __iter__)."
+                "start over if it is repeated: give it something that can (a DataLoader, an object with __iter__)."
             )
         passes, here = self._passes, self._passes.place.here
         number = self._number = passes.draws.number_in_section()

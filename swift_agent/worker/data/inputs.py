@@ -101,7 +101,7 @@ class Inputs:
             changing = sorted(self._place.changing.intersection(numbers_of(loader)))
             if changing:
                 self._unfit(
-                    f"{', '.join(changing)} changes from pass to pass on the other ranks, and begins anew in this "
+                    f"{', '.join(changing)} changes from pass to pass on the other ranks, and starts over in this "
                     f"process; of pass {number} its predecessor had not been given anything yet, so nobody knows what "
                     "that would have been (see: Will my script be recovered?)"
                 )

@@ -105,7 +105,7 @@ def _around(loader: Any, attribute: str, *, looks_ahead: bool = False) -> Source
 
 
 def _single_epochs(loader: Any) -> DataLoader[Any]:
-    """A `DataLoader` that begins each pass anew, with the processes of the one before; made once."""
+    """A `DataLoader` that begins each pass again, with the processes of the one before; made once."""
     made: DataLoader[Any] | None = vars(loader).get("_swift_stand_in")
     if made is None:
         made = copy.copy(loader)

@@ -1,5 +1,5 @@
 """Numbers that a sampler, a stream or a loader of the script's own keeps from pass to pass: in a replacement they begin
-anew.
+again.
 
 What a replacement is given is compared with what its predecessor was given (`given`). Of a pass of which that one had
 not been given anything there is nothing to compare with; so it counts whether the others have seen such a number

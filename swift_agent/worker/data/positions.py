@@ -49,7 +49,7 @@ class Feeds:
             if any(loader is one() for one in self._iterators):
                 raise UsageError(
                     "job.batches() was given the same iterator for a second pass, and where the first has left it no "
-                    "replacement could know: give it something that begins anew each time (a DataLoader, an object "
+                    "replacement could know: give it something that starts over each time (a DataLoader, an object "
                     "with __iter__), or go through it in one pass."
                 )
             self._iterators.append(held_weakly(loader))
@@ -177,7 +177,7 @@ def _exchanged(swaps: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell whatever has `set_epoch` (a `DistributedSampler`, Accelerate's loaders) which epoch begins, so that it
-    shuffles anew. One that the script tells by itself keeps what it was told, and so do all others of this loader."""
+    shuffles again. One that the script tells by itself keeps what it was told, and so do all others of this loader."""
     own = own_epochs.of_loader(loader)
     epoch = epoch if own is None else own
     with own_epochs.not_the_script():

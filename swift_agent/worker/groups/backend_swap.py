@@ -43,14 +43,14 @@ class Exchange(Protocol):
     def abort(self) -> None:
         """Call the current backend's own `abort()`, which may block (NCCL)."""
 
-    def ghost(self) -> None:
+    def dry_run(self) -> None:
         """Route operations to the group's fake backend. Undone by `stop` or `put`."""
 
-    def end_ghost(self, why: str) -> None:
+    def end_dry_run(self, why: str) -> None:
         """Back to the stopped backend."""
 
     def local(self) -> None:
-        """Like `ghost`, for a group that is connected and stays so. Undone by `end_local`."""
+        """Like `dry_run`, for a group that is connected and stays so. Undone by `end_local`."""
 
     def refuse(self, why: str) -> None:
         """Like `local`, but all operations but point-to-point ones raise, where that is possible. Undone by
@@ -108,10 +108,10 @@ class NativeExchange:
     def abort(self) -> None:
         self._forward.abort()
 
-    def ghost(self) -> None:
+    def dry_run(self) -> None:
         self._forward.exchange(self._fake)
 
-    def end_ghost(self, why: str) -> None:
+    def end_dry_run(self, why: str) -> None:
         self._forward.exchange(None, why)
 
     def release(self) -> None:
@@ -150,22 +150,22 @@ class PythonExchange:
         if self._current is not None:
             self._current.abort()
 
-    def ghost(self) -> None:
+    def dry_run(self) -> None:
         self._number, self._stopped_number = groups.FAKE_NUMBER, self._number
         self._route(self._fake)
 
-    def end_ghost(self, why: str) -> None:
+    def end_dry_run(self, why: str) -> None:
         self._number = self._stopped_number
         self._route(self._current or self._fake)
 
     def local(self) -> None:
-        self.ghost()
+        self.dry_run()
 
     def refuse(self, why: str) -> None:
-        self.ghost()
+        self.dry_run()
 
     def end_local(self) -> None:
-        self.end_ghost("")
+        self.end_dry_run("")
 
     def release(self) -> None:
         pass

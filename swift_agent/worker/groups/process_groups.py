@@ -321,22 +321,22 @@ class ProcessGroups:
     # ------------------------------------------------------------------------------------------------ use
 
     @contextlib.contextmanager
-    def ghost(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Inside, collectives of stopped groups return at once with local values; afterwards they are stopped again.
 
         Only where results do not count: torch's fake backend communicates nothing, and a DDP backward on it fails.
         """
         with self._lock:
             if self._connected:
-                raise RuntimeError("ghost() is for stopped groups: call abort() first")
+                raise RuntimeError("dry_run() is for stopped groups: call abort() first")
             everything = [one for group in self._groups for one in group.exchanges]
             for one in everything:
-                one.ghost()
+                one.dry_run()
         try:
             yield
         finally:
             for one in everything:
-                one.end_ghost(self._why or "not connected yet")
+                one.end_dry_run(self._why or "not connected yet")
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:

@@ -106,8 +106,8 @@ class Job:
     def iteration_number(self) -> int:
         """Number of finished iterations of the job."""
         place = self._place
-        if place.ghost is not None:
-            return place.ghost
+        if place.dry_run is not None:
+            return place.dry_run
         # Its update may still be on its way from a replica: the script has finished it all the same.
         owes = place.owed is not None and place.inside != "iteration"
         return place.here.iteration + owes
@@ -334,7 +334,7 @@ class Job:
 
         *group*: lists of so many batches, for an update that takes several; the last one of a pass may be smaller.
         `next()` on the result is allowed inside an iteration: if that is run again, it gets the same batches.
-        Inside a function decorated with `@job.resilient` (a validation) it is a pass that begins anew whenever that is
+        Inside a function decorated with `@job.resilient` (a validation) it is a pass that starts over whenever that is
         run. Anywhere else one pass has to be over before the next one begins.
         What tells its epoch by `set_epoch` (a `DistributedSampler`, Accelerate's loaders) is given the number of the
         epoch (of `job.epochs`, else of the pass). A `DistributedSampler` that the script tells by itself keeps its own;

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from swift_agent.worker.tracked.tracked import Tracked
 
-_BEGINS_ANEW = (
+_STARTS_OVER = (
     "no job.checkpoint: should all workers have to start again (nobody is left who holds the state of a lost rank, or "
     "a collective outside an iteration was cut), training begins at iteration 0, or with what the script loads itself. "
     "With job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint; job.epochs(n, start=...) or "
@@ -23,7 +23,7 @@ _BEGINS_WITH_A_SNAPSHOT = (
     "job.checkpoint(DIRECTORY, every=N) it begins with the newest checkpoint"
 )
 
-_DRAWS_ANEW = (
+_DRAWS_AGAIN = (
     "the script has loaded a snapshot of its own, and its loop begins with iteration 0: dropout, augmentation and "
     "orders that generators make draw the numbers of the first iterations once more, so what comes is not bit for bit "
     "what the run before would have trained. A checkpoint of job.checkpoint(DIRECTORY, every=N) has the number of the "
@@ -33,26 +33,26 @@ _DRAWS_ANEW = (
 
 def what_a_restart_begins_with(tracked: Tracked, start: int | None) -> str:
     """To be said at the begin, if it may be the begin. *start*: that of the loop, None if the script gives none."""
-    if start or not begins_anew(tracked):
+    if start or not starts_over(tracked):
         return ""
-    return _BEGINS_ANEW if start is None else _BEGINS_WITH_A_SNAPSHOT
+    return _STARTS_OVER if start is None else _BEGINS_WITH_A_SNAPSHOT
 
 
-def what_is_drawn_anew(tracked: Tracked, start: int | None, iteration: int, *, seeded: bool) -> str:
+def what_is_drawn_again(tracked: Tracked, start: int | None, iteration: int, *, seeded: bool) -> str:
     """To be said if the loop, which begins with *iteration*, goes on from a snapshot of the script's own and does not
     know how many iterations that has behind it. *seeded*: the job seeds the generators."""
     if not seeded or iteration or tracked.checkpoints is not None:
         return ""
-    return _DRAWS_ANEW if start or _has_optimizer_state(tracked) else ""
+    return _DRAWS_AGAIN if start or _has_optimizer_state(tracked) else ""
 
 
 def told(tracked: Tracked, start: int | None, iteration: int, *, seeded: bool) -> list[str]:
     """Both, where they are to be said, once, as the loop begins."""
-    lines = [what_a_restart_begins_with(tracked, start), what_is_drawn_anew(tracked, start, iteration, seeded=seeded)]
+    lines = [what_a_restart_begins_with(tracked, start), what_is_drawn_again(tracked, start, iteration, seeded=seeded)]
     return [line for line in lines if line]
 
 
-def begins_anew(tracked: Tracked) -> bool:
+def starts_over(tracked: Tracked) -> bool:
     """Whether nothing says that the script would go on from somewhere if all workers started again."""
     if tracked.checkpoints is not None or tracked.has_shards_alone:  # that is told in words of its own
         return False

@@ -89,7 +89,7 @@ class Checkpointing:
         raise UnusableCheckpoints(
             f"no checkpoint in {checkpoints.directory} can be loaded on all ranks: "
             f"{'; '.join(reasons) or 'see what other ranks say'}. Do all nodes share it? Nothing there was changed. To "
-            "begin anew give job.checkpoint() another directory."
+            "start over give job.checkpoint() another directory."
         )
 
     def _compare_seeds(self, extra: dict[str, Any], iteration: int) -> None:

@@ -1,6 +1,6 @@
 """Runs iterations and sections for their result only: without communication that anybody notices, without effect.
 
-Of survivors that need not run an iteration again, because its update exists; of newcomers on their way to where the
+Of survivors that need not run an iteration again, because its update exists; of replacements on their way to where the
 others are; and the first step of a pipeline, when the others have long made theirs.
 
     stopped groups: enter --> ... --> leave, at the next recovery        connected groups: for one call
@@ -36,13 +36,13 @@ class DryRuns:
 
     @property
     def is_on(self) -> bool:
-        """Whether what runs now is a ghost, so that nobody else runs it."""
+        """Whether what runs now is a dry run, so that nobody else runs it."""
         return self._is_entered or self._groups.is_local
 
     def enter(self) -> None:
         """Collectives of the stopped groups return at once, with local values, until the next recovery."""
         if not self._is_entered:
-            self._stack.enter_context(self._groups.ghost())
+            self._stack.enter_context(self._groups.dry_run())
             self._is_entered = True
 
     def leave(self) -> None:
@@ -61,7 +61,7 @@ class DryRuns:
         place, tracked = self._place, self._require_tracked()
         # Owed: its layouts are those before the update.
         tracked.restore_layouts(tracked.layouts_for(place.here.iteration))
-        tracked.begin(number, ghost=True)
+        tracked.begin(number, dry_run=True)
         place.seeds.for_iteration(number)
         # Owed: what comes later, or the iteration when it is run after all, begins with parameters as they are.
         before = copies_of(tracked.state.loose_parameters()) if place.here.iteration == number else []
@@ -70,11 +70,11 @@ class DryRuns:
             tracked.without_reduction(finite=place.here.iteration > number),
             self._after_steps(made),
         ):
-            place.ghost = number
+            place.dry_run = number
             try:
                 result = call()
             finally:
-                place.ghost = None
+                place.dry_run = None
                 tracked.updates.cut()
                 if made is not None:
                     made.at_end()
@@ -96,10 +96,10 @@ class DryRuns:
             for hook in hooks:
                 hook.remove()
 
-    def iteration_of_newcomer(self, call: Callable[[], R]) -> R:
-        """The others have finished this iteration, and this newcomer has its update: run it for its result."""
+    def iteration_of_replacement(self, call: Callable[[], R]) -> R:
+        """The others have finished this iteration, and this replacement has its update: run it for its result."""
         place, tracked = self._place, self._require_tracked()
-        tracked.begin(place.here.iteration, ghost=True)
+        tracked.begin(place.here.iteration, dry_run=True)
         place.seeds.for_iteration(place.here.iteration)
         if self._groups.aborted is not None:
             self.enter()
@@ -122,18 +122,18 @@ class DryRuns:
         place, tracked = self._place, self._require_tracked()
         before = copies_of([local_of(parameter) for parameter in tracked.state.parameters()])
         for number in numbers:
-            tracked.begin(number, ghost=True)
+            tracked.begin(number, dry_run=True)
             place.seeds.for_iteration(number)
             if self._groups.aborted is not None:
                 self.enter()
             local = contextlib.nullcontext() if self._is_entered else self._groups.local()
             place.remaking, place.has_to_fit = number, has_to_fit and number == numbers[-1]
-            place.ghost = number
+            place.dry_run = number
             with place.without_points(), local, tracked.without_reduction(finite=False):
                 try:
                     call()
                 finally:
-                    place.remaking = place.ghost = None
+                    place.remaking = place.dry_run = None
                     tracked.updates.cut()
                     put_back(before)
             tracked.end()

@@ -61,8 +61,8 @@ class Iterations:
             if place.owed is not None:
                 self._recovery.run()  # the script came here without a point in between
             number = place.here.iteration
-            if number < place.ghost_iterations:
-                return self._dry_runs.iteration_of_newcomer(call)
+            if number < place.dry_iterations:
+                return self._dry_runs.iteration_of_replacement(call)
             if place.repeats:
                 if place.replays:
                     return self._from_logs(call)
@@ -165,7 +165,7 @@ class Iterations:
         self._recovery.restore_start()  # and with that the gradients are gone
         tracked.rewind()
         place.leave()
-        # The point's state may be replaced by this; the iteration's own begins anew.
+        # The point's state may be replaced by this; the iteration's own starts over.
         self._recovery.run()
         return False
 
@@ -188,7 +188,7 @@ class Iterations:
 
     def stays(self, error: Exception) -> bool:
         """A message was cut: join the others here, in the middle of the iteration, or after its update. False: it is to
-        be begun anew, or passed over."""
+        be started over, or passed over."""
         if not self.was_cut_inside(error):
             return False
         tracked = self._tracked
@@ -213,7 +213,7 @@ class Iterations:
         return go if go.plan.kind == "copy" and go.plan.iteration > self._place.here.iteration else None
 
     def _from_logs(self, call: Callable[[], R]) -> R:
-        """This newcomer repeats an iteration of its predecessor, with the messages that the others had sent to that."""
+        """Repeat an iteration of the predecessor, with the messages that the others had sent to that."""
         place, tracked = self._place, self._tracked
         messages, number = tracked.messages, place.here.iteration
         assert messages is not None

@@ -5,8 +5,8 @@ and that is said the first time one is made, with its line. A barrier of all ran
 its own, repeated if a peer fails in it, and passed if the others have passed it.
 
 After a recovery, ranks tell each other which it is, and meet before the first of these: a counter of the script's own
-that decides on it may have begun anew in a replacement, and unlike collectives abort the process in gloo, or are mixed
-up (`meetings`).
+that decides on it may have started over in a replacement, and unlike collectives abort the process in gloo, or are
+mixed up (`meetings`).
 
 One in a section that the others have finished gives this rank its own values only: noted, for who runs an iteration
 with them.

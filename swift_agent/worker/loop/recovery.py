@@ -30,7 +30,7 @@ from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, CutReplay, LostLog
 
-# At least, between two words of a newcomer that repeats iterations.
+# At least, between two words of a replacement that repeats iterations.
 TELL_S = 10.0
 # Operations of stopped groups end within milliseconds, if at all.
 QUIET_TIMEOUT = timedelta(seconds=20)
@@ -80,7 +80,7 @@ class Recovery:
 
     def run(self, *, staying: bool = False) -> bool:
         """Join the others in the newest generation; returns True with live groups and the plan's state. May take
-        several tries. *staying*: in the middle of an iteration; False if that has to be begun anew.
+        several tries. *staying*: in the middle of an iteration; False if that has to be started over.
         """
         self.wait_quiet()
         self._dry_runs.leave()

@@ -38,7 +38,7 @@ class Sections:
         place = self._place
         if place.is_before_epoch:
             return
-        if place.here.sections < place.ghost_sections:  # the others have passed it
+        if place.here.sections < place.dry_sections:  # the others have passed it
             with place.lock:
                 place.here.sections += 1
             return
@@ -50,7 +50,7 @@ class Sections:
             if seeded:
                 place.seeds.for_section(place.here.sections)
             try:
-                if place.here.sections >= place.ghost_sections and not place.is_before_epoch:
+                if place.here.sections >= place.dry_sections and not place.is_before_epoch:
                     if place.is_elsewhere(what):
                         self._out.tell_elsewhere(what, place.begun_by_others)
                     place.begun = what, place.here.iteration, place.here.sections
@@ -59,7 +59,7 @@ class Sections:
                     self._recovery.run()
                 if place.is_before_epoch:
                     return self._dry_runs.section(call)
-                if place.here.sections < place.ghost_sections:
+                if place.here.sections < place.dry_sections:
                     between = place.repeats and place.here.sections >= place.restored_sections
                     return self._between_logs(call) if between else self._dry_runs.section(call)
                 place.keep_start()  # what was received belongs to it, too
@@ -93,7 +93,7 @@ class Sections:
             return result
 
     def _between_logs(self, call: Callable[[], R]) -> R:
-        """A newcomer that repeats iterations really uses what a section gives it: that must not be invented."""
+        """A replacement that repeats iterations really uses what a section gives it: that must not be invented."""
         messages = self._tracked.messages
         assert messages is not None
         try:

@@ -1,9 +1,10 @@
 """Whether the script has taken part in a collective since its iteration began.
 
-Who begins the iteration anew makes its collectives again, and who stays in its middle does not: so where there was one,
-nobody may stay. And who stays after its update, where others may have passed over the rest of that iteration, can make
-none there. Collectives come from C++ as well as from Python, and are counted by the compiled library. Must never
-decide who stays.
+A rank that begins the iteration again makes its collectives again, and one that stays in its middle does not: so where
+there was one, nobody may stay. A rank that stays after its update can make none there either: others may have passed
+over the rest of that iteration.
+
+Collectives come from C++ as well as from Python, and are counted by the compiled library. Must never decide who stays.
 """
 
 from __future__ import annotations

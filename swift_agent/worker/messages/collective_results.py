@@ -5,7 +5,7 @@ They are messages of a channel of which a rank is source and destination. The ta
 number the iteration and how many of these it has had before: so nothing has to be counted from one iteration to the
 next. Who passes over the rest of an iteration says so in its log: what is missing there was cut.
 
-Collectives that a replacement would have to make anew are none of this: those between C++ code, and those whose results
+Collectives that a replacement would have to make again are not kept: those between C++ code, and those whose results
 differ from rank to rank. Must never decide who repeats what.
 """
 

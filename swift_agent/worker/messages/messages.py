@@ -290,7 +290,7 @@ class Messages:
 
     def end_replay(self, *, stays: bool) -> None:
         """All iterations that are complete have been repeated. *stays*: the one that was cut follows, and what was
-        taken is used as far as it goes; else it was not needed, and all begin that one anew. Raises `LostLog` if
+        taken is used as far as it goes; else it was not needed, and all begin that one again. Raises `LostLog` if
         not all comes that was to be taken."""
         self._repetition.end_whole()
         self._follow("begin", self._sent_here)
@@ -306,7 +306,7 @@ class Messages:
             return "have messages on NCCL, which does not say whether one that was cut has come"
         if self._has_threads:
             return "have messages in threads of the script's own"
-        # An iteration that is updated will not be begun anew.
+        # An iteration that is updated will not be started over.
         return "" if updated and self._collectives.are_known else self._collectives.why
 
     @property
@@ -358,7 +358,7 @@ class Messages:
     def rejoin(
         self, told: Mapping[int, Mapping[str, Any]], replays: Collection[int], iteration: int, generation: int
     ) -> None:
-        """All are connected anew and go on with *iteration*, those who can from where they stand. *told*: by the other
+        """All are connected again and go on with *iteration*, those who can from where they stand. *told*: by the other
         ranks, but for *replays*, which repeat iterations. Inside `aside`. Raises `LogError`, and `CannotReplay` if
         ranks have counted differently."""
         self._generation = generation
@@ -396,8 +396,8 @@ class Messages:
         original, group, dst = self._routes[channel]
         return original(group, [tensor], dst, channel.tag)
 
-    def begin_anew(self) -> None:
-        """All are connected anew, and begin the iteration that was cut from its start."""
+    def start_over(self) -> None:
+        """All are connected again, and begin the iteration that was cut from its start."""
         self._repetition.close()
 
     def stay(self, error: Exception) -> None:

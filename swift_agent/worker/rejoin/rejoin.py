@@ -7,7 +7,7 @@
 Where messages are logged, whoever is in the middle of an iteration stays there, if the plan says so.
 
 Every step may be cut by the next failure; then it begins again with the next generation. Until a receiver has all of a
-state it keeps what it had (a survivor) or holds nothing (a newcomer), so a cut transfer never spoils a source.
+state it keeps what it had (a survivor) or holds nothing (a replacement), so a cut transfer never spoils a source.
 
 This module must never decide who gets what from whom; that is the plan's.
 """
@@ -73,13 +73,13 @@ class Rejoin:
         self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
-        self._stays = False  # those whose messages this newcomer has taken
-        self._restored = 0  # the checkpoint that this newcomer began with
+        self._stays = False  # those whose messages this replacement has taken
+        self._restored = 0  # the checkpoint that this replacement began with
         self._log_server = serving.LogServer(supervisor.note)
 
     def run(self, *, staying: bool = False) -> bool:
         """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
-        in the middle of an iteration; False, with nothing entered, if that has to be begun anew. A newcomer that
+        in the middle of an iteration; False, with nothing entered, if that has to be started over. A replacement that
         repeats iterations by itself may return when it is cut, and joins the others after them."""
         while True:
             go = self._supervisor.peek_go()
@@ -125,7 +125,7 @@ class Rejoin:
     def _enter(self, go: Go) -> None:
         place, plan = self._place, go.plan
         if plan.kind != "copy":
-            raise SwiftError(f"generation {go.generation} asks a running worker to begin anew ({plan.why})")
+            raise SwiftError(f"generation {go.generation} asks a running worker to start over ({plan.why})")
         clock = _Clock()
         leads = place.rank not in plan.layouts
         layouts = self._tracked.layouts_for(plan.iteration) if leads else None
@@ -147,7 +147,7 @@ class Rejoin:
             clock.mark("others repeat")
         self._log_server.close()
         self._pay_debt(plan.iteration)
-        place.ghost_sections = max(place.ghost_sections, plan.sections)
+        place.dry_sections = max(place.dry_sections, plan.sections)
         self.phases_s, self.iteration = clock.phases_s, plan.iteration
 
     def _go_on_with_messages(self, go: Go) -> None:
@@ -165,7 +165,7 @@ class Rejoin:
                 messages.compare_with(compared.get(f"{other}/{rank}"))
         store = PrefixStore("told", self._groups.store)
         if not plan.stays and not self._place.replays:
-            messages.begin_anew()  # first: this rank does not have what it throws away
+            messages.start_over()  # first: this rank does not have what it throws away
         if rank not in plan.replays:
             store.set(str(rank), json.dumps(messages.told(plan.iteration)))
         others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
@@ -227,7 +227,7 @@ class Rejoin:
         link = self._link(plan.sources[place.rank])
         skips = place.owed is not None and place.owed.iteration < plan.iteration
         mixed = self._tracked.updates.mixed
-        here = max(place.here.iteration, place.ghost_iterations)
+        here = max(place.here.iteration, place.dry_iterations)
         if place.status == "holding" and not skips and not mixed and here == plan.iteration:
             place.adopt(receive(state, link, staged=True).commit)
         elif place.status == "holding" and (skips or not mixed):
@@ -347,7 +347,7 @@ class Rejoin:
                 time.sleep(_POLL_S)
 
     def end_replay(self) -> None:
-        """This newcomer has repeated all iterations before that of the others, and tells them; a generation that was
+        """This replacement has repeated all iterations before that of the others, and tells them; a generation that was
         stopped meanwhile is none of its business. Raises `LostLog`, `CannotReplay`."""
         messages = self._tracked.messages
         assert messages is not None

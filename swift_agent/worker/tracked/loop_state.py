@@ -130,9 +130,9 @@ class Place:
     """One per worker. *lock* is the supervisor's: it guards *status*, *inside*, *owed* and the counts of *here*, but
     where `Supervisor.enter` does.
 
-    *here*: where the loop is. *target*: where a replacement has to get to. *ghost_iterations*, *ghost_sections*: a
-    newcomer holds the state before that iteration, its script is still before it; what comes earlier runs without
-    effect, and what is small comes into force when the script gets there. *repeats*: a newcomer has not come to an
+    *here*: where the loop is. *target*: where a replacement has to get to. *dry_iterations*, *dry_sections*: a
+    replacement holds the state before that iteration, its script is still before it; what comes earlier runs without
+    effect, and what is small comes into force when the script gets there. *repeats*: a replacement has not come to an
     iteration of its own yet; *replays_before*: it repeats those before that one from logs; *replays_alone*: and needs
     nobody for it; *restored_sections*: so many are in the checkpoint that it began with. *units*: of the batches of
     *here*; *target_units*: of those of *target*, which may be those of a job of another size. *drawn*: so many batches
@@ -151,7 +151,7 @@ class Place:
     0: none has. *changing*: numbers that loaders, samplers and streams of the script keep from pass to pass, as far as
     this process has seen, or was told.
     *begun*: which step has begun last ("iteration", "section" or "barrier" with the way to it), and after how many
-    iterations and sections; *begun_by_others*: of the rank that has given a newcomer its state, until it comes there.
+    iterations and sections; *begun_by_others*: of the rank that gave a replacement its state, until it comes there.
     """
 
     def __init__(self, rank: int, seeds: Seeds, lock: threading.RLock) -> None:
@@ -164,11 +164,11 @@ class Place:
         self.here = Position()
         self.target: Position | None = None
         self.owed: Owed | None = None
-        self.ghost_iterations = 0
+        self.dry_iterations = 0
         self.repeats = False
         self.replays_before = 0
         self.replays_alone = True
-        self.ghost_sections = 0
+        self.dry_sections = 0
         self.restored_sections = 0
         self.tracked: Tracked | None = None
         self.units = Units()
@@ -184,7 +184,7 @@ class Place:
         self.local_result = ""
         self.began = 0
         self.gradients_differ = False
-        self.ghost: int | None = None
+        self.dry_run: int | None = None
         """The number of an iteration that is run for its result only, and is counted already."""
         self.leaves = 0
         self.changing: set[str] = set()
@@ -220,7 +220,7 @@ class Place:
 
     def keep_point(self) -> None:
         """User code is between two steps. Not while an iteration is owed: who owes holds the state before it, so a
-        newcomer that gets this must begin before it as well. Nor while batches wait to be used: it must get those."""
+        replacement that gets this must begin before it as well. Nor while batches wait: it must get those."""
         if self.drawn:
             return
         if self._keeps_generators or not self.point.is_current():
@@ -235,7 +235,7 @@ class Place:
         self._moved = False
 
     def put_back_arrived(self) -> None:
-        """A newcomer's parameters are again what it was given, whatever its script, which is still before that, has
+        """A replacement's parameters are again what it was given, whatever its script, which is still before that, has
         done."""
         if self._arrived:
             put_back(self._arrived)
@@ -258,13 +258,13 @@ class Place:
 
     @property
     def carried(self) -> int:
-        """See `TrainingState`; of where the others are, also if this newcomer's script has not come there."""
+        """See `TrainingState`; of where the others are, also if this replacement's script has not come there."""
         assert self.tracked is not None
         carried: int = self.tracked.state.carried if self._catch_up is None else self._catch_up.get("carried", 0)
         return carried
 
     def keep_start(self) -> None:
-        """An iteration or section begins. A newcomer has caught up here."""
+        """An iteration or section begins. A replacement has caught up here."""
         if self.owed is not None:
             return
         if self._catch_up is not None:
@@ -291,12 +291,12 @@ class Place:
 
     @property
     def is_behind(self) -> bool:
-        """A newcomer has come to its point, and the others have begun an iteration or section since: what its script
+        """A replacement has come to its point, and the others have begun an iteration or section since: what its script
         does until it begins that, too, they have behind them."""
         return self._catch_up is not None
 
     def is_elsewhere(self, what: str) -> bool:
-        """A newcomer begins *what*, and the others have begun another step after as many iterations and sections."""
+        """A replacement begins *what*, and the others have begun another step after as many iterations and sections."""
         others = self.begun_by_others
         return others is not None and others[0] != what and others[1:] == (self.here.iteration, self.here.sections)
 
@@ -331,7 +331,7 @@ class Place:
         offered |= {"common_seed": self.seeds.common, "began": self.began}
         offered |= {"carries": self.carries, "remakes": self.remakes}
         offered["changing"] = sorted(self.changing)
-        # A newcomer that has not come to where they are passes on what it was told.
+        # A replacement that has not come to where they are passes on what it was told.
         offered["begun"] = list(self.begun if self._catch_up is None else self.begun_by_others or ("", 0, 0))
         assert self.tracked is not None
         if self.tracked.pipelines is not None:
@@ -341,8 +341,8 @@ class Place:
         return offered
 
     def take_over(self, offer: Mapping[str, Any], iteration: int, *, from_checkpoint: bool = False) -> None:
-        """The state of another rank before *iteration* has arrived: continue from its point. A newcomer also takes its
-        place in the loop.
+        """The state of another rank before *iteration* has arrived: continue from its point. A replacement also takes
+        its place in the loop.
         """
         assert self.tracked is not None
         if self.tracked.messages is not None and not from_checkpoint:
@@ -370,7 +370,7 @@ class Place:
                 self.target, self.target_units = target, Units(**offer["units"])
                 if self.tracked.pipelines is not None:
                     self.tracked.pipelines.give(offer.get("pipelines", {}))
-                self.ghost_iterations, self._catch_up = iteration, start
+                self.dry_iterations, self._catch_up = iteration, start
                 what, iterations, sections = offer.get("begun", ("", 0, 0))
                 is_told = start is not None and what and not from_checkpoint
                 self.begun_by_others = (what, iterations, sections) if is_told else None
@@ -393,8 +393,8 @@ class Place:
                 self.restored_sections = self.here.sections if self.target is None else self.target.sections
 
     def begin_replay(self, iteration: int, alone: bool) -> None:
-        """A newcomer has the logs to repeat all iterations before *iteration*; if it does that *alone* they may still
-        be on their way."""
+        """A replacement has the logs to repeat all iterations before *iteration*; if it does that *alone* they may
+        still be on their way."""
         with self.lock:
             self.status = "holding"
             self.repeats, self.replays_before, self.replays_alone = True, iteration, alone
@@ -422,7 +422,7 @@ class Place:
             self.tracked.updates.mixed = False
             self.tracked.updates.settle()
         self._have_arrived()
-        # The point is before the update: a newcomer that gets it runs the iteration as a ghost, and catches up here.
+        # The point is before the update: a replacement that gets it makes a dry run of the iteration, and catches up.
         self.keep_start()
 
     def _carry(self, offer: Mapping[str, Any] | None) -> None:
@@ -460,7 +460,7 @@ class Place:
                 lacks = f"were cut in the middle of update {iteration}, which cannot be taken back"
             elif self.inside == "iteration" and tracked.updates.updated:
                 iteration += 1
-            iteration = max(iteration, self.ghost_iterations)
+            iteration = max(iteration, self.dry_iterations)
             if self.replays:
                 # With all that it needs it gets there, whoever else is lost. Together with others it may not.
                 gets_there = self.replays_alone and tracked.messages is not None and not tracked.messages.is_lost

@@ -96,9 +96,9 @@ class Pipelines:
     def _on_step(self, schedule: Any, first: bool) -> Iterator[None]:
         key, mode = self._key_of(schedule), pipelining.mode_of_schedule(schedule)
         known = self._new.get(key) or self._all_of(*key)[key[1]]
-        ghost = self._in_place.is_dry_run
-        if not first and not ghost and known.mode != mode:
-            # It made its step of this mode as a ghost: the others change to it now, and tell each other.
+        dry_run = self._in_place.is_dry_run
+        if not first and not dry_run and known.mode != mode:
+            # It made its step of this mode as a dry_run: the others change to it now, and tell each other.
             pipelining.change_mode_of_schedule(schedule)
             first = True
         self._stepped[schedule] = first or self._stepped.get(schedule, False)
@@ -106,7 +106,7 @@ class Pipelines:
             yield
             return
         # The others are in this mode already, or nobody else is there.
-        served = known.received.get(mode) if ghost or known.mode == mode else None
+        served = known.received.get(mode) if dry_run or known.mode == mode else None
         self._serving = deque(served) if served is not None else None
         receiving = self._receiving = []
         try:
@@ -114,7 +114,7 @@ class Pipelines:
                 yield
         finally:
             self._serving = self._receiving = None
-        if not ghost:
+        if not dry_run:
             # Received into memory that the stage may use again.
             heard = served if served is not None else [tensor.detach().clone() for tensor in receiving]
             self._new[key] = _Known(mode, {**known.received, mode: heard})

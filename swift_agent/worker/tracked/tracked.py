@@ -192,20 +192,20 @@ class Tracked:
             return ""
         return "have DDP in their stage" if self.keepers else self.messages.unwinds(updated=self.updates.updated)
 
-    def begin(self, iteration: int, *, ghost: bool = False) -> None:
+    def begin(self, iteration: int, *, dry_run: bool = False) -> None:
         """Iteration number *iteration* begins."""
         for keeper in self.keepers:
             keeper.begin(iteration)
-        self.updates.begin(ghost=ghost)
+        self.updates.begin(dry_run=dry_run)
         if self._carried is not None:
-            self._carried.begin(ghost=ghost)
-        if self._left is not None and not ghost:
+            self._carried.begin(dry_run=dry_run)
+        if self._left is not None and not dry_run:
             self._left.start()
         if self._touched is not None:
-            self._touched.begin(ghost=ghost)
+            self._touched.begin(dry_run=dry_run)
         if self._unstepped is not None:
-            self._unstepped.begin(ghost=ghost)
-        if self.messages is not None and not ghost:
+            self._unstepped.begin(dry_run=dry_run)
+        if self.messages is not None and not dry_run:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
 

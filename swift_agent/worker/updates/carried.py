@@ -95,10 +95,10 @@ class CarriedGradients:
         self._watch = GradientWatch(optimizers, sharded)
         self._follows_update = False
 
-    def begin(self, *, ghost: bool) -> None:
+    def begin(self, *, dry_run: bool) -> None:
         follows, self._follows_update = self._follows_update, False
         self._watch.stop()
-        if follows and not ghost:
+        if follows and not dry_run:
             self._watch.start()
 
     def end(self, *, updated: bool) -> bool:

@@ -103,9 +103,9 @@ class OverlappedUpdates(UpdateTracker):
 
     # ---- around the iteration, in the main thread ----
 
-    def begin(self, *, ghost: bool = False) -> None:
-        super().begin(ghost=ghost)
-        if not ghost:
+    def begin(self, *, dry_run: bool = False) -> None:
+        super().begin(dry_run=dry_run)
+        if not dry_run:
             self._attempt += 1
             super().settle()
             self._forget()
@@ -113,7 +113,7 @@ class OverlappedUpdates(UpdateTracker):
 
     def finish(self) -> None:
         left_out = {self.members[number].optimizer for number in self._done} - set(self._stepped)
-        if left_out and not self._ghost:
+        if left_out and not self._dry:
             raise UsageError(
                 f"the backward has made the update (overlap_update=True), but the iteration called no step() of "
                 f"{' and '.join(sorted(left_out))}. It cannot be left out: track without overlap_update to decide "
@@ -125,7 +125,7 @@ class OverlappedUpdates(UpdateTracker):
 
     def join_agreement(self) -> None:
         """The iteration ends: return when the updates of all ranks are complete."""
-        if self._agree is not None and not self._ghost:
+        if self._agree is not None and not self._dry:
             self._pass_at_end()
 
     def cut(self) -> None:
@@ -137,7 +137,7 @@ class OverlappedUpdates(UpdateTracker):
         self._wait_for_device()
         if self.updated:
             self._forget()
-        elif not self._ghost:
+        elif not self._dry:
             # The buckets may be written to from now on, by a backward without communication.
             self._reduced = {number: gradient.clone() for number, gradient in self._reduced.items()}
         self._stepped.clear()  # these have changed nothing
@@ -242,7 +242,7 @@ class OverlappedUpdates(UpdateTracker):
         return lambda _, args, named: self._on_step(name, args, named), lambda *_: self._after(name)
 
     def _before(self, name: str) -> None:
-        if self._ghost or not self._in_iteration or name in self._stepped:
+        if self._dry or not self._in_iteration or name in self._stepped:
             super()._before(name)
             return
         self._check_used(name)
@@ -251,7 +251,7 @@ class OverlappedUpdates(UpdateTracker):
 
     def _after(self, name: str) -> None:
         self._unhide()
-        if not self._ghost:
+        if not self._dry:
             self._stepped.append(name)
 
     def _check_used(self, name: str) -> None:
@@ -303,13 +303,13 @@ class OverlappedUpdates(UpdateTracker):
         else:
             buffer.mul_(1.0 / group.size())
         resumption = self._resumption
-        if resumption.num_silent and self._in_iteration and not self._ghost:
+        if resumption.num_silent and self._in_iteration and not self._dry:
             if resumption.is_silent:
                 buffer.zero_()
             buffer.mul_(group.size() / (group.size() - resumption.num_silent))
         work = dist.all_reduce(buffer, group=group, async_op=True)
         future = work.get_future() if self._reductions is None else self._reductions.future_of(work, buffer)
-        if self._ghost or not self._in_iteration:
+        if self._dry or not self._in_iteration:
             return future.then(_tensor_of)
         attempt, parameters, gradients = self._attempt, bucket.parameters(), bucket.gradients()
         numbers = [self._numbers[id(parameter)] for parameter in parameters if id(parameter) in self._numbers]

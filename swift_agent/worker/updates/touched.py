@@ -39,10 +39,10 @@ class TouchedParameters:
         self._follows_update = False
         self.found: set[int] = set()
 
-    def begin(self, *, ghost: bool) -> None:
+    def begin(self, *, dry_run: bool) -> None:
         follows, self._follows_update = self._follows_update, False
         self._stop()
-        if not follows or ghost:
+        if not follows or dry_run:
             return
         for optimizer in self._optimizers:
             # Two optimizers may update the same one.
@@ -84,9 +84,9 @@ class ChangedWithoutStep:
         self._num_left = _NUM_LOOKS
         self.found: list[Tensor] = []
 
-    def begin(self, *, ghost: bool) -> None:
+    def begin(self, *, dry_run: bool) -> None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._looks = [] if ghost else [Looks(local_of(p) for p in group["params"]) for group in groups]
+        self._looks = [] if dry_run else [Looks(local_of(p) for p in group["params"]) for group in groups]
 
     def end(self, *, updated: bool) -> bool:
         """Whether this was all; what has changed is in *found*."""

@@ -49,7 +49,7 @@ class UpdateTracker:
         self._agree = agree
         self._agreed = self._finishing = self._goes_on = self._is_at_end = False
         self._in_iteration = False
-        self._ghost = False
+        self._dry = False
         self._stepped: list[str] = []
         self._kept: dict[str, _Kept] = {}
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -103,9 +103,9 @@ class UpdateTracker:
         """How many numbers there are for `done`."""
         return 0
 
-    def begin(self, *, ghost: bool = False) -> None:
-        """An iteration begins. *ghost*: its steps must have no effect."""
-        self._in_iteration, self._ghost = True, ghost
+    def begin(self, *, dry_run: bool = False) -> None:
+        """An iteration begins. *dry_run*: its steps must have no effect."""
+        self._in_iteration, self._dry = True, dry_run
         self._agreed = self._goes_on = self._is_at_end = self.reduced = False
         if self._in_step:  # a step failed, and the script has caught that
             self._leave_step()
@@ -121,7 +121,7 @@ class UpdateTracker:
                 self._apart.setdefault(name, False)
         if self._kept:
             self._kept.clear()
-        self._in_iteration, self._ghost = False, False
+        self._in_iteration, self._dry = False, False
         self.updated = self.reduced = False
         if self._in_step:
             self._leave_step()
@@ -139,7 +139,7 @@ class UpdateTracker:
         """The iteration ends; the others may wait for who makes no step in it."""
         if self._agree is None or self._stepped:
             return
-        if not self._agreed and not self._ghost and not self._finishing:
+        if not self._agreed and not self._dry and not self._finishing:
             self._agreed = True
             self._pass_at_end()
 
@@ -196,17 +196,17 @@ class UpdateTracker:
         this rank holds the state after the iteration, `mixed` whether it holds none."""
         self._unhide()
         begun = [*self._stepped, self._running] if self._running else self._stepped
-        if not self._ghost and not self.updated:
+        if not self._dry and not self.updated:
             for name in begun:
                 if name in self._kept:
                     self._kept[name].put_back(self._optimizers[name])
                 else:
                     self.mixed = True
-        if self._ghost:
+        if self._dry:
             for name, kept in self._kept.items():
                 kept.put_back(self._optimizers[name])
         self._kept.clear()
-        self._in_iteration, self._ghost = False, False
+        self._in_iteration, self._dry = False, False
         self._running = ""
         self._leave_step()  # last: the report is made as soon as no step is under way
 
@@ -219,7 +219,7 @@ class UpdateTracker:
             return lambda _, args, named: self._on_step(name, args, named), lambda *_: self._after(name)
 
         def before(_: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            if self._ghost or not self._in_iteration or self._stepped or len(args) > 1 or named:
+            if self._dry or not self._in_iteration or self._stepped or len(args) > 1 or named:
                 return self._on_step(name, args, named)
             if not self._in_step:  # else the class calls the step of another one, which has hooks of its own
                 supervisor.enter_step()
@@ -227,7 +227,7 @@ class UpdateTracker:
             return None
 
         def after(*_: Any) -> None:
-            if self._ghost or self._closing is not None:
+            if self._dry or self._closing is not None:
                 self._after(name)
                 return
             self._running = ""
@@ -243,7 +243,7 @@ class UpdateTracker:
         closure = closure_of(args, named)
         if isinstance(closure, StepClosure):
             return None  # the class calls the step of another one
-        if closure is None or self._supervisor is None or self._finishing or not (self._in_iteration or self._ghost):
+        if closure is None or self._supervisor is None or self._finishing or not (self._in_iteration or self._dry):
             self._before(name)
             return None
         optimizer = self._optimizers[name]
@@ -251,9 +251,9 @@ class UpdateTracker:
             begins = functools.partial(self._closed, name)
             self._closing = StepClosure(optimizer, closure, begins, self._in_between(name))
         else:
-            if not self._ghost:
+            if not self._dry:
                 self._before(name)
-            # Its step may fail without gradients, so a ghost's is made, and taken back.
+            # Its step may fail without gradients, so a dry run's is made, and taken back.
             self._kept[name] = _Kept(optimizer, every=True)
             self._closing = StepClosure(optimizer, closure, None, self._in_between(name))
         return with_closure(self._closing, args, named)
@@ -268,7 +268,7 @@ class UpdateTracker:
         """How a closure is called with the update begun: it may be cut if what was overwritten is kept."""
 
         def call(closure: Callable[[], Any]) -> Any:
-            if self._ghost:
+            if self._dry:
                 return closure()
             if name not in self._kept:
                 self._note_within(name)
@@ -307,7 +307,7 @@ class UpdateTracker:
     def _before(self, name: str) -> None:
         if self._finishing:
             return
-        if self._ghost:
+        if self._dry:
             self._hide(name)
             return
         if not self._in_iteration:
@@ -362,7 +362,7 @@ class UpdateTracker:
         if self._finishing:
             return
         self._check_closed(name)
-        if self._ghost:
+        if self._dry:
             self._unhide()
             if name in self._kept:
                 self._kept.pop(name).put_back(self._optimizers[name])
@@ -424,7 +424,7 @@ class UpdateTracker:
                 raise PeerFailure("stopped while gradients were being reduced")
             time.sleep(_POLL_S)
 
-    # ---- ghost ----
+    # ---- dry run ----
 
     def _hide(self, name: str) -> None:
         # A parameter without a gradient is skipped by every optimizer.

@@ -37,13 +37,13 @@ def batches_of(loader: Any) -> Iterator[Any]:
 def train_with_sums(job: swift.Job, net: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     @job.resilient
     def sum_up(total: torch.Tensor, parts: list[float]) -> float:
-        # Nobody is still in the iteration before: cut in that, all would begin anew, as it uses what a section gave.
+        # Nobody is still in the iteration before: cut in that, all would start over, as it uses what a section gave.
         dist.barrier()
         hooks.moment("before", job.iteration_number)
         parts.append(float(sum(p.detach().sum() for p in net.parameters())) + job.rank)
         total.add_(sum(parts))
         hooks.moment("inside", job.iteration_number)
-        hooks.moment("after", job.iteration_number)  # of the change; after the collective all would begin anew
+        hooks.moment("after", job.iteration_number)  # of the change; after the collective all would start over
         dist.all_reduce(total)
         return float(total[0])
 

@@ -1,6 +1,6 @@
 """A mean of losses over ranks every few batches, by a counter of the loop, as many scripts log it.
 
-With "own" the counter begins anew in a replacement; with "position" it is right there.
+With "own" the counter starts over in a replacement; with "position" it is right there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer that draws from an endless iterator and begins it anew when it is used up, with callbacks, clipping and
+"""A trainer that draws from an endless iterator and begins it again when it is used up, with callbacks, clipping and
 bfloat16 autocast, as small language-model trainers do.
 """
 

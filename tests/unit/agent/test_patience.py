@@ -149,7 +149,7 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
         theirs.close()
 
 
-def test_the_time_of_a_worker_begins_anew_as_long_as_its_agent_cannot_know(line: tuple[Supervisor, Channel]) -> None:
+def test_the_time_of_a_worker_starts_over_as_long_as_its_agent_cannot_know(line: tuple[Supervisor, Channel]) -> None:
     worker, agent = line
     thread, answers = ask(worker)
     for _ in range(20):  # twice its patience

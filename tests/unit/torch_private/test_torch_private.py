@@ -250,7 +250,7 @@ def double(state, bucket):  # type: ignore[no-untyped-def]  # torch compares ann
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_a_new_reducer_keeps_hooks_and_begins_anew(world: None, static_graph: bool) -> None:
+def test_a_new_reducer_keeps_hooks_and_starts_over(world: None, static_graph: bool) -> None:
     model = small(static_graph=static_graph)
     calls: list[int] = []
     model.register_comm_hook(calls, double)

@@ -267,7 +267,7 @@ def test_a_worker_that_does_not_answer_or_is_paused_is_not_asked_again() -> None
     assert changed[1] == (cmd.AskIteration((0,)),)
 
 
-def test_a_job_that_stands_tells_nothing_new_and_a_restart_begins_anew() -> None:
+def test_a_job_that_stands_tells_nothing_new_and_a_restart_starts_over() -> None:
     meter = rate.see(rate.see(rate.Meter(), 10, 0.0), 20, 5.0)
     assert meter.per_s == 2.0 and rate.tell_due(meter, 5.0)
     meter = replace(meter, told_s=5.0, told_iteration=20)

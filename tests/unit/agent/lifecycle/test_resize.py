@@ -63,7 +63,7 @@ def test_a_node_that_has_nothing_new_enough_does_not_wait_for_others() -> None:
     assert only(commands, cmd.KillWorkers).local_ranks == (0, 1)
 
 
-def test_a_newcomer_says_at_once_that_it_has_nothing() -> None:
+def test_a_replacement_says_at_once_that_it_has_nothing() -> None:
     agent = Agent("n2")
     agent.see(view(tracked=True, names=SLOTS, store=STORE))
     new = generation(2, "resize", SLOTS, epoch=2)
@@ -111,7 +111,7 @@ def test_what_was_kept_serves_the_next_attempt_whoever_died() -> None:
     assert only(commands, cmd.KillWorkers).local_ranks == (0, 1)
 
 
-def test_what_was_kept_of_a_run_that_is_begun_anew_counts_no_more() -> None:
+def test_what_was_kept_of_a_run_that_is_started_over_counts_no_more() -> None:
     agent = growing()
     agent.report(0, 1, 6)
     agent.report(1, 1, 6)

@@ -83,7 +83,7 @@ def test_an_earlier_generation_takes_nothing_away(directory: CheckpointDirectory
 
 
 def test_a_later_run_is_later_whatever_its_number(directory: CheckpointDirectory) -> None:
-    """Its etcd is another one, which counts anew."""
+    """Its etcd is another one, which counts again."""
     old, new = timeline(5, "e900"), timeline(1, "e4")
     directory.claim(old, 0)
     made(directory, 20, old)

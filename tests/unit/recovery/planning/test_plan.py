@@ -68,8 +68,8 @@ def test_before_the_first_iteration() -> None:
 
 
 def test_each_rank_that_holds_nothing_is_told_with_its_reason() -> None:
-    """Whatever the iteration: also in the first one an update may be half done, and a newcomer may stand before a later
-    one."""
+    """Whatever the iteration: also in the first one an update may be half done, and a replacement may stand before a
+    later one."""
     half = "were cut in the middle of update 0, which cannot be taken back"
     cut = [RankReport(0, "empty", 0, lacks=half), RankReport(1, "empty", 30), RankReport(2, "fresh"),
            RankReport(3, "setup"), RankReport(4, "empty", 0, lacks=half, checkpoint=20)]  # fmt: skip
@@ -263,7 +263,7 @@ def test_it_repeats_the_update_too_that_survivors_can_still_make() -> None:
 
 def test_in_the_first_iteration_there_is_nothing_to_repeat() -> None:
     plan = make_plan([logging(0, 0), logging(2, 0)], 3)
-    assert (plan.kind, plan.replays) == ("copy", (1,)) and "begin anew" in plan.why
+    assert (plan.kind, plan.replays) == ("copy", (1,)) and "start over" in plan.why
 
 
 def test_who_repeats_alone_counts_as_being_there() -> None:
@@ -282,10 +282,10 @@ def test_survivors_stay_in_their_iteration() -> None:
     assert make_plan([logging(0, 5), logging(1, 5)], 2).stays
 
 
-def test_all_begin_it_anew_if_one_of_them_cannot_stay() -> None:
+def test_all_begin_it_again_if_one_of_them_cannot_stay() -> None:
     plan = make_plan([logging(0, 5, unwinds=COLLECTIVE), logging(2, 5), logging(3, 5, unwinds=COLLECTIVE)], 4)
     assert not plan.stays and "stays" not in plan.to_json()
-    assert plan.why.endswith("; all begin iteration 5 anew: ranks [0, 3] have taken part in a collective of it")
+    assert plan.why.endswith("; all begin iteration 5 again: ranks [0, 3] have taken part in a collective of it")
     report = logging(0, 5, unwinds=COLLECTIVE)
     assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
@@ -307,7 +307,7 @@ def test_an_update_that_the_lost_rank_could_not_repeat_is_not_made() -> None:
 
 def test_where_nothing_is_logged_nothing_is_said_of_it() -> None:
     plan = make_plan([holding(0, 5), holding(2, 5)], 3)
-    assert not plan.stays and "stay" not in plan.why and "anew" not in plan.why
+    assert not plan.stays and "stay" not in plan.why and "again" not in plan.why
 
 
 def test_nobody_stays_where_a_node_leaves() -> None:

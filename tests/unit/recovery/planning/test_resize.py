@@ -40,7 +40,7 @@ def test_half_an_update_is_taken_back_on_one_node_if_nobody_has_the_state_untouc
         assert Held.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
-def test_where_nobody_has_anything_all_begin_anew() -> None:
+def test_where_nobody_has_anything_all_start_over() -> None:
     assert make_resize_plan({0: [], 1: []}, [2, 2]).kind == "restart"
 
 

@@ -1,4 +1,4 @@
-"""Whatever is cut, and whoever stays, begins anew or is replaced: each message comes once, in order, as it was sent."""
+"""Whatever is cut, and whoever stays, starts over or is replaced: each message comes once, in order, as it was sent."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_so_it_is_with_three(seed: int) -> None:
         world.run(iter(lambda: choose.randrange(3), None))
 
 
-def test_who_begins_anew_is_not_sent_what_it_left_out() -> None:
+def test_who_starts_over_is_not_sent_what_it_left_out() -> None:
     """It was cut after its update, before it received two messages of that iteration."""
     sender, receiver = Counts(), Counts()
     for _ in range(2):

@@ -62,7 +62,7 @@ def test_what_differs_is_named_with_its_ranks_and_small_values() -> None:
     assert "buffer model.1.running_mean of rank 2 is not that of ranks 0, 1" in text
     assert "weight" not in text
     said = sentence(told, wrong, iteration=9, equal_after=8, undisturbed=False, generation=2)
-    assert "Rank 2 began anew in generation 2" in said and "after iteration 8 they were equal" in said
+    assert "Rank 2 started over in generation 2" in said and "after iteration 8 they were equal" in said
     assert "job.iteration_number" in said
 
 

@@ -113,7 +113,7 @@ def test_the_size_of_a_batch() -> None:
 
 
 def test_a_place_passes_on_the_units_of_its_point() -> None:
-    """A newcomer that has not reached the point hands on what it was given, not its own."""
+    """A replacement that has not reached the point hands on what it was given, not its own."""
     giver, between = (Place(0, Seeds("iteration", 1, 0), threading.RLock()) for _ in range(2))
     giver.hold(tracked(1, 1))
     giver.units = Units(2, 4)

@@ -512,9 +512,9 @@ def test_no_record_blinds_a_watcher_or_keeps_it_from_listing(name: str) -> None:
     wait_for(lambda: 1 in views[-1].progress and 1 in views[-1].failures, 5.0, "the view of a coordinator")
     assert views[-1].generation == generation(1)
     watcher.stop()
-    newcomer = JobWatcher(store, KEYS, views.append, "n9.1")
-    assert newcomer.start().job is not None
-    newcomer.stop()
+    new_node = JobWatcher(store, KEYS, views.append, "n9.1")
+    assert new_node.start().job is not None
+    new_node.stop()
 
 
 @pytest.mark.parametrize(("name", "value"), [

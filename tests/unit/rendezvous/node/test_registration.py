@@ -149,7 +149,7 @@ def test_a_dead_predecessor_of_the_same_name_is_waited_for() -> None:
                 return
             store.advance(0.25)
             if step == 5:
-                predecessor.refresh()  # so that it outlives the newcomer's lease, were that not refreshed
+                predecessor.refresh()  # so that it outlives the new node's lease, were that not refreshed
 
     clock = threading.Thread(target=time_passes)
     clock.start()
@@ -203,7 +203,7 @@ def test_a_store_that_fails_midway_leaves_no_lease() -> None:
 
 
 @pytest.mark.parametrize("at", range(10))
-def test_two_newcomers_with_different_commands_never_end_in_one_job(at: int) -> None:
+def test_two_new_nodes_with_different_commands_never_end_in_one_job(at: int) -> None:
     store, other = MemoryStore(), replace(JOB, fingerprint="other")
     refused: list[str] = []
 
@@ -223,7 +223,7 @@ def test_two_newcomers_with_different_commands_never_end_in_one_job(at: int) -> 
 
 
 @pytest.mark.parametrize("at", range(10))
-def test_two_newcomers_with_the_same_command_both_get_in(at: int) -> None:
+def test_two_new_nodes_with_the_same_command_both_get_in(at: int) -> None:
     store = MemoryStore()
     first = Interrupted(store, at, lambda: void(enter_job(store, KEYS, JOB, node("b"), 5)))
     enter_job(first, KEYS, JOB, node("a"), 5)
@@ -233,7 +233,7 @@ def test_two_newcomers_with_the_same_command_both_get_in(at: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int, nobody_returns_soon: None) -> None:
+def test_a_new_node_while_the_last_node_leaves_has_a_job(at: int, nobody_returns_soon: None) -> None:
     store = MemoryStore()
     lease = enter_job(store, KEYS, JOB, node("a"), 5).lease
     store.put(KEYS.generation, encode(generation(1, slots=("a", "z"))))
@@ -245,7 +245,7 @@ def test_a_newcomer_while_the_last_node_leaves_has_a_job(at: int, nobody_returns
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_the_last_node_leaves_while_a_newcomer_enters(at: int) -> None:
+def test_the_last_node_leaves_while_a_new_node_enters(at: int) -> None:
     store = MemoryStore()
     lease = enter_job(store, KEYS, JOB, node("a"), 5).lease
     entering = Interrupted(store, at, lambda: leave_job(store, KEYS, node("a"), lease))
@@ -375,7 +375,7 @@ def test_a_node_without_a_slot_has_no_place_to_come_back_to() -> None:
         reclaim_place(store, KEYS, node("n9"), job, 5)
 
 
-def test_a_newcomer_gives_the_nodes_of_a_running_job_time_to_come_back() -> None:
+def test_a_new_node_gives_the_nodes_of_a_running_job_time_to_come_back() -> None:
     """Etcd was away for so long that all leases are over: no node is there, but the job trains."""
     store = MemoryStore()
     job, me = begun(store)

@@ -174,17 +174,17 @@ def test_the_drained_node_is_lost_while_it_hands_over() -> None:
     assert "n0, which was drained and handed slot 0 over, is lost" in losses(v).handovers[0]
     new = published(v)
     assert new.slots == (owner("n2"), owner("n1")) and new.lost == {} and new.handover == {}
-    # Once the newcomer trains nobody needs it any more.
+    # Once the new node trains nobody needs it any more.
     assert not losses(replace(v, taken={0: TakenRecord(0, "n2.1")}))
 
 
-def test_the_newcomer_is_lost_and_the_slot_goes_back() -> None:
+def test_the_new_node_is_lost_and_the_slot_goes_back() -> None:
     new = published(without(handing_over(), "n2"))
     assert new.slots == (owner("n0"), owner("n1")) and new.handover == {} and new.lost == {}
     assert "n0 has slot 0 back" in new.why
 
 
-def test_the_newcomer_is_lost_and_another_spare_takes_over() -> None:
+def test_the_new_node_is_lost_and_another_spare_takes_over() -> None:
     v = without(handing_over(), "n2")
     v = replace(v, nodes={**v.nodes, "n3": node("n3")})
     new = published(v)

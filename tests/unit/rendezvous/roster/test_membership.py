@@ -290,8 +290,8 @@ def test_what_a_rank_has_failed_of_goes_with_the_generations() -> None:
     moved = published(ask(lost))
     assert moved.troubles == new.troubles and moved.slots[0].node_id == "n2"
     restart = PlanRecord(moved.number, {}, "why", restart=True)
-    anew = published(ask(replace(lost, generation=moved, failures={}, plan=restart)))
-    assert (anew.mode, anew.troubles) == ("restart", new.troubles)
+    again = published(ask(replace(lost, generation=moved, failures={}, plan=restart)))
+    assert (again.mode, again.troubles) == ("restart", new.troubles)
 
 
 def test_without_a_number_a_spare_is_tried_before_the_end() -> None:
@@ -527,13 +527,13 @@ def test_of_two_nodes_that_accuse_each_other_the_one_with_state_is_kept() -> Non
 
 
 def test_a_node_without_state_does_not_cost_the_job_the_last_copies() -> None:
-    """A newcomer that cannot reach those who have the state is the one to replace."""
-    newcomers = {0: (0, 1), 2: (0, 1)}
-    v = three(newcomers, (0, 1))
+    """A new node that cannot reach those who have the state is the one to replace."""
+    bare = {0: (0, 1), 2: (0, 1)}
+    v = three(bare, (0, 1))
     assert losses(v).nodes.keys() == told_losses(v).nodes.keys() == {0}
     assert "cannot reach n1" in losses(v).nodes[0]
     assert [o.node_id for o in published(ask(v)).slots] == ["n3", "n1", "n2"]
-    assert published(ask(v)).bare == newcomers  # the new owner of slot 0 has no more than the one before
+    assert published(ask(v)).bare == bare  # the new owner of slot 0 has no more than the one before
     # There is another who has it; or the accuser has it itself; or it has trained since; or a spare says it.
     assert losses(three({0: (0, 1)}, (0, 1))).nodes.keys() == {1}
     assert losses(three({2: (0, 1)}, (0, 1))).nodes.keys() == {1}
@@ -543,7 +543,7 @@ def test_a_node_without_state_does_not_cost_the_job_the_last_copies() -> None:
     # All have trained; who is not the coordinator hears only that.
     assert losses(replace(three({2: (0, 1)}, (2, 0)), recovered=2)).nodes.keys() == {0}
     assert losses(replace(three({0: (0, 1)}, (2, 1)), recovered=2)).nodes.keys() == {1}
-    assert losses(three(newcomers, (3, 1))).nodes.keys() == {1}
+    assert losses(three(bare, (3, 1))).nodes.keys() == {1}
     # Its workers were lost in this very generation.
     died = failure("workers", 0, (0, 1))
     assert losses(replace(three({2: (0, 1)}, (0, 1)), failures={0: died, **v.failures})).nodes.keys() == {0}
@@ -557,8 +557,8 @@ def test_a_node_without_state_does_not_cost_the_job_the_last_copies() -> None:
 
 
 def test_a_node_without_state_is_believed_where_a_death_is_certain() -> None:
-    newcomers = {0: (0, 1), 2: (0, 1)}
-    v = three(newcomers, (0, 1))
+    bare = {0: (0, 1), 2: (0, 1)}
+    v = three(bare, (0, 1))
     dead = replace(v.failures[1], is_dead=True)
     assert losses(replace(v, failures={1: dead})).nodes.keys() == {1}
     assert losses(without(v, "n1")).nodes.keys() == {1}  # its lease says so
@@ -574,7 +574,7 @@ def test_who_holds_no_state_is_told_from_generation_to_generation() -> None:
     assert published(ask(replace(worker, resumed=frozenset({1})))).bare == {2: (1,)}
     again = replace(three({1: (0,)}), failures={1: failure("workers", 1, (1,))})
     assert published(ask(again)).bare == {1: (0, 1)}
-    assert published(ask(replace(worker, tracked=False))).bare == {}  # all begin anew
+    assert published(ask(replace(worker, tracked=False))).bare == {}  # all start over
 
 
 def test_a_generation_that_nobody_knows_is_not_begun_again() -> None:

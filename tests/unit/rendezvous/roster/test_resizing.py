@@ -195,7 +195,7 @@ def test_a_tracked_job_grows_from_a_common_boundary() -> None:
     assert names(ask(parked)) == ["n0", "n1", "n2", "n3"] and (new.mode, new.epoch, new.number) == ("resize", 2, 2)
     assert not any(isinstance(c, PublishPlan) for c in ask(parked).commands) and new.asks
     gone = replace(parked, nodes={name: parked.nodes[name] for name in ("n0", "n1")})
-    back = published(ask(gone))  # the newcomers left: who was asked to stop goes on
+    back = published(ask(gone))  # the new nodes left: who was asked to stop goes on
     assert (back.mode, back.slots) == ("replace", late.generation.slots)  # type: ignore[union-attr]
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_noted_and_hides_nothing_else(name: str, value: b
     assert 1 in view.failures and "n1" in view.nodes and ("n0" in view.nodes) == (name != "nodes/n0")
     assert view.generation_revision == (stored.mod_revision if name == "generation" else before.generation_revision)
     assert view.coordinator_revision == (stored.mod_revision if name == "coordinator" else before.coordinator_revision)
-    # Who lists knows as much as who watched, if it knew the job before; a newcomer lacks what cannot be read.
+    # Who lists knows as much as who watched, if it knew the job before; a new node lacks what cannot be read.
     entries, _ = history.store.get_prefix("/")
     assert view_of_entries(KEYS, entries, before) == view
     new = view_of_entries(KEYS, entries)

@@ -160,7 +160,7 @@ def test_what_is_only_said_is_told_too_if_it_differs(ranks: list[Rank]) -> None:
     assert "rank 1 in all_reduce (main, train.py:1) after 21" in ranks[1].ends()
 
 
-def test_each_generation_counts_anew(ranks: list[Rank], server: StoreServer) -> None:
+def test_each_generation_counts_again(ranks: list[Rank], server: StoreServer) -> None:
     for rank in ranks:
         rank.comes()
     assert [rank.ends() for rank in ranks] == ["", ""]

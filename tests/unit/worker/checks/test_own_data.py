@@ -26,10 +26,10 @@ def ranks(num: int, *, is_cut: bool = False) -> list[OwnData]:
     return found
 
 
-@pytest.mark.parametrize("is_newcomer_first", [False, True])
-def test_one_that_starts_again_among_others_is_told_by_whoever_comes_second(is_newcomer_first: bool) -> None:
-    one, newcomer = ranks(2)
-    order = [(newcomer, True), (one, False)] if is_newcomer_first else [(one, False), (newcomer, True)]
+@pytest.mark.parametrize("is_replacement_first", [False, True])
+def test_one_that_starts_again_among_others_is_told_by_whoever_comes_second(is_replacement_first: bool) -> None:
+    one, replacement = ranks(2)
+    order = [(replacement, True), (one, False)] if is_replacement_first else [(one, False), (replacement, True)]
     order[0][0].given(7, order[0][1])
     with pytest.raises(Told, match=r"iteration 7 was given on rank 1 what the run, .*, and not on rank 0: "):
         order[1][0].given(7, order[1][1])
@@ -43,10 +43,10 @@ def test_data_that_comes_again_does_so_on_all_ranks(is_again: bool) -> None:
 
 
 def test_iterations_are_compared_with_themselves() -> None:
-    one, newcomer = ranks(2)
-    newcomer.given(6, True)  # it begins with the one before
+    one, replacement = ranks(2)
+    replacement.given(6, True)  # it begins with the one before
     one.given(7, False)
-    newcomer.given(7, False)
+    replacement.given(7, False)
 
 
 def test_only_the_first_iterations_after_a_recovery_are_compared() -> None:

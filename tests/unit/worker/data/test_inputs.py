@@ -429,7 +429,7 @@ def test_passes_that_cannot_be_told_apart_are_refused() -> None:
 
 
 def test_a_pass_in_a_section_starts_again_and_is_no_part_of_the_place() -> None:
-    """In the middle of a pass of the loop; cut; of a newcomer that is on its way to where the others are."""
+    """In the middle of a pass of the loop; cut; of a replacement that is on its way to where the others are."""
 
     def validation(script: Script, cut_at: int = 0) -> list[Any]:
         seen: list[Any] = []
@@ -452,8 +452,8 @@ def test_a_pass_in_a_section_starts_again_and_is_no_part_of_the_place() -> None:
     assert len(results[0]) == 4 and results[0] != results[1], "an order for each section"
     assert not script.place.drawn and script.points == [(n, 0, n) for n in range(5)]
 
-    newcomer = Script(target=Position(iteration=4, passes=1, sections=2))
-    assert [newcomer.section(lambda: validation(newcomer)) for _ in range(2)] == results
+    replacement = Script(target=Position(iteration=4, passes=1, sections=2))
+    assert [replacement.section(lambda: validation(replacement)) for _ in range(2)] == results
 
 
 def test_a_pass_in_a_section_is_forgotten_with_it() -> None:
@@ -466,7 +466,7 @@ def test_a_pass_in_a_section_is_forgotten_with_it() -> None:
     script.section(lambda: kept.append(script.batches(numbers())))
     with pytest.raises(UsageError, match="has ended since"):
         script.section(lambda: next(kept[0]))
-    with pytest.raises(UsageError, match="has to begin anew if it is repeated"):
+    with pytest.raises(UsageError, match="has to start over if it is repeated"):
         script.section(lambda: next(script.batches(iter(numbers()))))
 
 
@@ -568,7 +568,7 @@ def test_what_depends_on_parameters_says_nothing_after_the_update() -> None:
 
 @pytest.mark.parametrize("kind", ["drawn", "counted", "hidden state"])
 def test_what_an_iteration_leaves_to_the_next_is_made_once_more_or_told(kind: str) -> None:
-    """As `Ghosts.remake` does, on a rank that was there: what it makes is what was there, or it is told."""
+    """As `DryRuns.remake` does, on a rank that was there: what it makes is what was there, or it is told."""
     script = Script()
     script.place.can_remake = lambda: True  # type: ignore[method-assign]
     held, count = torch.randn(3, 2), 0
@@ -687,7 +687,7 @@ def test_own_data_that_is_the_same_in_each_iteration_says_nothing(tmp_path: Path
 
 
 def test_own_data_is_said_in_each_run_of_an_iteration(tmp_path: Path) -> None:
-    """A rank that is cut in it has been given it before the recovery, and a newcomer after it."""
+    """A rank that is cut in it has been given it before the recovery, and a replacement after it."""
     script, said = Script(), list[tuple[int, bool]]()
     script.inputs.watch([script.model], page(tmp_path), say_own=lambda *what: said.append(what))
     script.iterate(lambda one: script.model(one), torch.ones(1, 2), times=3)
@@ -970,7 +970,7 @@ class ByEpoch(torch.utils.data.Sampler[int]):
         return 8
 
 
-def test_numbers_that_begin_anew_with_each_pass_are_no_reason(tmp_path: Path) -> None:
+def test_numbers_that_start_over_with_each_pass_are_no_reason(tmp_path: Path) -> None:
     data: Any = range(8)
     kinds = [
         torch.utils.data.DataLoader(data, batch_size=2, sampler=ByEpoch()),

@@ -122,12 +122,12 @@ def test_a_loop_that_begins_with_a_snapshot_of_its_own_finds_its_place(peeks: bo
     for place, (iteration, epoch, _) in zip(whole.at, whole.given, strict=True):
         if epoch < snapshot:
             continue
-        newcomer = Loop(place, peeks=peeks).run(range(snapshot, 4))
-        assert newcomer.given == whole.given[iteration:] and not newcomer.elsewhere
-        told = [note for note in newcomer.script.notes if f"passes by the epochs before {epoch}" in note]
+        replacement = Loop(place, peeks=peeks).run(range(snapshot, 4))
+        assert replacement.given == whole.given[iteration:] and not replacement.elsewhere
+        told = [note for note in replacement.script.notes if f"passes by the epochs before {epoch}" in note]
         assert len(told) == (epoch > snapshot)
-        assert newcomer.peeked == [2] * (4 - snapshot) * peeks
-        assert replace(newcomer.at[-1], peeks=()) == replace(whole.at[-1], peeks=())
+        assert replacement.peeked == [2] * (4 - snapshot) * peeks
+        assert replace(replacement.at[-1], peeks=()) == replace(whole.at[-1], peeks=())
 
 
 def test_a_counter_of_batches_that_begins_with_the_position_is_right_in_a_replacement() -> None:
@@ -156,11 +156,11 @@ def test_a_counter_of_batches_that_begins_with_the_position_is_right_in_a_replac
 
 def test_a_snapshot_that_is_newer_than_the_place_of_the_loop_is_told() -> None:
     place = Loop().run(range(4), stop_after=NUM_BATCHES + 1).at[-1]
-    newcomer = Loop(place, peeks=False)
-    sampler: Any = newcomer.loader.sampler
+    replacement = Loop(place, peeks=False)
+    sampler: Any = replacement.loader.sampler
     sampler.set_epoch(2)
-    next(iter(newcomer.train), None)
-    assert "begins with epoch 2, and has to go on in epoch 1" in newcomer.elsewhere[0]
+    next(iter(replacement.train), None)
+    assert "begins with epoch 2, and has to go on in epoch 1" in replacement.elsewhere[0]
 
 
 def test_numbers_in_no_order_say_nothing_of_the_place() -> None:
@@ -187,9 +187,9 @@ def test_a_batch_that_is_only_looked_at_is_there_in_a_replacement() -> None:
         at.append(replace(script.place.here, batch=script.place.here.batch - 1))
         seen.append(samples)
     assert asdict(at[-1])["peeks"] == (0,) and at[-1].passes == 1
-    newcomer = Script(target=at[-1])
-    newcomer.passes.has_epochs = True
-    assert list(epoch(newcomer, Looping(newcomer.passes, make_loader(), None))) == seen[-1:]
+    replacement = Script(target=at[-1])
+    replacement.passes.has_epochs = True
+    assert list(epoch(replacement, Looping(replacement.passes, make_loader(), None))) == seen[-1:]
     # A loop that is left early is no look: the others have been through it.
     left = Script(target=Position(iteration=1, passes=1))
     assert [batch for batch in left.batches(make_loader())] == []

@@ -20,9 +20,9 @@ from swift_agent.worker.job.job import Job, JobPosition
 from swift_agent.worker.tracked.loop_state import Place, Position, Seeds, Units
 
 
-def number(iteration: int, owed: bool, inside: str, ghost: int | None = None) -> int:
+def number(iteration: int, owed: bool, inside: str, dry_run: int | None = None) -> int:
     here = SimpleNamespace(iteration=iteration)
-    place = SimpleNamespace(here=here, owed=object() if owed else None, inside=inside, ghost=ghost)
+    place = SimpleNamespace(here=here, owed=object() if owed else None, inside=inside, dry_run=dry_run)
     return Job.iteration_number.__get__(cast(Job, SimpleNamespace(_place=place)))
 
 
@@ -35,7 +35,7 @@ def test_an_iteration_is_finished_when_its_function_has_returned() -> None:
     # It has to be run for its effect after all: inside it is the one that it was.
     assert number(5, owed=True, inside="iteration") == 5
     # Run for its result only, when its update has been counted.
-    assert number(6, owed=False, inside="", ghost=5) == 5
+    assert number(6, owed=False, inside="", dry_run=5) == 5
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def looping(*, target: Position | None = None) -> Job:
 
 
 def test_a_start_says_that_the_script_may_have_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 0 that is all that is known: it may load one after a restart, or begin anew."""
-    monkeypatch.setattr(restarts, "begins_anew", lambda tracked: True)
+    """With 0 that is all that is known: it may load one after a restart, or start over."""
+    monkeypatch.setattr(restarts, "starts_over", lambda tracked: True)
     for name in ("epochs", "iterations"):
         for start, found in ((None, "at iteration 0, or with what"), (0, "the snapshot that the script loads then")):
             made = looping()

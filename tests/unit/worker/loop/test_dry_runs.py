@@ -36,22 +36,22 @@ class Running:
         return call()
 
 
-def test_a_section_inside_a_ghost_is_a_part_of_it() -> None:
-    """Taken for one by itself it would have the others joined, and what is left of the ghost would speak to them."""
+def test_a_section_inside_a_dry_run_is_a_part_of_it() -> None:
+    """Taken for one by itself it would have the others joined, and what is left of the dry run would speak to them."""
     place, running = Place(0, Seeds("iteration", 0, 0), threading.RLock()), Running()
     job = Job(0, 0, 1, torch.device("cpu"), place, cast(Any, running), None)
     job._begun = True
     section = job.resilient(lambda: 5)
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    ghosts = DryRuns(place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
-    ghosts.tracked = cast(Any, SimpleNamespace(
+    dry_runs = DryRuns(place, cast(Any, SimpleNamespace(aborted=None, local=contextlib.nullcontext)))
+    dry_runs.tracked = cast(Any, SimpleNamespace(
         restore_layouts=nothing, layouts_for=nothing, begin=nothing, end=nothing,
         without_reduction=lambda finite: contextlib.nullcontext(), updates=SimpleNamespace(cut=nothing),
         state=SimpleNamespace(loose_parameters=list),
     ))  # fmt: skip
-    assert ghosts.iteration(section, 0) == ghosts.iteration_of_newcomer(section) == 5
+    assert dry_runs.iteration(section, 0) == dry_runs.iteration_of_replacement(section) == 5
     outer = job.resilient(section)
-    assert ghosts.section(outer) == 5
+    assert dry_runs.section(outer) == 5
     assert running.num_sections == 0
     assert section() == 5 and running.num_sections == 1
 
@@ -102,22 +102,22 @@ def worker_that_has_done_one() -> Worker:
     return worker
 
 
-def test_what_a_newcomer_does_on_its_way_changes_no_average() -> None:
+def test_what_a_replacement_does_on_its_way_changes_no_average() -> None:
     """In the iteration that it runs for its result, and after it."""
-    source, newcomer = worker_that_has_done_one(), Worker()
-    newcomer.place.status = "empty"
-    newcomer.take(source)
-    newcomer.dry_runs.iteration_of_newcomer(newcomer.iteration)
-    assert newcomer.values() == source.values()
-    newcomer.average()
-    newcomer.place.put_back_arrived()  # a source now
-    assert newcomer.values() == source.values()
-    newcomer.average()
-    newcomer.place.keep_start()
-    assert newcomer.values() == source.values()
-    newcomer.average()  # it has caught up
-    newcomer.place.put_back_arrived()
-    assert newcomer.values() != source.values()
+    source, replacement = worker_that_has_done_one(), Worker()
+    replacement.place.status = "empty"
+    replacement.take(source)
+    replacement.dry_runs.iteration_of_replacement(replacement.iteration)
+    assert replacement.values() == source.values()
+    replacement.average()
+    replacement.place.put_back_arrived()  # a source now
+    assert replacement.values() == source.values()
+    replacement.average()
+    replacement.place.keep_start()
+    assert replacement.values() == source.values()
+    replacement.average()  # it has caught up
+    replacement.place.put_back_arrived()
+    assert replacement.values() != source.values()
 
 
 @pytest.mark.parametrize("owes", [True, False])
@@ -202,7 +202,7 @@ class Averaging:
         models = {"net": self.net, "key": self.key, "average": self.average}
         self.tracked = Tracked({"models": models, "optimizers": {"o": self.optimizer}, "others": {}}, [0, 1], 2, None)
         self.place.hold(self.tracked)
-        groups = SimpleNamespace(aborted="stopped", ghost=contextlib.nullcontext)
+        groups = SimpleNamespace(aborted="stopped", dry_run=contextlib.nullcontext)
         supervisor = cast(Any, SimpleNamespace(note=pytest.fail))
         self.running = Protected(self.place, supervisor, cast(Any, groups), torch.device("cpu"), None)
         self.over = self.running.assemble(self.tracked).iterations.over
@@ -212,7 +212,7 @@ class Averaging:
             raise Cut
 
     def iteration(self) -> None:
-        torch.manual_seed(self.place.here.iteration)  # a ghost's own result need not be the same
+        torch.manual_seed(self.place.here.iteration)  # a dry run's own result need not be the same
         x = torch.randn(8, 3)
         with torch.no_grad():
             for mine, theirs in zip(self.key.parameters(), self.net.parameters(), strict=True):
@@ -247,7 +247,7 @@ class Averaging:
 
 @pytest.mark.parametrize("cut_at", ["after the step", "after the average"])
 def test_what_was_cut_after_its_update_ends_as_if_it_had_not_been(cut_at: str) -> None:
-    """What had been changed by then stays, and what had not been is changed by the ghost, from what stays."""
+    """What had been changed by then stays, and what had not been is changed by the dry run, from what stays."""
     cut, undisturbed = Averaging(), Averaging()
     for worker in (cut, undisturbed):
         worker.run(2)
@@ -268,24 +268,24 @@ def test_what_was_cut_after_its_update_ends_as_if_it_had_not_been(cut_at: str) -
         ("barrier a", "section", "and the others are in a barrier"),
     ],
 )
-def test_a_newcomer_that_would_meet_the_others_in_another_place_is_told(theirs: str, mine: str, told: str) -> None:
+def test_a_replacement_that_would_meet_the_others_in_another_place_is_told(theirs: str, mine: str, told: str) -> None:
     """Barriers match anywhere, and the collectives after them would give wrong values without a word."""
-    source, newcomer = worker_that_has_done_one(), Worker()
+    source, replacement = worker_that_has_done_one(), Worker()
     source.place.begun = theirs, 1, 0
-    newcomer.place.status = "empty"
-    newcomer.take(source)
+    replacement.place.status = "empty"
+    replacement.take(source)
     second = Worker()
     second.place.status = "empty"
-    second.take(newcomer)  # a source now, and not there itself
-    assert second.place.begun_by_others == newcomer.place.begun_by_others == (theirs, 1, 0)
-    newcomer.dry_runs.iteration_of_newcomer(newcomer.iteration)
+    second.take(replacement)  # a source now, and not there itself
+    assert second.place.begun_by_others == replacement.place.begun_by_others == (theirs, 1, 0)
+    replacement.dry_runs.iteration_of_replacement(replacement.iteration)
     groups: Any = SimpleNamespace(store=None, generation=2)
     supervisor: Any = SimpleNamespace(interrupted=False, check=lambda: None)
     recovery: Any = SimpleNamespace(is_untold=0)
-    out = WaysOut(newcomer.place, supervisor, MyStanding())
-    checks = Checks(newcomer.place, supervisor, groups, lambda why: pytest.fail(why))
+    out = WaysOut(replacement.place, supervisor, MyStanding())
+    checks = Checks(replacement.place, supervisor, groups, lambda why: pytest.fail(why))
     sections = Sections(
-        newcomer.place, supervisor, groups, newcomer.tracked, recovery, newcomer.dry_runs, out, checks
+        replacement.place, supervisor, groups, replacement.tracked, recovery, replacement.dry_runs, out, checks
     )  # fmt: skip
     given_up: list[str] = []
 
@@ -297,4 +297,4 @@ def test_a_newcomer_that_would_meet_the_others_in_another_place_is_told(theirs: 
     with pytest.raises(SystemExit) if told else contextlib.nullcontext():
         sections.run(lambda: None, seeded=False, what=mine)
     assert [told in why for why in given_up] == [True] * bool(told)
-    assert (newcomer.place.begun_by_others is None) == (not told)
+    assert (replacement.place.begun_by_others is None) == (not told)

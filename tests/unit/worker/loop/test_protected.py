@@ -171,23 +171,23 @@ def test_an_exception_of_the_script_stays_its_own() -> None:
     assert "KeyError" in why and "was cut" not in why and "may have been cut" in why
 
 
-def test_whether_a_restart_of_all_begins_anew() -> None:
+def test_whether_a_restart_of_all_starts_over() -> None:
     def tracked(optimizer: torch.optim.Optimizer) -> Tracked:
         named: dict[str, dict[str, Any]] = {"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}
         return Tracked(named, [0], 1, None)
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
-    assert restarts.begins_anew(tracked(optimizer))
+    assert restarts.starts_over(tracked(optimizer))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     # The script has loaded a snapshot, with the state of its optimizer.
-    assert not restarts.begins_anew(tracked(optimizer))
+    assert not restarts.starts_over(tracked(optimizer))
     # It has its state from the beginning.
     optimizer = torch.optim.Adagrad(model.parameters())
-    assert optimizer.state and restarts.begins_anew(tracked(optimizer))
+    assert optimizer.state and restarts.starts_over(tracked(optimizer))
     optimizer.step()
-    assert not restarts.begins_anew(tracked(optimizer))
+    assert not restarts.starts_over(tracked(optimizer))
 
 
 def test_a_snapshot_of_the_scripts_own_draws_the_first_numbers_once_more() -> None:
@@ -198,7 +198,7 @@ def test_a_snapshot_of_the_scripts_own_draws_the_first_numbers_once_more() -> No
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     without = torch.optim.SGD(model.parameters(), lr=0.1)
-    say = restarts.what_is_drawn_anew
+    say = restarts.what_is_drawn_again
     assert not say(tracked(optimizer), None, 0, seeded=True) and not say(tracked(optimizer), 0, 0, seeded=True)
     assert "loop begins with iteration 0" in say(tracked(without), 3, 0, seeded=True), "job.epochs(n, start=3)"
     model(torch.ones(1, 2)).sum().backward()
@@ -346,13 +346,13 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
 
     protected.out.give_up = give_up  # type: ignore[assignment,method-assign]
     for _ in range(2):
-        place.ghost_sections += 1
+        place.dry_sections += 1
         protected.section(count)
         protected.at_point()
     note = agent.receive()
     assert note["op"] == "note" and "all_reduce (count, train.py:3) is in a section that the others" in note["text"]
     assert not place.local_result and not place.is_past_section
-    place.ghost_sections += 1
+    place.dry_sections += 1
     protected.section(count)
     with pytest.raises(SystemExit):
         protected.iterate(lambda: None)

@@ -836,7 +836,7 @@ def test_who_does_not_stay_has_nothing_of_logs_that_it_throws_away(make: Callabl
         receive()
     replacement.end_replay(stays=True)
     assert replacement.told(1)["has"][0][-1] == 2
-    replacement.begin_anew()
+    replacement.start_over()
     assert replacement.told(1)["has"][0][-1] == 1
 
 

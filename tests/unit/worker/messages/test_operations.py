@@ -155,7 +155,7 @@ def test_whoever_waits_is_noted() -> None:
 
 
 def test_a_wait_that_ends_when_the_iteration_was_run_again_counts_nothing() -> None:
-    """In a thread, while the script's own one begins anew."""
+    """In a thread, while the script's own one starts over."""
     owner = Owner()
     work = owner.receive("a", True)
     inner, wait = work.inner, work.inner.wait

@@ -1,4 +1,4 @@
-"""What ranks tell each other when all are connected anew, and who repeats iterations before it joins."""
+"""What ranks tell each other when all are connected again, and who repeats iterations before it joins."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_a_rank_that_logs_does_not_wait_for_those_that_do_not() -> None:
     go = cast(Any, SimpleNamespace(plan=plan, generation=2))
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     calls: list[str] = []
-    messages = SimpleNamespace(told=lambda iteration: {}, begin_anew=lambda: calls.append("anew"))
+    messages = SimpleNamespace(told=lambda iteration: {}, start_over=lambda: calls.append("again"))
     try:
         for rank, of_rank in ((0, None), (1, None), (2, messages)):
             rejoin_of(rank=rank, replays=False, store=store, messages=of_rank)._go_on_with_messages(go)
     finally:
         dist.destroy_process_group()
-    assert calls == ["anew"]
+    assert calls == ["again"]
 
 
 def test_a_lone_replacement_that_is_stopped_once_it_has_joined_repeats_first() -> None:

@@ -175,7 +175,7 @@ def test_tracked_loaders_that_were_alike_when_the_loop_began_and_no_longer_are(m
     assert [rank.tracked.differed_after for rank in ranks] == [16 * (when == "later")] * 2 and other.told == []
 
 
-def test_a_failure_in_between_ends_it_and_the_next_generation_begins_anew(make: Make) -> None:
+def test_a_failure_in_between_ends_it_and_the_next_generation_starts_over(make: Make) -> None:
     one, other = ranks = make(2)
     with torch.no_grad():
         other.model.bias += 1.0

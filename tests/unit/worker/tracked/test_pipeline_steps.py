@@ -92,7 +92,7 @@ def step(pipelines: Pipelines, schedule: Any, mode: str = "training") -> list[fl
     return heard
 
 
-def test_a_first_step_is_heard_by_a_newcomer_as_its_predecessor_did(
+def test_a_first_step_is_heard_by_a_replacement_as_its_predecessor_did(
     make: Callable[[], Pipelines], sent: list[int]
 ) -> None:
     first = make()
@@ -101,45 +101,45 @@ def test_a_first_step_is_heard_by_a_newcomer_as_its_predecessor_did(
     assert all(one["mode"] is None for all_of in first.offer().values() for one in all_of)  # it may be run again
     first.end()
     offered = first.offer()
-    newcomer = make()
-    newcomer.give(offered)
+    replacement = make()
+    replacement.give(offered)
     other, one = Other(), Schedule()
-    assert step(newcomer, other) == [4, 6] and step(newcomer, one) == [1, 3] and len(sent) == 6
-    assert step(newcomer, one) is None
-    newcomer.end()
-    assert newcomer.offer().keys() == offered.keys()
+    assert step(replacement, other) == [4, 6] and step(replacement, one) == [1, 3] and len(sent) == 6
+    assert step(replacement, one) is None
+    replacement.end()
+    assert replacement.offer().keys() == offered.keys()
 
 
 def test_the_second_schedule_of_a_kind_has_its_own_first_step(make: Callable[[], Pipelines], sent: list[int]) -> None:
     first = make()
     heard = [step(first, Schedule()), step(first, Schedule())]
     first.end()
-    newcomer = make()
-    newcomer.give(first.offer())
+    replacement = make()
+    replacement.give(first.offer())
     kept = [Schedule(), Schedule(), Schedule()]
-    assert [step(newcomer, kept[0]), step(newcomer, kept[1])] == heard and len(sent) == 6
-    assert step(newcomer, kept[2]) == [7, 9]  # one that the others make now, too
+    assert [step(replacement, kept[0]), step(replacement, kept[1])] == heard and len(sent) == 6
+    assert step(replacement, kept[2]) == [7, 9]  # one that the others make now, too
 
 
 def test_a_change_between_training_and_evaluation_is_one_of_all(
     make: Callable[..., Pipelines], sent: list[int]
 ) -> None:
-    """Which a newcomer makes with the others, and not alone; what it has run as a ghost is nothing to them."""
+    """Which a replacement makes with the others, and not alone; what it has run as a dry run is nothing to them."""
     first, schedule = make(), Schedule()
     assert step(first, schedule) == [1, 3] and step(first, schedule, "evaluation") == [4, 6]
     assert step(first, schedule) == [7, 9]
     first.end()
     in_place = Asked()
-    newcomer, mine, in_place.dry = make(in_place), Schedule(), True
-    newcomer.give(first.offer())
-    assert step(newcomer, mine, "evaluation") == [4, 6]
-    newcomer.end()
+    replacement, mine, in_place.dry = make(in_place), Schedule(), True
+    replacement.give(first.offer())
+    assert step(replacement, mine, "evaluation") == [4, 6]
+    replacement.end()
     in_place.dry = False
-    assert step(newcomer, mine) == [7, 9] and len(sent) == 9  # the others train already
-    assert step(newcomer, mine, "evaluation") == [10, 12]  # and change now
-    newcomer.end()
+    assert step(replacement, mine) == [7, 9] and len(sent) == 9  # the others train already
+    assert step(replacement, mine, "evaluation") == [10, 12]  # and change now
+    replacement.end()
     late, his = make(in_place), Schedule()
-    late.give(newcomer.offer())
+    late.give(replacement.offer())
     in_place.dry = True
     step(late, his)
     in_place.dry, before = False, len(sent)
@@ -164,13 +164,13 @@ def test_another_script_is_noticed(make: Callable[[], Pipelines]) -> None:
     first = make()
     step(first, Schedule())
     first.end()
-    newcomer, kept = make(), [Schedule(), Schedule()]
-    newcomer.give(first.offer())
-    with pytest.raises(SwiftError, match="the same schedules"), newcomer._on_step(kept[0], True):
+    replacement, kept = make(), [Schedule(), Schedule()]
+    replacement.give(first.offer())
+    with pytest.raises(SwiftError, match="the same schedules"), replacement._on_step(kept[0], True):
         dist.recv(torch.zeros(3), 0)
-    newcomer = make()
-    newcomer.give(first.offer())
-    with pytest.raises(SwiftError, match="the same schedules"), newcomer._on_step(kept[1], True):
+    replacement = make()
+    replacement.give(first.offer())
+    with pytest.raises(SwiftError, match="the same schedules"), replacement._on_step(kept[1], True):
         for _ in range(3):
             dist.recv(torch.zeros(2), 0)
 

@@ -20,7 +20,7 @@ class Script:
         self.carried = CarriedGradients(self.optimizers)
 
     def iteration(self, clear: Callable[[], object], *, updated: bool = True) -> bool:
-        self.carried.begin(ghost=False)
+        self.carried.begin(dry_run=False)
         clear()
         for _ in range(2):  # accumulated
             self.other(self.model(torch.ones(4, 3))).sum().backward()
@@ -74,11 +74,11 @@ def test_what_an_iteration_without_an_update_has_left_is_no_mistake() -> None:
         assert not script.iteration(lambda: None, updated=False)
 
 
-def test_a_cut_iteration_and_a_ghost_say_nothing() -> None:
+def test_a_cut_iteration_and_a_dry_run_say_nothing() -> None:
     script = Script()
     script.iteration(script.by_models)
-    script.carried.begin(ghost=False)  # cut: no end
-    script.carried.begin(ghost=True)
+    script.carried.begin(dry_run=False)  # cut: no end
+    script.carried.begin(dry_run=True)
     script.other(script.model(torch.ones(4, 3))).sum().backward()
     assert not script.iteration(lambda: None)
     script.by_models()
@@ -96,7 +96,7 @@ def test_shards_add_to_theirs_without_hooks() -> None:
         for clear in (None, optimizer.zero_grad, lambda: [p.grad.to_local().zero_() for p in model.parameters()]):
             carried = CarriedGradients([optimizer], [model])
             for last in (False, True):
-                carried.begin(ghost=False)
+                carried.begin(dry_run=False)
                 if clear is not None and last:
                     clear()
                 model(torch.ones(4, 3)).sum().backward()
@@ -122,7 +122,7 @@ def test_parts_of_tensor_parallel_modules_are_told_too() -> None:
         for clear in (None, optimizer.zero_grad):
             carried = CarriedGradients([optimizer])
             for last in (False, True):
-                carried.begin(ghost=False)
+                carried.begin(dry_run=False)
                 if clear is not None:
                     clear()
                 model(torch.ones(4, 3)).sum().backward()

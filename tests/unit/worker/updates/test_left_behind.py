@@ -42,7 +42,7 @@ class Worker:
         self.protected = Protected(self.place, self.supervisor, groups, torch.device("cpu"), None)
         self.loop = self.protected.assemble(self.tracked)
         self.protected.dry_runs._groups = cast(Any, SimpleNamespace(
-            aborted=None, local=contextlib.nullcontext, ghost=contextlib.nullcontext
+            aborted=None, local=contextlib.nullcontext, dry_run=contextlib.nullcontext
         ))  # fmt: skip
 
     def accumulate(self, value: float = 1.0) -> None:
@@ -68,7 +68,7 @@ class Worker:
     def close(self) -> None:
         # Of an iteration that is left in its middle.
         if self.tracked._carried is not None:
-            self.tracked._carried.begin(ghost=True)
+            self.tracked._carried.begin(dry_run=True)
         self.tracked.uses_gradients()
         self.supervisor.close()
         self.agent.close()

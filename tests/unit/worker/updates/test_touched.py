@@ -24,7 +24,7 @@ def run(before: Callable[[nn.Module], object], after: Callable[[nn.Module], obje
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     touched = TouchedParameters([optimizer])
     for last in (False, True):
-        touched.begin(ghost=False)
+        touched.begin(dry_run=False)
         before(model)
         optimizer.zero_grad()
         model(torch.ones(4, 3)).sum().backward()
@@ -63,7 +63,7 @@ def test_two_optimizers_may_share_one() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([model.weight], lr=0.1)]
     touched = TouchedParameters(optimizers)
     for _ in range(2):
-        touched.begin(ghost=False)
+        touched.begin(dry_run=False)
         model(torch.ones(4, 3)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -86,7 +86,7 @@ def test_shards_are_changed_by_their_optimizer_alone() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         touched = TouchedParameters([optimizer])
         for _ in range(2):
-            touched.begin(ghost=False)
+            touched.begin(dry_run=False)
             optimizer.zero_grad()
             model(torch.ones(4, 3)).sum().backward()
             optimizer.step()
@@ -133,7 +133,7 @@ def test_an_update_without_a_step_is_refused(warm_up: int) -> None:
     tracked = tracked_with(optimizer, model)
     for number in range(warm_up + 1):
         optimizer.base_optimizer.param_groups[0]["lr"] = 0.1 if number == warm_up else 0.0
-        tracked.begin(number, ghost=True)  # of a newcomer
+        tracked.begin(number, dry_run=True)  # of a replacement
         tracked.updates.cut()
         tracked.begin(number)
         model(torch.ones(4, 3)).sum().backward()

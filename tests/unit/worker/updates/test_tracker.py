@@ -286,7 +286,7 @@ def test_who_makes_no_step_agrees_too(make: Callable[..., Worker]) -> None:
     with worker.tracker.repeating():
         worker.tracker.begin()
         worker.tracker.join_agreement()
-    worker.tracker.begin(ghost=True)
+    worker.tracker.begin(dry_run=True)
     worker.tracker.join_agreement()
     assert agreed == [0, 0]
 
@@ -438,11 +438,11 @@ def test_a_gradient_that_nobody_but_its_parameter_holds_is_known_again() -> None
     assert not seen.is_still(parameter.grad)
 
 
-def test_a_ghost_changes_nothing(make: Callable[..., Worker]) -> None:
+def test_a_dry_run_changes_nothing(make: Callable[..., Worker]) -> None:
     worker = make()
     worker.iteration()
     before, moments = worker.values(), worker.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
-    worker.tracker.begin(ghost=True)
+    worker.tracker.begin(dry_run=True)
     worker.backward(0)
     grads = [p.grad for p in worker.models[0].parameters()]
     worker.optimizers[0].step()
@@ -532,10 +532,10 @@ def test_all_agree_once_and_before_the_first_step(make: Callable[..., Worker]) -
         assert not worker.tracker.reduced
     # In the first iteration it is not known yet that no backward lies between the steps.
     assert seen == [(False, 1), (True, 0), (True, 0)]
-    worker.tracker.begin(ghost=True)
+    worker.tracker.begin(dry_run=True)
     worker.optimizers[0].step()
     worker.tracker.cut()
-    assert len(seen) == 3, "a ghost has no effect, and asks nobody"
+    assert len(seen) == 3, "a dry run has no effect, and asks nobody"
 
 
 def test_steps_with_a_backward_between_them_are_agreed_on_before_the_last(make: Callable[..., Worker]) -> None:
@@ -629,12 +629,12 @@ def test_after_its_closure_a_step_is_an_update_as_any(make: Callable[..., Worker
     assert worker.reported() == {"updated": True, "mixed": False, "state": worker.values()}
 
 
-def test_a_ghosts_closure_changes_nothing(make: Callable[..., Worker]) -> None:
+def test_a_dry_runs_closure_changes_nothing(make: Callable[..., Worker]) -> None:
     """Its backward gives new gradients after the step has begun."""
     worker = make()
     worker.iteration()
     before = worker.values()
-    worker.tracker.begin(ghost=True)
+    worker.tracker.begin(dry_run=True)
     worker.optimizers[0].step(with_closure(worker))
     worker.tracker.cut()
     assert worker.values() == before
@@ -685,7 +685,7 @@ def test_an_update_with_a_closure_in_its_middle_is_taken_back(make: Callable[...
         worker.optimizers[0].step(with_closure(worker, cut))
     worker.tracker.cut()
     assert worker.values() == before and not worker.tracker.mixed
-    worker.tracker.begin(ghost=True)
+    worker.tracker.begin(dry_run=True)
     worker.optimizers[0].step(with_closure(worker))
     worker.tracker.cut()
     assert worker.values() == before
