@@ -13,27 +13,26 @@ A thread reads the channel. On `Stop` it raises the flag first, so that no optim
 aborts the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means
 that the agent is dead; its worker must not live on.
 
-This module must never touch training state.
+What may not be cut is fenced (`fence`). This module must never touch training state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn, assert_never
 
-from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.errors import UsageError
 from swift_agent.wire import messages as msg
 from swift_agent.wire.channel import Channel, ChannelClosed
 from swift_agent.wire.standing import MyStanding
 from swift_agent.wire.vocabulary import written
+from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.line.standstill import Standstill
 from swift_rendezvous.threads import thread
@@ -54,34 +53,20 @@ AGAIN_WITHIN_S = 600.0
 ASK_PLACE_S = 5.0
 
 
-class Supervisor:
-    """Shared by the reading thread and the main thread; every attribute but those of `enter` is written under *fence*,
-    of which *changed* is the condition.
-
-    *interrupted*: the generation that the main thread works in was stopped. Never before it has entered its first.
-    *pausing*: its workers are to stop at a common boundary.
-    What the main thread does in every iteration is kept down to a few operations: it runs with cold caches.
-    """
+class Supervisor(Fence):
+    """The fence whose generations an agent stops. *pausing*: its workers are to stop at a common boundary."""
 
     def __init__(self, channel: Channel, rank: int, standing: MyStanding | None = None) -> None:
+        super().__init__()
         self._channel = channel
         self._standstill = Standstill(standing or MyStanding(), lambda: self._entered)
         self._rank = rank
-        self.fence = threading.RLock()
-        self.changed = threading.Condition(self.fence)
-        self.interrupted = False
         self.pausing = False
         self._pause_in = 0
         self._promised = 0
         self._boundary: int | None = None
         self._parked = False
         self._go: Go | None = None
-        self._stopped = 0
-        self._aborted = 0
-        self._entered = 0
-        self._inside = 0
-        self._updating = 0
-        self._waits_for_leave = False
         self._released = False
         self._refused = ""
         self._patience_s = 0.0
@@ -110,33 +95,6 @@ class Supervisor:
     def generation(self) -> int:
         """The one this worker is in; before it has entered any, the one it was told to enter."""
         return self._entered or (self._go.generation if self._go else 0)
-
-    def check(self) -> None:
-        """Raise PeerFailure if interrupted."""
-        if self.interrupted:
-            raise PeerFailure(f"generation {self._entered} was stopped because a peer failed")
-
-    def enter_step(self) -> None:
-        """Pass the fence in front of an optimizer step. Until `leave` no report is made."""
-        self._inside += 1
-        if self.interrupted:
-            self.leave()
-            self.check()
-
-    def enter(self) -> None:
-        """Until as many calls of `leave`, which must be soon, no report is made: what it tells of is being changed.
-
-        Instead of the lock, which would be cold in every iteration: this thread writes `_inside` and then reads
-        `interrupted`, the reading thread writes `interrupted` and then reads `_inside`. So whichever is first, who did
-        not find `interrupted` set is through before the report. Who did has to take the lock, or to change nothing.
-        """
-        self._inside += 1
-
-    def leave(self) -> None:
-        self._inside -= 1
-        if self._waits_for_leave:  # written before `_inside` is read, as above
-            with self.changed:
-                self.changed.notify_all()
 
     def wait_go(self) -> Go:
         """Block until there is a generation to enter that has not been stopped already, and enter it."""
@@ -169,15 +127,6 @@ class Supervisor:
                 raise UsageError(self._refused)
             assert self._go is not None
             return self._go
-
-    def enter_update(self, go: Go) -> bool:
-        """Like `enter`, for the update that *go* counts on; False if it was stopped meanwhile. Until `leave` no report
-        of a later stop is made."""
-        with self.fence:
-            if go.generation <= self._stopped:
-                return False
-            self._inside += 1
-            return True
 
     def is_ahead(self, go: Go) -> bool:
         """Whether that generation is still to come. To be called with the lock."""
@@ -224,11 +173,6 @@ class Supervisor:
                 self.changed.wait_for(lambda: self.interrupted, CONFIRM_SLICE_S)
                 self._patience_s -= CONFIRM_SLICE_S
             return self.interrupted
-
-    def wait_aborted(self) -> None:
-        """The stop has been heard: wait until the process groups are cut, too. A few microseconds."""
-        with self.changed:
-            self.changed.wait_for(lambda: self._aborted >= self._stopped)
 
     def hold(self, iteration: int) -> None:
         """*iteration* is about to begin: return once it may, or once this generation is stopped."""
@@ -284,26 +228,6 @@ class Supervisor:
 
     # ---- any thread ----
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Under the lock; who waits for a change is told."""
-        with self.changed:
-            yield
-            self.changed.notify_all()
-
-    def begin_update(self) -> bool:
-        """Pass the fence in front of the update of some parameters; False: it must not be made. Until as many calls of
-        `end_update` no report is made. For threads other than the main one, which has `enter_step`."""
-        with self.fence:
-            if self.interrupted:
-                return False
-            self._updating += 1
-            return True
-
-    def end_update(self) -> None:
-        with self._changing():
-            self._updating -= 1
-
     def ask_place(self, generation: int) -> str:
         """Ask the agent whether the place of this worker is still its own in *generation*: why it is not, '' if it is.
         What is answered is true when it is given; the agent pauses its workers before it may not be any more."""
@@ -315,11 +239,6 @@ class Supervisor:
             if not self.changed.wait_for(lambda: number in self._place_told, ASK_PLACE_S):
                 return f"the agent has not said within {ASK_PLACE_S:g} s whether this place is still its own"
             return self._place_told.pop(number)
-
-    def wait_updates(self) -> None:
-        """Until no other thread is inside an update."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self._updating)
 
     def _blind(self, why: str) -> None:
         """Nobody would stop this process in time any more."""
@@ -351,10 +270,10 @@ class Supervisor:
                 self._on_stop(generation, why)
             case msg.Go():
                 go = Go.of(message)
-                with self._changing():
+                with self.changing():
                     self._go = go
             case msg.Place(number, why):
-                with self._changing():
+                with self.changing():
                     self._place_told[number] = why
             case msg.Wait():
                 with self.changed:
@@ -362,7 +281,7 @@ class Supervisor:
             case msg.Pause(generation):
                 self._on_pause(generation)
             case msg.Boundary(generation, iteration):
-                with self._changing():
+                with self.changing():
                     if self._pause_in == generation:
                         self._boundary = iteration
             case msg.Where():
@@ -370,20 +289,20 @@ class Supervisor:
                     iteration = self._position()
                 self.send(msg.At(iteration))
             case msg.Refused(why):
-                with self._changing():
+                with self.changing():
                     self._refused = (
                         f"swift_agent.init(): this process ({os.getpid()}) does not count as rank {self._rank}: "
                         f"{why}. swift-run starts a process for each rank: leave multiprocessing.spawn and "
                         "the like out, and give their number by --nproc-per-node."
                     )
             case msg.Release():
-                with self._changing():
+                with self.changing():
                     self._released = True
             case _:
                 assert_never(message)
 
     def _on_pause(self, generation: int) -> None:
-        with self._changing():
+        with self.changing():
             self._pause_in, self._boundary, self._parked = generation, None, False
             # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
             self.pausing = generation == self._entered
@@ -391,17 +310,7 @@ class Supervisor:
         self.send(msg.Promised(generation, self._promised))
 
     def _on_stop(self, generation: int, why: str) -> None:
-        with self._changing():
-            self._stopped = max(self._stopped, generation)
-            self.interrupted = 0 < self._entered <= self._stopped
-        self._abort(why, generation)
-        with self.changed:
-            self._aborted = max(self._aborted, generation)
-            self.changed.notify_all()
-            # A step that has passed the fence has all its gradients: it is let finish, and counts.
-            self._waits_for_leave = True
-            self.changed.wait_for(lambda: not self._inside and not self._updating)
-            self._waits_for_leave = False
+        with self.stopping(generation, lambda: self._abort(why, generation)):
             report = self._report()
         self.send(msg.Report(generation, report))
 

@@ -179,7 +179,7 @@ class Iterations:
             if (go := self._next_if_ahead()) is not None:
                 if not self._tracked.updates.reduced or self._place.rank in go.plan.sources:
                     return ""
-                if self._supervisor.enter_update(go):
+                if self._supervisor.enter_update(go.generation):
                     return "update"
             elif self._tracked.unwinds or not self._recovery.rejoin.accepts(self._supervisor.peek_go()):
                 return ""

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.torch_private import autograd as torch_autograd
 from swift_agent.worker.in_place import InPlace
-from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.updates.device_reductions import Reductions
 from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.state.incoming import Incoming
@@ -75,10 +75,10 @@ class OverlappedUpdates(UpdateTracker):
 
     def __init__(
         self, ddps: Sequence[DistributedDataParallel], optimizers: Mapping[str, Optimizer], names: Mapping[int, str],
-        supervisor: Supervisor | None, agree: Callable[[], None] | None = None, *, exact: bool,
+        fence: Fence | None, agree: Callable[[], None] | None = None, *, exact: bool,
         in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(optimizers, supervisor, agree, in_place)
+        super().__init__(optimizers, fence, agree, in_place)
         self._exact = exact
         self.members = [
             Member(names[id(parameter)], name, number, parameter)
@@ -130,10 +130,10 @@ class OverlappedUpdates(UpdateTracker):
 
     def cut(self) -> None:
         self._expected = Resumption()
-        if self._supervisor is not None:
-            with self._supervisor.changed:
+        if self._fence is not None:
+            with self._fence.changed:
                 self._attempt += 1  # what was reduced too late must not be updated any more
-            self._supervisor.wait_updates()
+            self._fence.wait_updates()
         self._wait_for_device()
         if self.updated:
             self._forget()
@@ -162,7 +162,7 @@ class OverlappedUpdates(UpdateTracker):
         return len(self._done) == len(self.members)
 
     def _is_stopped(self) -> bool:
-        return self._supervisor is not None and self._supervisor.interrupted
+        return self._fence is not None and self._fence.interrupted
 
     def _wait_for_device(self) -> None:
         """Updates are launched on streams of their own; what was kept was made there, and goes back there."""
@@ -195,12 +195,12 @@ class OverlappedUpdates(UpdateTracker):
 
         Each is done and no longer marked, or not: this may be cut, and called again.
         """
-        assert self._supervisor is not None
+        assert self._fence is not None
         undone, restored = [], []
         for number in numbers:
             member = self.members[number]
             optimizer = self._optimizers[member.optimizer]
-            with self._supervisor.fence:
+            with self._fence.fence:
                 if number not in self._done or number in self._resumption.numbers:
                     continue  # of what was resumed nothing is kept: it stays
                 kept = self._before_update[number]
@@ -227,8 +227,8 @@ class OverlappedUpdates(UpdateTracker):
     def install(self, numbers: Sequence[int], incoming: Incoming, *, updated: bool) -> None:
         """Commit a patch of these parameters; *updated*: to their state after the update, of which a later plan may
         want the one before again."""
-        assert self._supervisor is not None
-        with self._supervisor.fence:
+        assert self._fence is not None
+        with self._fence.fence:
             if updated:
                 for number in numbers:
                     member = self.members[number]
@@ -328,18 +328,18 @@ class OverlappedUpdates(UpdateTracker):
 
     def _update(self, attempt: int, pairs: Sequence[tuple[int, Tensor]], future: Any) -> Tensor:
         reduced = _tensor_of(future)  # raises if the reduction has failed
-        supervisor = self._supervisor
+        fence = self._fence
         with contextlib.nullcontext() if self._reductions is None else self._reductions.launching():
-            if supervisor is None:
+            if fence is None:
                 self._step(pairs)
                 return reduced
-            if not supervisor.begin_update():
+            if not fence.begin_update():
                 raise PeerFailure("stopped before an update")
             try:
                 if attempt == self._attempt:
                     self._step(pairs)
             finally:
-                supervisor.end_update()
+                fence.end_update()
         return reduced
 
     @torch.no_grad()
@@ -352,7 +352,7 @@ class OverlappedUpdates(UpdateTracker):
             optimizer = self._optimizers[name]
             if name not in self._hyper:
                 self._hyper[name] = [_hyper(group) for group in optimizer.param_groups]
-            if self._supervisor is not None:
+            if self._fence is not None:
                 for number, gradient in part:
                     self._reduced[number] = gradient
                     self._before_update[number] = self._keep(name, self.members[number])

@@ -1,7 +1,7 @@
 """Knows, at any instant, whether the update of this iteration has been made; through hooks of the optimizers.
 
 With one optimizer an iteration is untouched before its step and complete after it; the fence in front of the step and
-the report of the supervisor make that exact. With several, an iteration may be cut between two steps: unless their
+the report at the fence make that exact. With several, an iteration may be cut between two steps: unless their
 steps follow each other without a backward in between (then no peer failure can be noticed between them), the
 parameters and state that an earlier step overwrites are kept until the last one is done, so that the iteration can be
 taken back. A step that is given a closure is untouched until that has returned (`closures`).
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.worker.in_place import Alone, InPlace
-from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.updates.closures import StepClosure, closure_of, is_torchs_own, with_closure
 from swift_recovery.undo.patch import copy_of, put_back
 
@@ -40,12 +40,12 @@ class UpdateTracker:
     """
 
     def __init__(
-        self, optimizers: Mapping[str, Optimizer], supervisor: Supervisor | None,
+        self, optimizers: Mapping[str, Optimizer], fence: Fence | None,
         agree: Callable[[], None] | None = None, in_place: InPlace | None = None,
     ) -> None:  # fmt: skip
         self._optimizers = dict(optimizers)
         self._in_place = in_place or Alone()
-        self._supervisor = supervisor
+        self._fence = fence
         self._agree = agree
         self._agreed = self._finishing = self._goes_on = self._is_at_end = False
         self._in_iteration = False
@@ -145,13 +145,13 @@ class UpdateTracker:
 
     def _pass_at_end(self) -> None:
         """Agree when this iteration changes nothing more: with that it is complete."""
-        assert self._agree is not None and self._supervisor is not None
+        assert self._agree is not None and self._fence is not None
         # From now on this rank gets to the state after it by itself.
         self.reduced = self._is_at_end = True
         # One way or the other no report is made until this is through.
-        self._pass(self._agree, self._wait_for_devices, self._supervisor.enter_step)
+        self._pass(self._agree, self._wait_for_devices, self._fence.enter_step)
         self.updated, self.reduced = True, False
-        self._supervisor.leave()
+        self._fence.leave()
 
     def _wait_for_devices(self) -> None:
         for name in self._optimizers:
@@ -214,15 +214,15 @@ class UpdateTracker:
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """What is called in every iteration, with cold caches: for the usual case in as few steps as can be."""
-        supervisor = self._supervisor
-        if not self._is_simple or supervisor is None:
+        fence = self._fence
+        if not self._is_simple or fence is None:
             return lambda _, args, named: self._on_step(name, args, named), lambda *_: self._after(name)
 
         def before(_: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if self._dry or not self._in_iteration or self._stepped or len(args) > 1 or named:
                 return self._on_step(name, args, named)
             if not self._in_step:  # else the class calls the step of another one, which has hooks of its own
-                supervisor.enter_step()
+                fence.enter_step()
             self._in_step, self._running = True, name
             return None
 
@@ -234,7 +234,7 @@ class UpdateTracker:
             if self._in_step:
                 self._stepped.append(name)
                 self.updated, self._in_step = True, False
-                supervisor.leave()
+                fence.leave()
 
         return before, after
 
@@ -243,7 +243,7 @@ class UpdateTracker:
         closure = closure_of(args, named)
         if isinstance(closure, StepClosure):
             return None  # the class calls the step of another one
-        if closure is None or self._supervisor is None or self._finishing or not (self._in_iteration or self._dry):
+        if closure is None or self._fence is None or self._finishing or not (self._in_iteration or self._dry):
             self._before(name)
             return None
         optimizer = self._optimizers[name]
@@ -276,8 +276,8 @@ class UpdateTracker:
             self._leave_step()
             result = closure()
             self._wait_for_gradients(name)
-            assert self._supervisor is not None
-            self._supervisor.enter_step()
+            assert self._fence is not None
+            self._fence.enter_step()
             self._in_step = True
             return result
 
@@ -311,7 +311,7 @@ class UpdateTracker:
             self._hide(name)
             return
         if not self._in_iteration:
-            if self._supervisor is not None:
+            if self._fence is not None:
                 raise UsageError(
                     f"optimizer '{name}' made a step outside a function decorated with @job.iteration: "
                     "such an update could not be recovered. Move the step into the iteration."
@@ -322,7 +322,7 @@ class UpdateTracker:
                 f"optimizer '{name}' makes a second step in one iteration. An iteration is one update: "
                 "call the @job.iteration function once per step."
             )
-        if self._supervisor is None:
+        if self._fence is None:
             return
         moved = self._notice_backward(name)
         if moved or not self._in_step:
@@ -330,7 +330,7 @@ class UpdateTracker:
         if self._agree is not None and not self._agreed:
             self._reach_agreement(name)
         if not self._in_step:
-            self._supervisor.enter_step()
+            self._fence.enter_step()
             self._in_step = True
         self._running = name
         if self._must_keep(name):
@@ -344,7 +344,7 @@ class UpdateTracker:
         assert self._agree is not None
         self._agreed = True
         self.reduced = first
-        assert self._supervisor is not None
+        assert self._fence is not None
         if not first:
             # Nobody else may count on this update, and with a step under way no plan would come.
             self._agree()
@@ -355,7 +355,7 @@ class UpdateTracker:
                 self._wait_for_gradients(name)
         else:
             # Who is stopped right after it has agreed as well.
-            self._goes_on = not self._pass(self._agree, self._supervisor.enter_step)
+            self._goes_on = not self._pass(self._agree, self._fence.enter_step)
             self._in_step = True
 
     def _after(self, name: str) -> None:
@@ -372,16 +372,16 @@ class UpdateTracker:
         if len(self._stepped) == len(self._optimizers):
             self.updated = True
         self.reduced = False
-        if self._supervisor is not None:
+        if self._fence is not None:
             self._note_gradients()
             # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
             if self.updated or (not self._goes_on and all(step in self._kept for step in self._stepped)):
                 self._leave_step()
 
     def _leave_step(self) -> None:
-        if self._in_step and self._supervisor is not None:
+        if self._in_step and self._fence is not None:
             self._in_step = False
-            self._supervisor.leave()
+            self._fence.leave()
 
     def _must_keep(self, name: str) -> bool:
         if len(self._optimizers) == 1 or len(self._stepped) + 1 == len(self._optimizers):
@@ -416,11 +416,11 @@ class UpdateTracker:
         device = self._devices[name]
         if device is None:
             return
-        assert self._supervisor is not None
+        assert self._fence is not None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         while not event.query():  # type: ignore[no-untyped-call]
-            if self._supervisor.interrupted:
+            if self._fence.interrupted:
                 raise PeerFailure("stopped while gradients were being reduced")
             time.sleep(_POLL_S)
 

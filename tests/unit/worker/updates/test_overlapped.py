@@ -194,8 +194,8 @@ def test_an_agreement_that_was_stopped_does_not_count() -> None:
     job = training(agree=agree)
     job.updates.begin()
     job.backward()
-    assert job.updates._supervisor is not None
-    stopped.append(job.updates._supervisor)
+    assert job.updates._fence is not None
+    stopped.append(job.updates._fence)
     with pytest.raises(PeerFailure):
         job.updates.join_agreement()
     assert not job.updates.updated and job.updates.done == tuple(range(6))

@@ -297,10 +297,10 @@ def test_an_update_that_a_stopped_generation_counts_on_is_not_made(make: Callabl
     worker.reported()
     worker.go(2)
     go = worker.supervisor.peek_go()
-    assert worker.supervisor.enter_update(go)
+    assert worker.supervisor.enter_update(go.generation)
     worker.supervisor.leave()
     worker.stop(2)
-    assert not worker.supervisor.enter_update(go)
+    assert not worker.supervisor.enter_update(go.generation)
     with worker.supervisor.fence:
         assert not worker.supervisor.is_ahead(go)
 
