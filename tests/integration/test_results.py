@@ -42,7 +42,7 @@ def keep_and_repeat(directory: str) -> dict[str, Any]:
         place = Path(directory) / str(me)
         place.mkdir(exist_ok=True)
         made = Messages(me, place, print)
-        made.origins = [[0, 0]] * 3
+        made.beginnings.origins = [[0, 0]] * 3
         return made
 
     def collectives(iteration: int, mine: float) -> list[Any]:

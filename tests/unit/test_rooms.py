@@ -25,7 +25,6 @@ LARGE: dict[str, int] = {
     "swift_agent/worker/data/batches.py": 543,
     "swift_agent/worker/groups/process_groups.py": 444,
     "swift_agent/worker/job/job.py": 481,
-    "swift_agent/worker/messages/messages.py": 566,
     "swift_agent/worker/rejoin/rejoin.py": 441,
     "swift_agent/worker/tracked/loop_state.py": 482,
     "swift_agent/worker/tracked/tracked.py": 409,

@@ -79,7 +79,7 @@ class Checkpointing:
                     tracked.restore_layouts(extra["layouts"])
                 if tracked.messages is not None:
                     tracked.messages.restore(extra["place"].get("messages"), iteration)
-                    tracked.messages.all_began_at = iteration
+                    tracked.messages.beginnings.all_began_at = iteration
                 if place.rank == 0:
                     self._note(f"all ranks begin with the checkpoint of iteration {iteration}")
                 self._compare_seeds(extra, iteration)

@@ -135,7 +135,7 @@ class Protected:
                 raise UsageError("job.track(): overlap_update=True on some ranks only; say the same on all.")
             self._check_others(tracked, [everyone[rank][7:] for rank in tracked.replicas])
             if tracked.messages is not None:
-                tracked.messages.origins = [told[:2] for told in everyone]
+                tracked.messages.beginnings.origins = [told[:2] for told in everyone]
             if witnesses is not None:
                 witnesses.enter(self.groups.store, asks=False)
             if checkpointing is not None:
@@ -170,8 +170,8 @@ class Protected:
         """What repeated iterations have to begin with: a checksum of the state, and the seed."""
         if tracked.messages is None:
             return [0, 0]
-        tracked.messages.origin = [tracked.checksum(), place.seeds.number]
-        return tracked.messages.origin
+        tracked.messages.beginnings.origin = [tracked.checksum(), place.seeds.number]
+        return tracked.messages.beginnings.origin
 
     def at_point(self) -> None:
         place, loop = self.place, self._begun

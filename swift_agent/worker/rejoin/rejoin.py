@@ -250,7 +250,7 @@ class Rejoin:
                     # Who stays in an iteration gives what it has sent in that, too.
                     gift = messages.gift(rank, plan.iteration + plan.stays, plan.replays)
                     where = self._log_server.serve(rank, store.local_address, gift) if gift is not None else ""
-                    offer = {"beginning": messages.beginning(), "where": where}
+                    offer = {"beginning": messages.beginnings.to_json(), "where": where}
                     PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))
             except (LogError, OSError) as error:
                 raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
@@ -266,13 +266,13 @@ class Rejoin:
         links: dict[int, Connect] = {}
         for rank in set(range(dist.get_world_size())).difference(plan.replays):
             offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
-            messages.begin_as(offer["beginning"])
+            messages.beginnings.hear(offer["beginning"])
             if offer["where"]:
                 links[rank] = partial(serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
         messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
         begin = self._restore(plan)
-        messages.check_origin(place.rank, has_checkpoint=begin > 0)
-        if begin == messages.all_began_at and self._tracked.pipelines is not None:
+        messages.beginnings.check(place.rank, has_checkpoint=begin > 0)
+        if begin == messages.beginnings.all_began_at and self._tracked.pipelines is not None:
             # The first steps since then are in the logs, or come.
             self._tracked.pipelines.give({})
         is_alone = len(plan.replays) == 1

@@ -24,6 +24,7 @@ from swift_agent.torch_private import works as torch_works
 from swift_agent.wire.environment import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_agent.worker.messages import log_settings, messages
 from swift_agent.worker.messages.cpp_messages import check_ways
+from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.messages import Messages
 from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Channel
@@ -59,7 +60,7 @@ class Pipe:
 
 
 def give(sender: Messages, destination: int, before: int, link: Pipe) -> None:
-    link.beginning = sender.beginning()
+    link.beginning = sender.beginnings.to_json()
     gift = sender.gift(destination, before, [destination])
     link.is_used = gift is not None
     if gift is not None:
@@ -67,7 +68,7 @@ def give(sender: Messages, destination: int, before: int, link: Pipe) -> None:
 
 
 def take(replacement: Messages, source: int, link: Pipe) -> None:
-    replacement.begin_as(link.beginning)
+    replacement.beginnings.hear(link.beginning)
     replacement.take({source: lambda check: contextlib.nullcontext(link)} if link.is_used else {})
     replacement.wait_taken()
 
@@ -92,7 +93,7 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
         directory = tmp_path / f"node{rank}"
         directory.mkdir(exist_ok=True)
         made = Messages(rank, directory, notes.append)
-        made.origins = [[0, 0]] * 3
+        made.beginnings.origins = [[0, 0]] * 3
         return made
 
     yield one
@@ -273,26 +274,26 @@ def test_set_up_that_gives_something_else(make: Callable[[int], Messages]) -> No
     link = Pipe()
     sender = make(1)
     assert sender.is_complete
-    sender.origins = [[1, 2], [3, 4], [5, 6]]
+    sender.beginnings.origins = [[1, 2], [3, 4], [5, 6]]
     give(sender, 2, 0, link)
     replacement = make(2)
-    replacement.origins = []
+    replacement.beginnings.origins = []
     assert not replacement.is_complete
     take(replacement, 1, link)
-    assert replacement.origins == sender.origins and replacement.is_complete
+    assert replacement.beginnings.origins == sender.beginnings.origins and replacement.is_complete
     for origin, what in (([5, 6], ""), ([0, 6], "another state"), ([5, 0], "another seed")):
-        replacement.origin = origin
+        replacement.beginnings.origin = origin
         if what:
             with pytest.raises(CannotReplay, match=what):
-                replacement.check_origin(2, has_checkpoint=False)
+                replacement.beginnings.check(2, has_checkpoint=False)
         else:
-            replacement.check_origin(2, has_checkpoint=False)
+            replacement.beginnings.check(2, has_checkpoint=False)
     # A checkpoint takes the place of the state, and not that of the seed.
-    replacement.origin = [0, 6]
-    replacement.check_origin(2, has_checkpoint=True)
-    replacement.origin = [5, 0]
+    replacement.beginnings.origin = [0, 6]
+    replacement.beginnings.check(2, has_checkpoint=True)
+    replacement.beginnings.origin = [5, 0]
     with pytest.raises(CannotReplay, match="another seed"):
-        replacement.check_origin(2, has_checkpoint=True)
+        replacement.beginnings.check(2, has_checkpoint=True)
 
 
 def test_a_message_that_nobody_has_or_that_does_not_fit(make: Callable[[int], Messages]) -> None:
@@ -786,13 +787,13 @@ def told(stands: str, *sent_or_has: tuple[int, int, int], has: Sequence[tuple[in
 def again(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     """Destination and first element of what is sent again."""
     found: list[tuple[int, float]] = []
-    original = Messages._send_again
+    original = Interception.send_again
 
-    def send_again(self: Messages, channel: Channel, tensor: torch.Tensor) -> Any:
+    def send_again(self: Interception, channel: Channel, tensor: torch.Tensor) -> Any:
         found.append((channel.destination, tensor.flatten()[0].item()))
         return original(self, channel, tensor)
 
-    monkeypatch.setattr(Messages, "_send_again", send_again)
+    monkeypatch.setattr(Interception, "send_again", send_again)
     return found
 
 

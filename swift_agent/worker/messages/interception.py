@@ -1,0 +1,223 @@
+"""Stands between torch and its process groups: numbers each message of an iteration, logs it, makes it, or serves it.
+
+    script --> send --> number --> log --> torch, or nothing: its receiver has it
+    script --> recv --> number --> torch, or what the predecessor of this rank had received
+
+Every Python caller of c10d's point-to-point operations (`isend`, `irecv`, `batch_isend_irecv`, object lists,
+`torch.distributed.pipelining`) ends in `ProcessGroup.send` and `recv`, which are wrapped for all groups. Outside of an
+iteration nothing is done. This module must never decide who repeats what, or stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swift_agent.errors import UsageError
+from swift_agent.torch_private import autograd as torch_autograd
+from swift_agent.torch_private import messages as torch_messages
+from swift_agent.torch_private import pipelining
+from swift_agent.torch_private import works as torch_works
+from swift_agent.worker.in_place import InPlace
+from swift_agent.worker.messages.collective_counts import Collectives
+from swift_agent.worker.messages.collective_results import Outputs, Results
+from swift_agent.worker.messages.cpp_messages import Unseen
+from swift_agent.worker.messages.operations import Owner, Receive, Send
+from swift_logging_store.format.record import Channel
+from swift_logging_store.log import transfer
+from swift_logging_store.log.digests import Digests
+from swift_logging_store.log.log import SentLog
+from swift_recovery.errors import CannotReplay
+from swift_recovery.replay.message_counts import Counts
+from swift_recovery.replay.source import Repetition
+
+
+class Interception:
+    """Of the rank *rank*, from `install` on. *owner*: `Messages`, which says which iteration is under way, and
+    lends what is counted, logged and served."""
+
+    def __init__(
+        self, rank: int, owner: Owner, in_place: InPlace, log: SentLog, counts: Counts, digests: Digests,
+        repetition: Repetition, collectives: Collectives, unseen: Unseen,
+    ) -> None:  # fmt: skip
+        self._rank, self._owner, self._in_place = rank, owner, in_place
+        self._log, self._counts, self._digests, self._repetition = log, counts, digests, repetition
+        self._collectives, self._unseen = collectives, unseen
+        self.results = Results(rank, repetition, self.log_sent)
+        self.thread = threading.get_ident()
+        self.iteration = -1
+        """Under way; -1: none is."""
+        self.generation = 0
+        self.has_agreed = False
+        """To the update of the iteration."""
+        self._refuses = False
+        self._has_collective_steps = pipelining.first_steps_are_collective()
+        # By the name of the group, the peer's rank in it, and the tag.
+        self._to: dict[tuple[str, int, int], Channel] = {}
+        self._from: dict[tuple[str, int, int], Channel] = {}
+        self.waiting: dict[Channel, deque[Receive]] = {}
+        # How to send on a channel again: torch's operation, the group, and the rank in it.
+        self._routes: dict[Channel, tuple[Any, Any, int]] = {}
+        self.again: list[Any] = []
+        """Messages that were sent again in this iteration: they have their memory to themselves."""
+
+    def install(self) -> None:
+        """For the life of the process."""
+        make = self._unseen.make
+        torch_messages.intercept_messages(
+            "log",
+            lambda original, *its: self.send(partial(make, original), *its),
+            lambda original, *its: self.recv(partial(make, original), *its),
+            self.recv_from_any,
+        )
+        torch_messages.wrap_collectives(self.collective)
+
+    def let_go(self) -> None:
+        """Of receives that nobody has waited for."""
+        for queue in self.waiting.values():
+            while queue:
+                queue.popleft().let_go()
+
+    def receive_again(self) -> None:
+        """All are connected again: what is waited for begins again."""
+        for queue in self.waiting.values():
+            for receive in queue:
+                receive.post()
+
+    def send_again(self, channel: Channel, tensor: torch.Tensor) -> Any:
+        original, group, dst = self._routes[channel]
+        return original(group, [tensor], dst, channel.tag)
+
+    def send(self, original: Any, group: Any, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        if self.iteration < 0:
+            self._check_outside()
+            return original(group, tensors, dst, tag)
+        if self.has_agreed:
+            raise UsageError(
+                "a message is sent in an iteration after its update: who was cut before that would never send it, and "
+                "a replacement could not repeat the iteration. Send it before optimizer.step()."
+            )
+        self._owner.note_thread()
+        key = (group.group_name, dst, tag)
+        channel = self._to.get(key)
+        if channel is None:
+            channel = self._to[key] = Channel(key[0], self._rank, _global_rank(group, dst), tag)
+            self._routes[channel] = (original, group, dst)
+        (tensor,) = tensors
+        number = self._counts.send(channel)
+        repetition = self._repetition
+        if repetition.is_on:
+            repetition.check_sent(channel, number, self.iteration, tensor)
+        self.log_sent(channel, number, tensor)
+        if repetition.is_over(channel.destination):
+            if self._counts.is_waited_for(channel, number):
+                # If it is cut its receiver will ask for it in the next generation.
+                with contextlib.suppress(RuntimeError):
+                    self.again.append(self.send_again(channel, tensor.detach().clone()))
+            return torch_works.finished_work()
+        if self._counts.is_had(channel, number):
+            return torch_works.finished_work()
+        try:
+            return Send(self._owner, original(group, tensors, dst, tag))
+        except Exception as error:
+            cut = error
+        try:
+            self._owner.stay(cut)  # by now it is under way: it is in the log
+        finally:
+            del cut
+        return torch_works.finished_work()
+
+    @contextlib.contextmanager
+    def none_between(self) -> Iterator[None]:
+        """Inside, between iterations that are repeated, a message is an error: it was not logged."""
+        self._refuses = True
+        try:
+            yield
+        finally:
+            self._refuses = False
+
+    def _check_outside(self) -> None:
+        if self._refuses:
+            raise CannotReplay("a message outside of iterations is in no log")
+
+    def log_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        limit, why = transfer.MAX_MESSAGE_BYTES, ""
+        if not self._collectives.are_known:
+            why = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
+        elif self._has_collective_steps:
+            why = (
+                "a schedule of torch.distributed.pipelining begins with a collective of all stages from torch 2.15 on, "
+                "which a replacement would make alone (install torch 2.13 or 2.14)"
+            )
+        elif num_bytes > limit:
+            why = f"a message of {num_bytes} bytes is more than the {limit} that can be handed on"
+        if why and not self._log.incomplete:
+            self._log.give_up(why, for_good=True)
+        self._log.append(channel, number, tensor, iteration=self.iteration, generation=self.generation)
+
+    def recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
+        if self.iteration < 0:
+            self._check_outside()
+            return original(group, tensors, src, tag)
+        self._owner.note_thread()
+        key = (group.group_name, src, tag)
+        channel = self._from.get(key)
+        if channel is None:
+            channel = self._from[key] = Channel(key[0], _global_rank(group, src), self._rank, tag)
+        (tensor,) = tensors
+        number = self._counts.ask(channel)
+        if self._repetition.is_on and self._repetition.gives(channel, number):
+            self._repetition.fill(tensor, channel, number, self.iteration)
+            self._received(channel, number, tensor)
+            return torch_works.finished_work()
+        queue = self.waiting.get(channel)
+        if queue is None:
+            queue = self.waiting[channel] = deque()
+        work = Receive(
+            self._owner, queue, lambda: original(group, tensors, src, tag),
+            lambda: self._received(channel, number, tensor),
+        )  # fmt: skip
+        try:
+            work.post()
+        except Exception as error:
+            cut = error
+        else:
+            return work
+        try:
+            self._owner.stay(cut)
+        finally:
+            del cut
+        return work
+
+    def _received(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        self._counts.receive(channel)
+        self._digests.add(channel, number, tensor)
+
+    def recv_from_any(self, original: Any, group: Any, tensors: list[torch.Tensor], tag: int) -> Any:
+        if self.iteration >= 0:
+            raise UsageError(
+                "a receive from any source inside an iteration: in which order its messages come is not logged, so it "
+                "could not be repeated. Name the source."
+            )
+        return original(group, tensors, tag)
+
+    def collective(self, name: str, group: Any, outputs: Outputs, call: Callable[[], Any]) -> Any:
+        is_one = self.iteration >= 0 and not self._collectives.is_aside and group.size() > 1
+        is_one = is_one and not self._in_place.is_dry_run
+        # Those of several threads have no order that could be repeated; those of a backward have that of its graph.
+        if not is_one or (threading.get_ident() != self.thread and not torch_autograd.is_in_backward()):
+            return call()
+        self._collectives.has_any = True
+        return self.results.make(name, group, outputs, call)
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    return dist.get_global_rank(group, rank)
