@@ -49,16 +49,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time, the
-    other, which takes only the time that jobs leave it, has the rest: first what waits for servers."""
+    """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time. The
+    other, which takes only the time that jobs leave it, has the rest, file by file: first what waits for servers. The
+    one with the jobs helps with these when it has no more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTheirNeeds(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if not nodeid.startswith(tiers.NO_JOBS):
-                return "jobs"
-            return "servers" if nodeid.startswith("tests/integration/") else "no jobs"
+            return nodeid.partition("::")[0] if nodeid.startswith(tiers.NO_JOBS) else "jobs"
 
+    config.option.loadscopereorder = False  # as they were collected, jobs first
     return ByTheirNeeds(config, log)
 
 

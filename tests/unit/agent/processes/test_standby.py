@@ -99,8 +99,8 @@ class Bench:
         return list(self.wait(waiting))
 
     def ends(self) -> list[tuple[int, int]]:
-        """Local rank and exit code of every process that was started, once all have ended."""
-        self.wait(lambda: self.started)
+        """Local rank and exit code of every process, once all have ended and none is still to come."""
+        self.wait(lambda: self.started and not (self.workers.server is not None and self.workers.server.open_orders()))
         for process in self.started:
             self.wait(lambda process=process: self.workers.collect(process) or process.exit_code is not None)
         return [(process.local_rank, process.exit_code or 0) for process in self.started]
