@@ -205,8 +205,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Of tests/unit and tests/model, what `make test` leaves out: most of what shows that tests find mistakes, and more of the
-# same.
+# Of tests/unit and tests/model, what `make test` leaves out: most of what shows that tests find mistakes, and more of
+# the same.
 LATER: dict[str, tuple[str, ...]] = {
     "model/test_exploration.py": (
         "test_the_search_finds_a_mistake",

@@ -58,7 +58,7 @@ from swift_rendezvous.roster.setbacks import MOST
 from swift_rendezvous.roster.view import Change, View, apply, apply_all
 from swift_rendezvous.store import tenure
 from swift_rendezvous.store.kv import Compare, Delete, Op, Put, TransactionResult
-from swift_rendezvous.store.memory import MemoryLease, MemoryStore
+from tests.support.memory_store import MemoryLease, MemoryStore
 
 KEYS = Keys("job")
 EVENTS = KEYS.prefix + "events/"

@@ -43,7 +43,7 @@ from swift_rendezvous.roster.records import (
 )
 from swift_rendezvous.roster.view import Change, View, apply, apply_all
 from swift_rendezvous.store.kv import Compare, Op, Put
-from swift_rendezvous.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 MAX_STEPS = 6000
 STOP_DEADLINE_S = 5.0

@@ -98,7 +98,7 @@ def arm() -> None:
             return update(self, attempt, pairs, future)
         number = now["buckets"][id(self.members[pairs[0][0]].parameter)]
         if now["fault"] is not None and number in refused(now["fault"][1], RANK):
-            wait_until(lambda: self._supervisor.interrupted)
+            wait_until(lambda: self._fence.interrupted)
         result = update(self, attempt, pairs, future)
         (DIR / f"updated.{now['iteration']}.{RANK}.{number}").touch()
         return result

@@ -20,15 +20,12 @@ MAX_LINES = 400
 LARGE: dict[str, int] = {
     "recovery/swift_recovery/state/snapshot.py": 445,
     "recovery/swift_recovery/undo/rules.py": 422,
-    "rendezvous/swift_rendezvous/store/memory.py": 406,
     "swift_agent/agent/loop.py": 812,
     "swift_agent/worker/data/batches.py": 543,
     "swift_agent/worker/groups/process_groups.py": 444,
     "swift_agent/worker/job/job.py": 481,
-    "swift_agent/worker/rejoin/rejoin.py": 441,
+    "swift_agent/worker/rejoin/rejoin.py": 442,
     "swift_agent/worker/tracked/loop_state.py": 482,
-    "swift_agent/worker/tracked/tracked.py": 409,
-    "swift_agent/worker/updates/overlapped.py": 413,
     "swift_agent/worker/updates/tracker.py": 471,
 }
 

@@ -92,3 +92,19 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def imported_packages() -> list[str]:
+    """Installed top-level packages that this process has imported: what a replacement will import, too.
+
+    Modules beside the script are left out: they may look at the environment of the worker when imported.
+    """
+    roots = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    names = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.startswith(("torch", "numpy", "swift_", "_")) or "._" in name:
+            continue
+        if file.startswith(roots) and name.count(".") <= 1:
+            names.add(name)
+    return sorted(names)

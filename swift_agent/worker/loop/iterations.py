@@ -24,6 +24,7 @@ from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.in_place import Way
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.line.go import Go
+from swift_agent.worker.line.in_script import imported_packages
 from swift_agent.worker.loop.dry_runs import DryRuns
 from swift_agent.worker.loop.passed_over import PassedOver
 from swift_agent.worker.loop.peer_errors import cause_of, is_communication_error, own
@@ -31,7 +32,6 @@ from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.loop.ways_out import NOT_LOGGED, WaysOut
 from swift_agent.worker.messages.collective_counts import REFUSED
 from swift_agent.worker.replicas.comparison import Comparison
-from swift_agent.worker.tracked import tracked as tracking
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates import left_behind
@@ -260,4 +260,4 @@ class Iterations:
         """Once: what the script has imported, so that standbys import it ahead."""
         self._modules_sent = True
         if os.environ[ENV_LOCAL_RANK] == "0":  # one of each node
-            self._supervisor.send(msg.Modules(tuple(tracking.imported_packages())))
+            self._supervisor.send(msg.Modules(tuple(imported_packages())))

@@ -39,7 +39,8 @@ from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
-from swift_agent.worker.updates.overlapped import OverlappedUpdates, Resumption
+from swift_agent.worker.updates.overlapped import OverlappedUpdates
+from swift_agent.worker.updates.parts import Resumption
 from swift_logging_store.errors import LogError
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, CutReplay, StateError, TransferError

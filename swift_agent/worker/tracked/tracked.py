@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -391,19 +389,3 @@ def _replica_set(
                 known[where] = replicas_of(parameter)
             ranks &= set(known[where])
     return sorted(ranks)
-
-
-def imported_packages() -> list[str]:
-    """Installed top-level packages that this process has imported: what a replacement will import, too.
-
-    Modules beside the script are left out: they may look at the environment of the worker when imported.
-    """
-    roots = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    names = set()
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or name.startswith(("torch", "numpy", "swift_", "_")) or "._" in name:
-            continue
-        if file.startswith(roots) and name.count(".") <= 1:
-            names.add(name)
-    return sorted(names)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,33 +36,11 @@ from swift_agent.torch_private import autograd as torch_autograd
 from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.updates.device_reductions import Reductions
+from swift_agent.worker.updates.parts import Member, Resumption, hyper, is_view, tensor_of
 from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.state.incoming import Incoming
 from swift_recovery.undo.patch import PatchState, copy_of, put_back
 from swift_recovery.undo.undo import Kept, keep, undo
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter that an optimizer updates. *name*: for people; *group*: its number among the optimizer's."""
-
-    name: str
-    optimizer: str
-    group: int
-    parameter: Tensor
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """How an iteration that was cut is repeated where that is not to be exact (see `swift_recovery.planning.lossy`).
-
-    *numbers*: parameters that have its update already. *is_silent*: this rank's gradients do not count in it;
-    *num_silent*: those of so many ranks do not.
-    """
-
-    numbers: frozenset[int] = frozenset()
-    is_silent: bool = False
-    num_silent: int = 0
 
 
 class OverlappedUpdates(UpdateTracker):
@@ -276,7 +253,7 @@ class OverlappedUpdates(UpdateTracker):
                     f"the gradient of {path} was changed between backward and {name}.step() (clipping? scale_grads of "
                     f"a pipeline's schedule?), but {late} change gradients by hooks of the parameters."
                 )
-        if name in self._hyper and [_hyper(group) for group in optimizer.param_groups] != self._hyper[name]:
+        if name in self._hyper and [hyper(group) for group in optimizer.param_groups] != self._hyper[name]:
             raise UsageError(
                 f"hyper-parameters of '{name}' were changed between backward and step(), but {late} call "
                 "scheduler.step() after optimizer.step()."
@@ -288,7 +265,7 @@ class OverlappedUpdates(UpdateTracker):
         for number in numbers:
             gradient = self.members[number].parameter.grad
             reduced = self._reduced.get(number)
-            if reduced is not None and not self.updated and (not self._is_complete or _is_view(gradient, reduced)):
+            if reduced is not None and not self.updated and (not self._is_complete or is_view(gradient, reduced)):
                 self._reduced[number] = reduced.clone()
             if gradient is not None:
                 self._versions[number] = (id(gradient), gradient._version)
@@ -310,7 +287,7 @@ class OverlappedUpdates(UpdateTracker):
         work = dist.all_reduce(buffer, group=group, async_op=True)
         future = work.get_future() if self._reductions is None else self._reductions.future_of(work, buffer)
         if self._dry or not self._in_iteration:
-            return future.then(_tensor_of)
+            return future.then(tensor_of)
         attempt, parameters, gradients = self._attempt, bucket.parameters(), bucket.gradients()
         numbers = [self._numbers[id(parameter)] for parameter in parameters if id(parameter) in self._numbers]
         if again := (self._done - resumption.numbers).intersection(numbers):
@@ -327,7 +304,7 @@ class OverlappedUpdates(UpdateTracker):
         return future.then(lambda done: self._update(attempt, pairs, done))
 
     def _update(self, attempt: int, pairs: Sequence[tuple[int, Tensor]], future: Any) -> Tensor:
-        reduced = _tensor_of(future)  # raises if the reduction has failed
+        reduced = tensor_of(future)  # raises if the reduction has failed
         fence = self._fence
         with contextlib.nullcontext() if self._reductions is None else self._reductions.launching():
             if fence is None:
@@ -351,7 +328,7 @@ class OverlappedUpdates(UpdateTracker):
         for name, part in by_optimizer.items():
             optimizer = self._optimizers[name]
             if name not in self._hyper:
-                self._hyper[name] = [_hyper(group) for group in optimizer.param_groups]
+                self._hyper[name] = [hyper(group) for group in optimizer.param_groups]
             if self._fence is not None:
                 for number, gradient in part:
                     self._reduced[number] = gradient
@@ -385,29 +362,3 @@ class OverlappedUpdates(UpdateTracker):
         if self._exact:
             return copy_of(optimizer, member.parameter)
         return keep(optimizer, optimizer.param_groups[member.group], member.parameter)
-
-
-def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """For comparison; of a tensor what tells that it was changed, as its value may lie on a device."""
-    return {
-        key: (id(value), value._version) if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _is_view(gradient: Tensor | None, reduced: Tensor) -> bool:
-    """Whether who changes the one changes the other (`gradient_as_bucket_view`)."""
-    return (
-        gradient is not None and gradient.untyped_storage().data_ptr() == reduced.untyped_storage().data_ptr()
-    )
-
-
-def _tensor_of(future: Any) -> Tensor:
-    value = future.value()
-    if isinstance(value, Exception):
-        raise value
-    tensor: Tensor | None = value[0] if isinstance(value, (list, tuple)) else value
-    if tensor is None:
-        raise PeerFailure("stopped while gradients were being reduced")
-    return tensor

@@ -9,7 +9,7 @@ import pytest
 
 from swift_agent.agent.record_writer import Write, Writer
 from swift_rendezvous.store.kv import Compare, Op, Put, RequestRefused, StoreUnavailable, TransactionResult
-from swift_rendezvous.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 PUT = [Put("k", b"1")]
 

@@ -23,7 +23,7 @@ from swift_rendezvous.roster.records import (
 )
 from swift_rendezvous.roster.view import View, view_of_entries
 from swift_rendezvous.store.kv import Put
-from swift_rendezvous.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.records import failure, generation, node, view
 
 KEYS = Keys("job")

@@ -31,8 +31,8 @@ from swift_agent.torchrun_plugin.store import EtcdRunStore, LeasedStore
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import KeyValueStore, TransactionResult
-from swift_rendezvous.store.memory import MemoryStore
 from tests.support.etcd_cluster import EtcdCluster
+from tests.support.memory_store import MemoryStore
 from tests.support.ports import free_ports
 
 SHORT = timedelta(milliseconds=100)

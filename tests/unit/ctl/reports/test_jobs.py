@@ -14,8 +14,8 @@ from swift_rendezvous.roster import keys as keys_module
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import EventRecord, GenerationRecord, JobRecord, Owner, ResultRecord
 from swift_rendezvous.store.kv import Event, KeyValue, WatchResponse
-from swift_rendezvous.store.memory import MemoryStore
 from tests.support import records
+from tests.support.memory_store import MemoryStore
 
 JOB = JobRecord(2, 2, "command", 1)
 

@@ -19,7 +19,7 @@ from swift_rendezvous.roster.records import (
     ResumedRecord,
 )
 from swift_rendezvous.store.kv import KeyValue
-from swift_rendezvous.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 KEYS = Keys("gpt")
 

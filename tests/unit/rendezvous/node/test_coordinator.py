@@ -30,8 +30,8 @@ from swift_rendezvous.roster.records import (
 )
 from swift_rendezvous.roster.view import View, view_of_entries
 from swift_rendezvous.store.kv import Compare, KeyValueStore, Op, Put, StoreUnavailable, TransactionResult
-from swift_rendezvous.store.memory import MemoryStore
 from tests.support.etcd_cluster import wait_for
+from tests.support.memory_store import MemoryStore
 from tests.support.records import failure, generation, node
 
 KEYS = Keys("job")

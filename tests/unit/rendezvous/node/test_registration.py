@@ -16,7 +16,7 @@ from swift_rendezvous.node.registration import JobConflict, JobOver, PlaceLost, 
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import JobRecord, NodeRecord, ResultRecord
 from swift_rendezvous.store.kv import Compare, LeaseLost, Op, Put, StoreUnavailable, TransactionResult
-from swift_rendezvous.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.records import failure, generation, node
 
 KEYS = Keys("job")

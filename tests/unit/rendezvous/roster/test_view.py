@@ -25,7 +25,7 @@ from swift_rendezvous.roster.records import (
 )
 from swift_rendezvous.roster.view import Change, View, apply, apply_all, view_of_entries
 from swift_rendezvous.store.kv import Delete, DeletePrefix, Op, Put
-from swift_rendezvous.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.records import failure, generation, node
 from tests.support.records import view as view_of_two
 

@@ -32,8 +32,8 @@ from swift_rendezvous.store.kv import (
     Watch,
     prefix_end,
 )
-from swift_rendezvous.store.memory import MemoryStore
 from tests.support.etcd_cluster import EtcdCluster, wait_for
+from tests.support.memory_store import MemoryStore
 
 _numbers = itertools.count()
 
