@@ -183,7 +183,8 @@ class Nursery:
 
     @staticmethod
     def _freeze() -> None:
-        # Keeps the collector from touching, and so copying, the pages that forks share.
+        # Keeps the collector from touching, and so copying, the pages that forks share: for as long as they live, since
+        # what was imported stays.
         gc.collect()
         gc.freeze()
 
@@ -233,7 +234,6 @@ def become_worker(assignment: orders.Assignment) -> None:
     """Take over environment, output and arguments of the assignment and run the script as `__main__`; never returns."""
     from swift_agent.agent.processes import forked_main
 
-    gc.unfreeze()
     os.environ.clear()
     os.environ.update(assignment.env)
     for fd, path in ((1, assignment.stdout), (2, assignment.stderr)):

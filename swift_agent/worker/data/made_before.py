@@ -24,9 +24,12 @@ Alive = dict[int, "weakref.ref[torch.Tensor]"]
 
 
 def alive() -> Alive:
-    """All tensors of this process that Python knows; takes some tens of milliseconds."""
+    """All tensors of this process that Python knows, but for those that a fork was born with; takes some tens of
+    milliseconds."""
+    everything = gc.get_objects()
     # By type: to ask for the class of anything else may run code of its own.
-    return {id(one): weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
+    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, torch.Tensor)}
+    return {id(one): weakref.ref(one) for one in everything if type(one) in kinds}
 
 
 def _holds(those: Alive, tensor: torch.Tensor) -> bool:

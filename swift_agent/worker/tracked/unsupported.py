@@ -96,6 +96,6 @@ def _averagers() -> list[str]:
     if module is None:
         return []
     # By type: to ask for the class of anything else may run code of its own, or fail (a dead proxy).
-    kinds = sorted({type(one).__name__ for one in gc.get_objects() if issubclass(type(one), module.ModelAverager)})
+    kinds = sorted(kind.__name__ for kind in set(map(type, gc.get_objects())) if issubclass(kind, module.ModelAverager))
     how = f"{_EACH_TIME}, {_OR_ALONE}"
     return [f"with a {kind} ranks hold different parameters between two averagings: {how}" for kind in kinds]
