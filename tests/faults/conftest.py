@@ -49,9 +49,9 @@ def make_agents(tmp_path: Path, etcd: str, forks: ForkServer) -> Iterator[Callab
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable[..., str]:
-    """The hash of parameters, buffers and optimizer state after a run without failure, of processes that torchrun would
-    have started; each kind of run is made once.
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., str]:
+    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made once.
+    The plain one has processes that torchrun would have started, as no other run that it is compared with.
     """
     known: dict[tuple[Any, ...], str] = {}
 
@@ -60,8 +60,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> Callable
         if key not in known:
             directory = tmp_path_factory.mktemp("undisturbed")
             agents = Agents(
-                directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders), start_method="spawn"
-            )
+                directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders), forks=forks,
+                start_method="forkserver" if orders else "spawn",
+            )  # fmt: skip
             outcome = agents.run()
             assert set(outcome.exit_codes.values()) == {0}, outcome.text()
             assert len(outcome.hashes) == 1 and len(outcome.results) == 4, outcome.results

@@ -40,7 +40,6 @@ LEFT_OUT = {
     "rendezvous/swift_rendezvous/node/_handshake.py": "a clause of another line: why an agent was not let in",
     "rendezvous/swift_rendezvous/codec.py": "a clause of another line: what is wrong in a record",
     "rendezvous/swift_rendezvous/store/kv.py": "an error that only a mistake of ours gives",
-    "rendezvous/swift_rendezvous/store/memory.py": "the store of the tests",
 }
 # Arguments of these calls are no lines: they are shown only if somebody asks for it, or not at all.
 NOT_PRINTED = re.compile(r"(.*\.)?(debug|AssertionError|compile|Thread|thread)|click\.\w+")

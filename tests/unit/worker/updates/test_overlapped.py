@@ -1,8 +1,7 @@
-"""What is left of an update that was cut in the middle, and the ways out of it; one rank, real DDP and supervisor."""
+"""What is left of an update that was cut in the middle, and the ways out of it; one rank, real DDP and fence."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.errors import PeerFailure, UsageError
-from swift_agent.wire.channel import Channel
-from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.updates.device_reductions import Reductions
 from swift_agent.worker.updates.overlap_checks import mistakes
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
@@ -72,8 +70,7 @@ def training(
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
     named = {str(number): optimizer for number, optimizer in enumerate(optimizers)}
     names = {id(p): f"{number}.{path}" for number, net in enumerate(nets) for path, p in net.named_parameters()}
-    supervisor = Supervisor(Channel(socket.socketpair()[0]), 0)
-    made = Training(models, optimizers, OverlappedUpdates(models, named, names, supervisor, agree, exact=exact))
+    made = Training(models, optimizers, OverlappedUpdates(models, named, names, Fence(), agree, exact=exact))
     made.iterate()  # so that there are states, and several buckets
     return made
 
@@ -185,11 +182,11 @@ def fail(work: object) -> None:
 
 def test_an_agreement_that_was_stopped_does_not_count() -> None:
     """The stop comes when all have agreed, and before this rank has noted it."""
-    stopped: list[Supervisor] = []
+    stopped: list[Fence] = []
 
     def agree() -> None:
-        for supervisor in stopped:
-            supervisor.interrupted = True
+        for fence in stopped:
+            fence.interrupted = True
 
     job = training(agree=agree)
     job.updates.begin()
