@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs native demo test test-all soak lint bench clean
+.PHONY: help venv etcd hdfs native ready demo test test-all soak lint bench clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
@@ -32,7 +32,8 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "swift-agent needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[etcd,demo,test,strangers,dev]'
+	@# Not all of them are compiled: of most that comes nothing is ever imported.
+	$(PY) -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[etcd,demo,test,strangers,dev]'
 	touch $@
 
 # Only torch's own line differs.
@@ -60,10 +61,14 @@ lint: venv
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: venv etcd hdfs native lint
+# What tests need, two things at a time: a compiler and a type checker use one core each.
+ready: venv
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync native lint etcd hdfs
+
+test: ready
 	$(PY) -m pytest --numprocesses 2 -m "not full"
 
-test-all: venv etcd hdfs native lint
+test-all: ready
 	$(PY) -m pytest --numprocesses 2 -m "not long"
 
 soak: venv etcd hdfs native
