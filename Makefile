@@ -47,7 +47,6 @@ etcd:
 # For tests, which say so if there is none.
 hdfs: venv
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/fetch_hdfs.sh .cache/hdfs || echo "no HDFS server; its tests are skipped"
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/build_libhdfs.sh .cache/hdfs || echo "no libhdfs; its tests are skipped"
 
 # An accelerator, not a need: without a compiler the pure Python path is used.
 native: venv
@@ -72,6 +71,7 @@ test-all: ready
 	$(PY) -m pytest --numprocesses 2 -m "not long"
 
 soak: venv etcd hdfs native
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/hdfs_client/build_libhdfs.sh .cache/hdfs || echo "no libhdfs; its tests are skipped"
 	$(PY) -m pytest -m long
 
 bench: venv etcd

@@ -1,4 +1,4 @@
-"""Files in a real HDFS by Hadoop's own client, in processes of its own; for the other library see `test_hdfs`."""
+"""A plug-in in the place of our client of HDFS: files in a real HDFS by Hadoop's own, `examples/hdfs_client`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import hdfs_native
 import pytest
 
 from swift_logging_store.stores import helper
-from swift_logging_store.stores.contract import StoreUnknown
 from swift_logging_store.stores.hdfs import ENV_CLIENT
-from swift_logging_store.stores.libhdfs_helper import address_of
-from swift_logging_store.stores.open import check_url, open_store
+from swift_logging_store.stores.open import open_store
 from swift_recovery.checkpoint.directory import Checkpoint, CheckpointDirectory, Part
 from swift_recovery.transfer.state_file import Written
 from tests.support.hdfs_cluster import CLASSPATH, HdfsCluster, why_not
@@ -25,15 +23,20 @@ from tests.support.stores import (
     first_part,
 )
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hdfs_client"
 LIBRARY = CLASSPATH.with_name("libhdfs.so")
-_missing = why_not() or ("" if LIBRARY.exists() else f"no {LIBRARY}: run scripts/build_libhdfs.sh .cache/hdfs")
+_BUILD = f"no {LIBRARY}: run examples/hdfs_client/build_libhdfs.sh .cache/hdfs"
+_missing = why_not() or ("" if LIBRARY.exists() else _BUILD)
+pytestmark = pytest.mark.long
 needs_library = pytest.mark.skipif(bool(_missing), reason=_missing)
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a node has it on which Hadoop is installed."""
-    monkeypatch.setenv(ENV_CLIENT, "libhdfs")
+    monkeypatch.setenv(ENV_CLIENT, "libhdfs_client")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+    monkeypatch.syspath_prepend(EXAMPLE)
     if not _missing:
         monkeypatch.setenv("ARROW_LIBHDFS_DIR", str(LIBRARY.parent))
         monkeypatch.setenv("CLASSPATH", ":".join(CLASSPATH.read_text().split()))
@@ -147,13 +150,9 @@ def test_the_configuration_of_the_site_counts(
     ],
 )  # fmt: skip
 def test_names_are_taken_as_they_are_written(url: str, address: tuple[str, int]) -> None:
+    from libhdfs_client import address_of
+
     assert address_of(url) == address
-
-
-def test_a_client_that_nobody_knows_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENV_CLIENT, "libhdfs3")
-    with pytest.raises(StoreUnknown, match=r"SWIFT_HDFS_CLIENT=libhdfs3: hdfs-native or libhdfs is wanted"):
-        check_url("hdfs://somewhere/path")
 
 
 def test_no_jars_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ OF_OTHERS = (  # of etcd, Python, Hadoop
     "too many requests", "invalid auth token", "revision of auth store is old", "user name is empty",
     "invalid user ID or password", "requested lease not found", "has been compacted", "authentication is not enabled",
     "can't start new thread", "failed to connect", "address already in use", "watch cancelled by the server",
-    "RPC listener disconnected", "not supported for erasure-coded files", "a file that is open",
+    "RPC listener disconnected", "not supported for erasure-coded files",
     "\\(os error (\\d+)\\)",
 )  # fmt: skip
 MISTAKES_OF_OURS = (  # nothing that a script or an operator does gives these

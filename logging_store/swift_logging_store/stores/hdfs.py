@@ -1,6 +1,6 @@
-"""Files in HDFS, by hdfs-native, which needs no Java, or by libhdfs, Hadoop's own: a `contract.Store`.
+"""Files in HDFS, by hdfs-native, which needs no Java, or by a client of the site's own: a `contract.Store`.
 
-The library runs in a process of its own (`hdfs_helper`), for each operation that is under way one: it may sit in a call
+The client runs in a process of its own (`hdfs_helper`), for each operation that is under way one: it may sit in a call
 for ten minutes when data nodes die, deaf to everything. So each answer has a deadline, after which the process is
 killed and the operation fails with an OSError. Training does not wait for it, except where it begins with a checkpoint.
 """
@@ -8,6 +8,7 @@ killed and the operation fails with an OSError. Training does not wait for it, e
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import time
@@ -36,18 +37,26 @@ T = TypeVar("T")
 
 
 ENV_CLIENT = "SWIFT_HDFS_CLIENT"
-_PROGRAMS = {
-    "hdfs-native": "swift_logging_store.stores.hdfs_helper",
-    "libhdfs": "swift_logging_store.stores.libhdfs_helper",
-}
+_HDFS_NATIVE = "swift_logging_store.stores.hdfs_helper"
 
 
 def client() -> str:
-    """The library that is used. Raises ValueError."""
+    """The module that talks to HDFS: ours, or the plug-in that `ENV_CLIENT` names. Raises ValueError."""
     name = os.environ.get(ENV_CLIENT) or "hdfs-native"
-    if name not in _PROGRAMS:
-        raise ValueError(f"{ENV_CLIENT}={name}: {' or '.join(_PROGRAMS)} is wanted")
+    if name == "hdfs-native":
+        return _HDFS_NATIVE
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of what is in front of a dot, or no name of a module
+        found = None
+    if found is None:
+        raise ValueError(f"SWIFT_HDFS_CLIENT={name}: no such module; without the variable it is hdfs-native")
     return name
+
+
+def needs_hdfs_native() -> bool:
+    """Raises ValueError, as `client` does."""
+    return client() == _HDFS_NATIVE
 
 
 class NoAnswer(TimeoutError):
@@ -62,7 +71,7 @@ class HdfsStore:
     """
 
     def __init__(self, authority: str, path: str) -> None:
-        self._url, self._program = f"hdfs://{authority}", _PROGRAMS[client()]
+        self._url, self._program = f"hdfs://{authority}", client()
         self._base = f"/{path.strip('/')}".rstrip("/")
         self._idle: list[Helper] = []
         self._late_parts: list[str] = []  # to be removed

@@ -1,4 +1,5 @@
-"""What a process that talks to HDFS can be asked for, whichever library it does that with."""
+"""What a process that talks to HDFS can be asked for, whichever library it does that with: what a plug-in has to have
+(`examples/hdfs_client` is one). Must never know a library."""
 
 from __future__ import annotations
 

@@ -31,13 +31,11 @@ def check_url(url: str) -> None:
             raise StoreUnknown(f"s3://{parts.netloc} needs pyarrow: pip install 'swift-agent[s3]'")
     elif parts.scheme == "hdfs" and parts.netloc and is_plain:
         try:
-            package, extra = {"hdfs-native": ("hdfs_native", "hdfs"), "libhdfs": ("pyarrow", "s3")}[hdfs.client()]
+            lacks = hdfs.needs_hdfs_native() and importlib.util.find_spec("hdfs_native") is None
         except ValueError as error:
             raise StoreUnknown(str(error)) from None
-        if importlib.util.find_spec(package) is None:
-            raise StoreUnknown(
-                f"hdfs://{parts.netloc} needs {package.replace('_', '-')}: pip install 'swift-agent[{extra}]'"
-            )
+        if lacks:
+            raise StoreUnknown(f"hdfs://{parts.netloc} needs hdfs-native: pip install 'swift-agent[hdfs]'")
     else:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise StoreUnknown(

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from swift_logging_store.stores.contract import StoreUnknown
+from swift_logging_store.stores.hdfs import ENV_CLIENT
 from swift_logging_store.stores.local import LocalStore, whole_file
-from swift_logging_store.stores.open import open_store
+from swift_logging_store.stores.open import check_url, open_store
 from tests.support.stores import check_files_come_and_go
 
 
@@ -41,6 +42,38 @@ def test_without_hdfs_native_it_is_said_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StoreUnknown, match=r"hdfs://name:1 needs hdfs-native: pip install 'swift-agent\[hdfs\]'"):
         open_store("hdfs://name:1/path")
+
+
+PLUG_IN = """
+import sys
+from swift_logging_store.stores.hdfs_operations import answers
+from swift_logging_store.stores.helper import serve
+
+class Server:
+    def names(self, path):
+        return [sys.argv[1], path]
+    def _other(self, *arguments):
+        raise NotImplementedError
+    size = create = write = finish = open = read = close = remove = _other
+
+if __name__ == "__main__":
+    serve(lambda: answers(Server()), lambda error: "")
+"""
+
+
+def test_another_client_of_hdfs_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site_client.py").write_text(PLUG_IN)
+    monkeypatch.setenv(ENV_CLIENT, "site_client")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert open_store("hdfs://name:1/some/files").names("a") == ["hdfs://name:1", "/some/files/a"]
+
+
+@pytest.mark.parametrize("name", ["libhdfs", "nowhere.client", "not a name", "..relative"])
+def test_a_client_that_is_no_module_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_CLIENT, name)
+    with pytest.raises(StoreUnknown, match=r"SWIFT_HDFS_CLIENT=.*: no such module; without the variable"):
+        check_url("hdfs://somewhere/path")
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

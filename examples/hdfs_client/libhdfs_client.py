@@ -1,8 +1,9 @@
-"""Talks to HDFS for `hdfs.HdfsStore` as `hdfs_helper` does, by pyarrow and Hadoop's own client, with a Java machine in
-this process: `python -m swift_logging_store.stores.libhdfs_helper URL`.
+"""A client of HDFS for swift-agent, by pyarrow and Hadoop's own libhdfs, for what hdfs-native lacks (a site's own
+authentication, say). See README.md beside it. swift-agent runs it as `python -m libhdfs_client URL`, in a process of
+its own, with a Java machine in it.
 
 Needs libhdfs.so (below `HADOOP_HOME`, or in `ARROW_LIBHDFS_DIR`), Java, and Hadoop's jars: `CLASSPATH`, or what
-`hadoop classpath --glob` says. Must never import torch, nor the other rooms.
+`hadoop classpath --glob` says. Must never import torch.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Server:
 
 
 def kind_of(error: Exception) -> str:
-    """See `hdfs_helper.kind_of`."""
+    """See `swift_logging_store.stores.hdfs_helper.kind_of`."""
     if isinstance(error, FileNotFoundError):
         return "absent"
     return "connection" if isinstance(error, ConnectionError) else ""
