@@ -25,10 +25,16 @@ log = logging.getLogger(__name__)
 # Eleven are what torch's store opens at first.
 _NUM_DESCRIPTORS = 24
 _TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+# For stores that cannot be started: descriptors may be there again soon.
+STORE_TIMEOUT_S = 20.0
 
 
 class PortTaken(RuntimeError):
     """Nothing can listen where workers are to meet."""
+
+
+class CannotHost(RuntimeError):
+    """The stores could not be started for too long: another node has to host them."""
 
 
 class GenerationStores:
@@ -45,6 +51,32 @@ class GenerationStores:
         self._host, self._key, self._on_failure = host, key, on_failure
         self._master_addr, self._master_port = master_addr, master_port
         self._open: dict[int, tuple[StoreRecord, TCPStore | None, StoreServer]] = {}
+        self._late: tuple[int, float] | None = None
+        """The generation whose stores could not be started, and since when that is tried."""
+
+    def host(self, generation: int, now_s: float) -> StoreRecord | None:
+        """As `open`, but None where that cannot be: it is tried again then, while it `is_due`. All wait for it, so
+        raises `CannotHost` after a while."""
+        try:
+            record = self.open(generation)
+        except PortTaken:
+            raise
+        except (OSError, RuntimeError) as error:  # torch's own raises the latter
+            self._try_on(generation, now_s, error)
+            return None
+        self._late = None
+        return record
+
+    def is_due(self, generation: int) -> bool:
+        return self._late is not None and self._late[0] == generation
+
+    def _try_on(self, generation: int, now_s: float, error: Exception) -> None:
+        if self._late is None or self._late[0] != generation:
+            log.warning("the stores of generation %d cannot be started (%s); trying on", generation, error)
+            self._late = generation, now_s
+        elif now_s - self._late[1] > STORE_TIMEOUT_S:
+            self._late = None
+            raise CannotHost(f"the stores of generation {generation} cannot be started: {error}") from error
 
     def open(self, generation: int) -> StoreRecord:
         """Start the stores of *generation*, so that no key of an older one can be read again. Those that run already

@@ -6,17 +6,20 @@ anything, and never let a handler that fails touch the job.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import SWIFT_BACKEND
@@ -83,6 +86,19 @@ class AgentEvents:
                 raw_error=json.dumps(worker.failure) if failed else None,
                 exit_code=worker.exit_code if failed else None, worker_pid=worker.pid if failed else None,
             )  # fmt: skip
+
+    @contextlib.contextmanager
+    def until_the_agent_ends(self) -> Iterator[None]:
+        """The life of this agent. A job that has failed is not its own failure."""
+        try:
+            yield
+        except ChildFailedError:
+            self.agent_ended()
+            raise
+        except Exception:
+            self.agent_ended(traceback.format_exc())
+            raise
+        self.agent_ended()
 
     def agent_ended(self, raw_error: str | None = None) -> None:
         """It has done its work, even if the job has failed; *raw_error*: or it has not, and why."""

@@ -6,8 +6,8 @@ The channel of a local rank belongs to the process that the agent has started fo
 that this has started: scripts are run by wrappers (a shell, numactl). The first that says hello has it, as long as it
 lives; so a child of the script, as of a data loader, cannot take it.
 
-Every message becomes an event of the `machine`, or a call of *tell*. Must never start or end a process, nor wait for
-a worker: what that does not take is kept for it.
+Every message becomes an event of the `machine`, or a call of what `WorkerChannels` is given. Must never start or end a
+process, nor wait for a worker: what that does not take is kept for it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import contextlib
 import logging
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.patience import Patience
 from swift_agent.agent.processes.linux import descends_from
-from swift_agent.agent.processes.workers import Workers
+from swift_agent.agent.processes.workers import WorkerProcess
 from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel, ChannelClosed, Listener, Message
 from swift_agent.wire.vocabulary import NotUnderstood, Vocabulary, written
@@ -36,16 +36,16 @@ HELLO: Vocabulary[wire.Hello] = Vocabulary(wire.Hello)
 class WorkerChannels:
     """Registers its sockets with *selector*, whose keys' data are called when they are readable.
 
-    *on_event* takes events; *on_modules* a local rank and what it has imported. *why_not*: why the place of this node
-    in a generation is not its own, '' if it is.
+    *processes*: the newest process of each local rank, as of now. *on_event* takes events; *on_modules* a local rank
+    and what it has imported. *why_not*: why the place of this node in a generation is not its own, '' if it is.
     """
 
     def __init__(
-        self, directory: str, selector: selectors.BaseSelector, workers: Workers, patience: Patience,
-        on_event: Callable[[msg.Event], None], on_modules: Callable[[int, tuple[str, ...]], None],
-        why_not: Callable[[int], str],
+        self, directory: str, selector: selectors.BaseSelector, processes: Mapping[int, WorkerProcess],
+        patience: Patience, on_event: Callable[[msg.Event], None],
+        on_modules: Callable[[int, tuple[str, ...]], None], why_not: Callable[[int], str],
     ) -> None:  # fmt: skip
-        self._selector, self._workers, self._patience = selector, workers, patience
+        self._selector, self._processes, self._patience = selector, processes, patience
         self._on_event, self._on_modules, self._why_not = on_event, on_modules, why_not
         self._listener = Listener(directory)
         self._channels: dict[int, Channel] = {}  # by local rank
@@ -144,7 +144,7 @@ class WorkerChannels:
             return
         self._selector.unregister(channel)
         local_rank, generation = hello.local_rank, hello.generation
-        process = self._workers.processes.get(local_rank)
+        process = self._processes.get(local_rank)
         if process is None or process.generation != generation or process.exit_code is not None:
             log.warning("refused local rank %d of generation %d: not a worker of this agent", local_rank, generation)
             channel.close()

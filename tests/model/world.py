@@ -1,7 +1,7 @@
 """A small job as a value: everything that can happen next is an action, and two ways to the same state are one state.
 
 Real are the cores (membership, lifecycle, planning, view), the transactions (those of `Coordinator._step` and
-`Agent._execute`, taken before they reach the store), entering and leaving a job, and the store's semantics
+`Executor`, taken before they reach the store), entering and leaving a job, and the store's semantics
 (`MemoryStore`). Played are only processes, leases and the wire:
 
 - What a node does by itself is one step with what caused it: its worker answers at once, a view is acted on at once.
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from swift_agent.agent.executor import Executor
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state as state_module
@@ -184,42 +185,62 @@ class Node:
 
 
 class Driver(Agent):
-    """The agent's own code for its writes, on a node of a world. One object per name: closures of writes hold it."""
+    """The agent's own code for its commands, on a node of a world. One object per name: closures of writes hold it."""
 
     def __init__(self, name: str) -> None:
-        self._config = SimpleNamespace(node_id=name)  # type: ignore[assignment]
-        self._keys = KEYS
-        self._directory = ""
-        self._stores = SimpleNamespace(  # type: ignore[assignment]
-            open=lambda number: StoreRecord("h", number), token=lambda number, record: ""
+        config: Any = SimpleNamespace(node_id=name, job_id="job")
+        stores: Any = SimpleNamespace(
+            host=lambda number, now_s: StoreRecord("h", number), token=lambda number, record: ""
         )
-        self._writer = SimpleNamespace(submit=self._submit)  # type: ignore[assignment]
-        self._end = None
+        self._config, self._stores, self._end = config, stores, None
+        self._executor = self.hands = Hands(config, stores, lambda: self._state, lambda: self._presence)
 
     def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
-        self._world, self._node, self._events = world, node, events
         self._state, self._end = node.state, None
+        self.hands.take(world, node, events)
         revision = world.stored_revision
         self._presence = SimpleNamespace(  # type: ignore[assignment]
             me=node.record, journal=None, liveness=SimpleNamespace(reconsider=lambda _: None),
             read_place=lambda: events.append(msg.PlaceRead(revision)),
+            reclaim=lambda: None,  # the agent asks in a thread: it is a step of its own, `notice`
         )
 
     def look(self, node: Node) -> None:
         self._state = node.state
 
-    def _write(self, transaction: Transaction) -> None:
+    def _rejoin(self, why: str) -> None:
+        self.hands.rejoin()
+
+
+class Hands(Executor):
+    """Plays what the executor of an agent has: its worker and the thread that writes."""
+
+    def __init__(self, config: Any, stores: Any, state: Any, presence: Any) -> None:
+        directories: Any = SimpleNamespace(socket="", messages="")
+        writer: Any = SimpleNamespace(submit=self._submit)
+        crew: Any = SimpleNamespace(end=self._end_worker, signal=self._signal_workers)
+        channels: Any = SimpleNamespace(send=self._send)
+        super().__init__(config, None, directories, writer, crew, channels, stores,  # type: ignore[arg-type]
+                         state=state, presence=presence, doubt=lambda peer: None, timers="")  # fmt: skip
+
+    def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
+        self._world, self._node, self._events = world, node, events
+
+    def rejoin(self) -> None:
+        self._world.rejoin(self._node)
+
+    def _write(self, transaction: Transaction, at_s: float = 0.0) -> None:
         self._peer = transaction.lost_peer or ""
-        super()._write(transaction)
+        super()._write(transaction, at_s)
 
     def _submit(self, write: Write) -> None:
         node = self._node
-        pending = Pending(write.what, tuple(write.guards), tuple(write.ops), self._state.view.number,
+        pending = Pending(write.what, tuple(write.guards), tuple(write.ops), self._state().view.number,
                           node.record.incarnation, write.wanted, self._peer)  # fmt: skip
         node.writes = (*node.writes, pending)
 
     def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
-        node, view = self._node, self._state.view
+        node, view = self._node, self._state().view
         generation = view.generation
         assert generation is not None
         slot = generation.slot_of(node.record.incarnation)
@@ -267,12 +288,6 @@ class Driver(Agent):
 
     def _signal_workers(self, signum: int) -> None:
         self._node.paused, self._node.asked = signum == signal.SIGSTOP, (0, 0)
-
-    def _rejoin(self, why: str) -> None:
-        self._world.rejoin(self._node)
-
-    def _reclaim(self) -> None:
-        """The agent asks in a thread: it is a step of its own, `notice`."""
 
 
 class Recorder:

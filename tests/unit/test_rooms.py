@@ -20,7 +20,6 @@ MAX_LINES = 400
 LARGE: dict[str, int] = {
     "recovery/swift_recovery/state/snapshot.py": 445,
     "recovery/swift_recovery/undo/rules.py": 422,
-    "swift_agent/agent/loop.py": 812,
     "swift_agent/worker/data/batches.py": 543,
     "swift_agent/worker/groups/process_groups.py": 444,
     "swift_agent/worker/job/job.py": 481,

@@ -68,7 +68,7 @@ class Workers:
     def __init__(self, config: AgentConfig, host: str, standings: Standings, all_are_ours: bool = False) -> None:
         """*all_are_ours*: see `orphans`."""
         self._config = config
-        self._host = host
+        self.host = host
         self._orphans = Orphans(all_are_ours)
         self._standings = standings
         self._output = Output(config)
@@ -121,7 +121,7 @@ class Workers:
     def _not_started(self, place: Placement, local_rank: int, error: Exception, warm: bool) -> NotStarted:
         why, now_s = f"it cannot be started: {error}", int(time.time())
         end = WorkerExit(
-            place.rank(local_rank), local_rank, 0, NOT_STARTED, self._host, why, now_s, generation=place.generation
+            place.rank(local_rank), local_rank, 0, NOT_STARTED, self.host, why, now_s, generation=place.generation
         )
         may_pass = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
         return NotStarted(place, warm, end, may_pass)
@@ -301,7 +301,7 @@ class Workers:
         error_file = process.error_file if os.path.isfile(process.error_file) else ""
         stood = self._standings.of(process.local_rank)
         return WorkerExit(
-            process.rank, process.local_rank, process.pid, code, self._host, message, timestamp_s, error_file,
+            process.rank, process.local_rank, process.pid, code, self.host, message, timestamp_s, error_file,
             place=place_of(message), generation=process.generation, iteration=stood.iteration, begun=stood.begun,
             num_iterations=stood.num_iterations, excused=stood.excused,
         )  # fmt: skip

@@ -12,10 +12,11 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from swift_agent.agent.store_hosting import GenerationStores, PortTaken
+from swift_agent.agent.store_hosting import STORE_TIMEOUT_S, CannotHost, GenerationStores, PortTaken
 from swift_rendezvous.node.job_key import JobKey
 from swift_rendezvous.roster.records import StoreRecord
 from tests.support.job import SOURCE_ROOTS
+from tests.support.limits import without_descriptors
 
 KEY = JobKey.of_one_node()
 
@@ -95,3 +96,35 @@ def test_an_agent_that_is_short_of_descriptors_lives() -> None:
     codes = done.stdout.split()
     assert len(codes) == 40 and set(codes) == {"0", "3"}, (codes, done.stderr[-2000:])
     assert codes[0] == "3" and codes[-1] == "0"
+
+
+def test_a_host_without_descriptors_tries_on_and_then_leaves_the_stores_to_another() -> None:
+    stores = GenerationStores("127.0.0.1", KEY)
+    try:
+        with without_descriptors():
+            assert stores.host(1, 100.0) is None and stores.is_due(1)
+            assert stores.host(1, 101.0) is None
+        assert stores.host(1, 102.0) is not None and not stores.is_due(1)
+        with without_descriptors():
+            assert stores.host(2, 200.0) is None
+            with pytest.raises(CannotHost, match="the stores of generation 2 cannot be started"):
+                stores.host(2, 200.0 + STORE_TIMEOUT_S + 1.0)
+    finally:
+        stores.close()
+
+
+def test_stores_that_cannot_be_opened_for_long_are_hosted_by_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for them."""
+
+    def full(generation: int) -> StoreRecord:
+        raise RuntimeError("can't start new thread")
+
+    stores = GenerationStores("127.0.0.1", KEY)
+    monkeypatch.setattr(stores, "open", full)
+    for second in range(21):
+        assert stores.host(3, 100.0 + second) is None and stores.is_due(3)
+    with pytest.raises(CannotHost, match="the stores of generation 3 cannot be started: can't start new thread"):
+        stores.host(3, 120.1)
+    assert not stores.is_due(3)
+    assert stores.host(3, 130.0) is None
+    assert stores.host(4, 150.1) is None  # another generation has its own time

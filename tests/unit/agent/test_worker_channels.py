@@ -23,6 +23,7 @@ import pytest
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.patience import Patience
+from swift_agent.agent.processes.crew import Crew
 from swift_agent.agent.worker_channels import WorkerChannels
 from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
@@ -44,10 +45,9 @@ class Line:
         self.processes: dict[int, Any] = {
             rank: SimpleNamespace(pid=pid, generation=1, exit_code=None) for rank, pid in pids.items()
         }
-        workers: Any = SimpleNamespace(processes=self.processes)
         patience = Patience(lambda: None, lambda ranks: None)
         self.channels = WorkerChannels(
-            str(directory), self.selector, workers, patience, self.events.append, lambda rank, names: None,
+            str(directory), self.selector, self.processes, patience, self.events.append, lambda rank, names: None,
             lambda generation: "" if generation == 1 else f"generation {generation} is over",
         )  # fmt: skip
 
@@ -303,7 +303,7 @@ def test_what_is_said_twice_a_second_leaves_nothing_for_a_worker_that_does_not_r
         _config=SimpleNamespace(on_etcd_loss="pause"),
         _presence=SimpleNamespace(acts_until_s=lambda: time.monotonic() + 2.123456),
         _channels=line.channels,
-        _workers=SimpleNamespace(processes={0: None}, vouch=standings.vouch, wake_standing=lambda: None),
+        _crew=SimpleNamespace(vouch=standings.vouch, wake_standing=lambda: None),
         _state=SimpleNamespace(paused=False),
     )
     for _ in range(1000):
@@ -362,11 +362,12 @@ def test_a_frozen_agent_takes_nobody_for_late(line: Line, monkeypatch: pytest.Mo
     line.channels.send((0,), go(1_000_000))
     order: list[Any] = []
     agent: Any = object.__new__(Agent)
-    agent._selector = SimpleNamespace(select=lambda timeout_s: [])
+    agent._reactor = SimpleNamespace(wait=lambda timeout_s: [], handle=lambda ready: None)
     agent._channels, agent._state = line.channels, SimpleNamespace(paused=False)
-    agent._last_reap_s, agent._listened_s = math.inf, time.monotonic() - 60.0
-    agent._insist = [(time.monotonic() - 50.0, "worker")]
-    agent._event = order.append
+    agent._last_tick_s, agent._listened_s = math.inf, time.monotonic() - 60.0
+    crew: Any = object.__new__(Crew)
+    crew._insist = [(time.monotonic() - 50.0, "worker")]
+    agent._crew, agent._event = crew, order.append
     for channel in line.channels._channels.values():
         channel.stuck_since_s = time.monotonic() - 59.0
     agent._turn()
@@ -374,45 +375,7 @@ def test_a_frozen_agent_takes_nobody_for_late(line: Line, monkeypatch: pytest.Mo
     assert isinstance(stood, msg.StoodStill) and 59.0 < stood.for_s < 60.5
     line.channels.tick(time.monotonic(), 10.0, paused=False)
     assert not any(isinstance(event, msg.WorkerDeaf) for event in line.events)
-    assert agent._insist[0][0] > time.monotonic()
+    assert crew._insist[0][0] > time.monotonic()
     agent._turn()
     assert order == [stood]
     worker.close()
-
-
-def test_a_worker_that_is_paused_has_its_time_to_end_when_it_hears_of_it() -> None:
-    killed: list[tuple[Any, int]] = []
-    process = SimpleNamespace(exit_code=None)
-    agent: Any = SimpleNamespace(
-        _state=SimpleNamespace(paused=True), _insist=[(110.0, process)], _grace_s=lambda: 30.0,
-        _workers=SimpleNamespace(signal_process=lambda process, signum: killed.append((process, signum))),
-    )  # fmt: skip
-    for now_s in (100.0, 200.0):
-        Agent._insist_on_ends(agent, now_s)
-    agent._state.paused = False
-    Agent._insist_on_ends(agent, 229.0)
-    assert killed == []
-    Agent._insist_on_ends(agent, 230.0)
-    assert killed == [(process, signal.SIGKILL)] and agent._insist == []
-
-
-def test_stores_that_cannot_be_opened_for_long_are_hosted_by_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All wait for them."""
-    at_s, left = [100.0], list[str]()
-
-    def full(generation: int) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    agent: Any = object.__new__(Agent)
-    agent._stores, agent._no_store, agent._rejoin = SimpleNamespace(open=full), None, left.append
-    monkeypatch.setattr("swift_agent.agent.loop.time", SimpleNamespace(monotonic=lambda: at_s[0]))
-    for second in range(21):
-        at_s[0] = 100.0 + second
-        agent._host_store(3)
-    assert left == [] and agent._no_store == (3, 100.0)
-    at_s[0] += 0.1
-    agent._host_store(3)
-    assert left == ["the stores of generation 3 cannot be started: can't start new thread"]
-    agent._no_store = (3, 100.0)
-    agent._host_store(4)  # another generation has its own time
-    assert len(left) == 1 and agent._no_store == (4, at_s[0])

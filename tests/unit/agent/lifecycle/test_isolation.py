@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 
+from swift_agent.agent.executor import Executor
 from swift_agent.agent.lifecycle import commands
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state as state_module
 from swift_agent.agent.lifecycle.isolation import MAX_DELAY_S, ending_grace_s, pausing, rejoin_delay_s
-from swift_agent.agent.loop import STORE_TIMEOUT_S, Agent
+from swift_agent.agent.loop import Agent
 from swift_agent.agent.record_writer import Write
-from swift_agent.agent.store_hosting import GenerationStores
-from swift_agent.agent.transactions import Transaction
-from swift_rendezvous.node.job_key import JobKey
-from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     FailureRecord,
     GenerationRecord,
@@ -33,7 +30,6 @@ from swift_rendezvous.roster.records import (
     StoreRecord,
 )
 from swift_rendezvous.roster.view import View
-from tests.support.limits import without_descriptors
 
 
 @pytest.mark.parametrize(
@@ -98,24 +94,6 @@ def test_who_stands_still_is_not_ended_for_not_stopping(how: str) -> None:
     assert after(msg.Tick(), 211.0) == [commands.KillWorkers], "from then on it has its time"
 
 
-def test_a_worker_that_comes_up_meanwhile_stands_still_as_well() -> None:
-    sent = []
-    worker = state_module.Worker(0, 2)
-    agent: Any = SimpleNamespace(
-        _selector=SimpleNamespace(register=lambda *args: None),
-        _event_log=SimpleNamespace(started=lambda *args: None),
-        _event=lambda event: None,
-        _state=state_module.AgentState("n0", "n0.1", workers={0: worker}),
-        _workers=SimpleNamespace(signal_process=lambda process, signum: sent.append(signum)),
-    )
-    process: Any = SimpleNamespace(pidfd=0, rank=0, pid=9, local_rank=0, generation=2)
-    Agent._watch_process(agent, process)
-    assert sent == []
-    agent._state = replace(agent._state, paused=True)
-    Agent._watch_process(agent, process)
-    assert sent == [signal.SIGSTOP]
-
-
 @pytest.mark.parametrize(
     ("paused", "is_told", "left_s", "expected"),
     [
@@ -160,63 +138,26 @@ def test_who_is_asked_to_end_wakes_no_worker_whose_place_may_be_anothers(
     me = NodeRecord("n0", "n0.1", "127.0.0.1", 1, 1, "command")
     owner = Owner("n0", "n0.1", "127.0.0.1")
     view = View(job=JobRecord(1, 1, "c"), generation=GenerationRecord(1, "start", (owner,), 1, 0, "why"))
+    state = state_module.AgentState("n0", "n0.1", view=view, paused=paused)
+    presence: Any = SimpleNamespace(me=me, acts_until_s=lambda: time.monotonic() + 4.0, leave=lambda: None)
+    config: Any = SimpleNamespace(on_etcd_loss="pause", job_id="job")
+    crew: Any = SimpleNamespace(
+        grace_s=30.0, vouch=lambda until_s: None, signal=woken.append,
+        dismiss=lambda end, grace_s, in_hurry: graces.append(grace_s),
+    )  # fmt: skip
+    parts: dict[str, Any] = {
+        "store": etcd, "writer": etcd, "directories": SimpleNamespace(socket="", messages=""), "channels": None,
+        "stores": None,
+    }  # fmt: skip
+    executor = Executor(
+        config, crew=crew, **parts, state=lambda: state, presence=lambda: presence, doubt=lambda peer: None, timers=""
+    )
     agent: Any = SimpleNamespace(
-        _end=ResultRecord("stopped", "signal 15"), _grace_s=lambda: 30.0, _host="h", _keys=Keys("job"), _store=etcd,
-        _writer=etcd, _config=SimpleNamespace(on_etcd_loss="pause"), _event_log=SimpleNamespace(ended=lambda *a: None),
-        _state=state_module.AgentState("n0", "n0.1", view=view, paused=paused), _signal_workers=woken.append,
+        _config=config, _state=state, _presence=presence, _crew=crew, _executor=executor,
         _signals=SimpleNamespace(first=signal.SIGTERM, count=1),
-        _presence=SimpleNamespace(me=me, acts_until_s=lambda: time.monotonic() + 4.0, leave=lambda: None),
-        _workers=SimpleNamespace(
-            vouch=lambda until_s: None, processes={}, end_all=lambda grace_s, in_hurry: graces.append(grace_s)
-        ),
     )  # fmt: skip
-    agent._publish_stop = lambda result: Agent._publish_stop(agent, result)
-    Agent._leave(agent)
+    Agent._leave(agent, ResultRecord("stopped", "signal 15"))
     assert graces == [pytest.approx(lives_s, abs=0.5)] and woken == ([signal.SIGCONT] if lives_s else [])
-
-
-def test_evidence_that_has_aged_while_workers_were_started_is_not_written() -> None:
-    """The command to write it was given before that; it counts from when it was seen, not from then."""
-    writes: list[Write] = []
-    agent: Any = SimpleNamespace(
-        _state=state_module.AgentState("n0", "n0.1", view=View(job=JobRecord(2, 2, "c"))),
-        _event_s=5.0, _keys=Keys("job"),
-        _writer=SimpleNamespace(submit=writes.append), _post=lambda action: None, _doubt=lambda peer: None,
-    )  # fmt: skip
-    transaction = Transaction("failure", [], [], "n1.1")
-    Agent._write(agent, transaction)
-    assert writes == []
-    agent._state = replace(agent._state, lost_peers={"n1.1": state_module.Suspicion("silent", False, 5.0)})
-    Agent._write(agent, transaction)
-    assert [write.what for write in writes] == ["failure"] and writes[0].wanted()
-
-
-def test_a_host_without_descriptors_tries_on_and_then_leaves_the_stores_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[object] = []
-    rejoined: list[str] = []
-    stores = GenerationStores("127.0.0.1", JobKey.of_one_node())
-    agent: Any = SimpleNamespace(
-        _stores=stores, _no_store=None, _rejoin=rejoined.append, _write=written.append, _keys=Keys("job"),
-        _state=state_module.AgentState("n0", "n0.1"),
-        _presence=SimpleNamespace(me=NodeRecord("n0", "n0.1", "127.0.0.1", 1, 1, "command")),
-    )  # fmt: skip
-    agent._on_no_store = lambda generation, error: Agent._on_no_store(agent, generation, error)
-    try:
-        with without_descriptors():
-            Agent._host_store(agent, 1)
-            Agent._host_store(agent, 1)
-        assert agent._no_store[0] == 1 and not written and not rejoined
-        Agent._host_store(agent, 1)
-        assert len(written) == 1 and agent._no_store is None
-        with without_descriptors():
-            Agent._host_store(agent, 2)
-            agent._no_store = (2, agent._no_store[1] - STORE_TIMEOUT_S - 1.0)
-            Agent._host_store(agent, 2)
-        assert len(rejoined) == 1 and "the stores of generation 2 cannot be started" in rejoined[0]
-    finally:
-        stores.close()
 
 
 def test_a_node_that_is_given_up_at_once_stays_away_longer_and_longer() -> None:

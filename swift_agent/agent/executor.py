@@ -1,0 +1,226 @@
+"""Carries out what the core has decided, one command at a time: processes, messages to workers, records in etcd.
+
+    command --> crew: start, end, signal
+            --> channels: what a worker is told
+            --> writer: a record, fenced by generation and incarnation, dropped once it is not true any more
+
+Commands that end or move the agent itself are the loop's. This module must never decide anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from swift_agent.agent import transactions
+from swift_agent.agent.lifecycle import commands, timeline
+from swift_agent.agent.lifecycle.machine import EVIDENCE_S
+from swift_agent.agent.lifecycle.rate import TELL_S
+from swift_agent.agent.lifecycle.state import AgentState
+from swift_agent.agent.patience import probe
+from swift_agent.agent.presence import Presence
+from swift_agent.agent.processes.crew import Crew, placement
+from swift_agent.agent.record_writer import Write, Writer
+from swift_agent.agent.store_hosting import GenerationStores
+from swift_agent.agent.worker_channels import WorkerChannels
+from swift_agent.launch.config import AgentConfig
+from swift_agent.launch.directories import Directories
+from swift_agent.wire import messages as wire
+from swift_agent.wire.environment import run_name
+from swift_recovery.transfer import node_file
+from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import RateRecord, ResultRecord, StoreRecord
+from swift_rendezvous.roster.view import View
+from swift_rendezvous.store.kv import KeyValueStore
+
+log = logging.getLogger(__name__)
+
+# For the last records of this agent to be written.
+LEAVE_TIMEOUT_S = 3.0
+
+
+class Executor:
+    """*state*, *presence*: the agent's, as of now; also asked in the writer's thread. *doubt* is called there with an
+    incarnation whose loss has come too late to be written. *timers*: the pipe of `watchdog`, '' for none."""
+
+    def __init__(
+        self, config: AgentConfig, store: KeyValueStore, directories: Directories, writer: Writer, crew: Crew,
+        channels: WorkerChannels, stores: GenerationStores, *, state: Callable[[], AgentState],
+        presence: Callable[[], Presence], doubt: Callable[[str], None], timers: str,
+    ) -> None:  # fmt: skip
+        self._config, self._store, self._keys = config, store, Keys(config.job_id)
+        self._directory, self._message_log, self._timers = directories.socket, directories.messages, timers
+        self._writer, self._crew, self._channels, self._stores = writer, crew, channels, stores
+        self._state, self._presence, self._doubt = state, presence, doubt
+        self._started_s = time.time()
+
+    def execute(self, command: commands.Command, at_s: float) -> None:
+        """*at_s*: when the event came that *command* follows from, monotonic."""
+        state, presence = self._state(), self._presence()
+        transaction = transactions.transaction_of(command, self._keys, state.view, presence.me)
+        match command:
+            case commands.StartWorkers(local_ranks, _, warm):
+                self._start(local_ranks, warm)
+            case commands.KillWorkers(local_ranks, why, graceful):
+                log.info("ending local ranks %s: %s", list(local_ranks), why)
+                for local_rank in local_ranks:
+                    self._crew.end(local_rank, graceful)
+            case commands.SendStop(local_ranks, generation, why):
+                self._channels.send(local_ranks, wire.Stop(generation, why))
+            case commands.SendGo(local_ranks, generation):
+                self._channels.send(local_ranks, self._go_message(generation))
+            case commands.SendLeave(local_ranks, generation):
+                self._channels.send(local_ranks, replace(self._go_message(generation), leaves=True))
+            case commands.SendKeep(local_ranks, generation):
+                node_file.remove(self._directory, but=state.kept.iteration if state.kept else -1)
+                self._channels.send(local_ranks, replace(self._go_message(generation), keeps=True))
+            case commands.DropKept():
+                node_file.remove(self._directory)
+            case commands.SendPause(local_ranks, generation):
+                self._channels.send(local_ranks, wire.Pause(generation))
+            case commands.SendBoundary(local_ranks, generation, iteration):
+                self._channels.send(local_ranks, wire.Boundary(generation, iteration))
+            case commands.AskIteration(local_ranks):
+                self._channels.send(local_ranks, wire.Where())
+            case commands.TellRate(generation, iteration, per_s):
+                self._write_rate(RateRecord(iteration, per_s, generation, time.time()))
+            case commands.SendRelease(local_ranks):
+                self._channels.send(local_ranks, wire.Release())
+            case commands.WriteFailure(generation, failure):
+                lost = "" if failure.kind == "again" else f"lost {failure.kind}: "
+                log.info("generation %d: %s%s", generation, lost, failure.evidence)
+            case commands.ForgetSpare(node_id, incarnation):
+                if incarnation in state.lost_peers:
+                    log.info("spare node %s is lost: %s", node_id, state.lost_peers[incarnation].evidence)
+            case commands.LookAgain(incarnation):
+                presence.liveness.reconsider(incarnation)
+            case commands.Reclaim():
+                presence.reclaim()
+            case commands.PauseWorkers(why):
+                log.warning(
+                    "%s. The workers of this node are paused before another node can get their places. Nothing is "
+                    "lost: they go on when etcd answers and the places are still theirs, else they are ended. Bring "
+                    "etcd, or the way to it, back (or start with --on-etcd-loss train to go on regardless)", why,
+                )  # fmt: skip
+                self._crew.signal(signal.SIGSTOP)
+            case commands.ReadPlace():
+                presence.read_place()
+            case commands.ResumeWorkers():
+                log.info("nobody else has the places of this node: its workers are not paused any more")
+                self._crew.signal(signal.SIGCONT)
+        if transaction is not None:
+            self._write(transaction, at_s)
+
+    # ---- workers ----
+
+    def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
+        state = self._state()
+        place = placement(
+            self._config,
+            state.view,
+            state.incarnation,
+            socket_path=self._channels.path,
+            message_log=self._message_log,
+            timers=self._timers,
+            run=run_name(self._presence().job, self._started_s if self._config.etcd is None else None),
+        )
+        self._crew.start(place, local_ranks, warm)
+
+    def _go_message(self, number: int) -> wire.Go:
+        view = self._state().view
+        assert view.plan is not None and view.store is not None and view.generation is not None
+        store, token = view.store, self._stores.token(number, view.store)
+        stores = wire.Store(store.host, store.port, store.session_port, token)
+        return wire.Go(number, view.plan.content, view.generation.world_size, stores, kept=self._directory)
+
+    # ---- records ----
+
+    def stores_listen(self, generation: int, record: StoreRecord) -> None:
+        """Have it written where this node hosts the stores of *generation*."""
+        view, me = self._state().view, self._presence().me
+        self._write(transactions.hosted_store(self._keys, view, me, generation, record))
+
+    def imported(self, modules: Sequence[str]) -> None:
+        """Have it written what standbys of all nodes import ahead; *modules* are signed."""
+        self._write(transactions.preload(self._keys, self._state().view, self._presence().me, modules))
+
+    def recovered(self, view: View, phases: Mapping[str, float]) -> None:
+        """Have the recovery that is over told, and written into the history."""
+        assert view.generation is not None and view.plan is not None
+        log.info(
+            "recovered: generation %d goes on at iteration %d: %s",
+            view.generation.number,
+            transactions.resumed_iteration(view),
+            timeline.describe(dict(phases)),
+        )
+        self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time()))
+
+    def probe(self, answered: Callable[[bool], None]) -> None:
+        """Write something that changes nothing, to see whether the store takes it: see `patience`. *answered* is
+        called in the writer's thread."""
+        state, presence = self._state(), self._presence()
+        incarnation, job = state.incarnation, state.view.job
+        assert job is not None
+        guards, ops = probe(self._keys, job, presence.job, presence.me)
+        is_current = lambda: self._state().incarnation == incarnation  # noqa: E731
+        self._writer.submit(Write("probe", guards, ops, is_current, lambda: answered(False), answered))
+
+    def stop(self, result: ResultRecord) -> bool:
+        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs, or was given up.
+        Returns whether etcd has that."""
+        state = self._state()
+        generation = state.view.generation
+        if generation is not None and generation.slot_of(state.incarnation) is None:
+            return False
+        last = transactions.stop(self._keys, self._presence().me, result)
+        held: list[bool] = []
+        self._writer.submit(Write(last.what, last.guards, last.ops, wanted=lambda: True, answered=held.append))
+        self._writer.flush(LEAVE_TIMEOUT_S)
+        if held != [False]:
+            return held == [True]
+        try:
+            return self._store.get(self._keys.result) is not None  # another node was first, or this one was given up
+        except RendezvousError:
+            return False
+
+    def flush(self) -> None:
+        self._writer.flush(LEAVE_TIMEOUT_S)
+
+    def _write_rate(self, record: RateRecord) -> None:
+        presence = self._presence()
+        late_s = time.monotonic() + TELL_S
+        rate = transactions.rate(self._keys, self._state().view, presence.me, record, presence.lease_id)
+        self._writer.submit(Write(rate.what, rate.guards, rate.ops, lambda: time.monotonic() < late_s))
+
+    def _write(self, transaction: transactions.Transaction, at_s: float = 0.0) -> None:
+        """Have it written; it is dropped once the generation is over.
+
+        A node that was cut off has seen all others vanish. When it can write again that is not true any more, so what
+        was seen too long ago is not written but looked at again.
+        """
+        state = self._state()
+        number, incarnation = state.view.number, state.incarnation
+        what, guards, ops, peer = transaction.what, transaction.guards, transaction.ops, transaction.lost_peer
+        seen = None if peer is None else state.lost_peers.get(peer)
+        if peer is not None and seen is None:
+            return  # a command before this one took so long that it has aged, and is looked at again
+        # On the clock of the writer's thread.
+        seen_s = time.monotonic() - (0.0 if seen is None else at_s - seen.seen_s)
+
+        def is_current() -> bool:
+            now = self._state()
+            return now.view.number == number and now.incarnation == incarnation
+
+        def is_fresh() -> bool:
+            return is_current() and time.monotonic() - seen_s < EVIDENCE_S
+
+        if peer is None:
+            write = Write(what, guards, ops, is_current)
+        else:
+            doubt = lambda: self._doubt(peer)  # noqa: E731
+            write = Write(what, guards, ops, is_fresh, dropped=doubt, read_first=self._keys.generation)
+        self._writer.submit(write)
