@@ -35,6 +35,7 @@ from swift_agent.ctl.replay import replay
 from swift_agent.ctl.reports import explain as explaining
 from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.steer import gc, stop
+from swift_rendezvous.roster.decision import nodes_are
 from swift_rendezvous.roster.keys import ROOT, Keys
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import Compacted, KeyValue, KeyValueStore
@@ -241,7 +242,7 @@ def explain(config: EtcdConfig, job: str, generation: int | None, as_json: bool)
         episodes = explaining.history(jobs.events_of(job, entries))
     number = generation or view.number
     if number == 0:
-        raise click.ClickException(f"job {job!r} has no generation yet: {len(view.nodes)} nodes are here")
+        raise click.ClickException(f"job {job!r} has no generation yet: {nodes_are(len(view.nodes))} here")
     found = explaining.explain(view, episodes, number)
     if found is None:
         kept = ", ".join(str(episode.generation) for episode in episodes) or "none"

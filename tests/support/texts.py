@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.job import ROOT
 
 # In a quotation: what stands for something else in each case.
-FIELDS = re.compile(r"\d[\d.]*|\b[A-Z]{3,}\d?\b|\w+ \(\w+, \w+\.py:\d+\)|rank 0's")
+FIELDS = re.compile(r"\d+ (?:nodes? (?:is|are)|parts?)|\d[\d.]*|\b[A-Z]{3,}\d?\b|\w+ \(\w+, \w+\.py:\d+\)|rank 0's")
 _FORMATS = re.compile(r"%(?:\.\d)?[dfgrsx]\b")
 
 Message = tuple[str | None, ...]

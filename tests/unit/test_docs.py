@@ -14,8 +14,13 @@ from tests.support.job import ROOT
 from tests.support.texts import is_part, messages, rows
 
 PAGE = ROOT / "docs" / "will-my-script-be-recovered.md"
+IDIOMS = sorted((ROOT / "docs" / "idioms").glob("*.md"))
 # Tables that quote, by what is over the column.
-COLUMNS = {"what you see": PAGE, "an operator sees": ROOT / "docs" / "etcd.md"}
+COLUMNS = {
+    "what you see": IDIOMS,
+    "you see": sorted((ROOT / "docs" / "models").glob("*.md")),
+    "an operator sees": [ROOT / "docs" / "etcd.md"],
+}
 # Of somebody else (etcd, Python), or the name of a call.
 FOREIGN = (
     "torch.load", "UnboundLocalError", "no space left on device",
@@ -25,8 +30,8 @@ FOREIGN = (
 
 def quotations() -> list[str]:
     found = {}
-    for column, path in COLUMNS.items():
-        for head, cells in rows(path):
+    for column, pages in COLUMNS.items():
+        for head, cells in (row for page in pages for row in rows(page)):
             if column in head:
                 quoted = re.findall(r"`([^`]+)`", cells[head.index(column)])
                 found |= dict.fromkeys(part.strip(" :();") for one in quoted for part in one.split("..."))
@@ -69,7 +74,7 @@ def test_another_text_is_found_out() -> None:
     for text in ("has drawn 300 of 1200 batches anew", "has drawn all of 1200 batches again", "drawn 300 from 1200"):
         assert not is_part(text, message)
     assert not any(is_part("was given other data than its predecessor had", one) for one in messages())
-    assert len(quotations()) > 30
+    assert len(quotations()) > 80
 
 
 def test_what_shows_a_row_is_there() -> None:
@@ -84,5 +89,5 @@ def test_what_shows_a_row_is_there() -> None:
                 path = ROOT / "tests" / "strangers" / one
             assert path.exists(), f"{one} in: {text}"
             directory = path.parent
-    scripts = re.findall(r"\]\(\.\./(tests/[^)]+)\)", PAGE.read_text())
+    scripts = [one for page in IDIOMS for one in re.findall(r"\]\(\.\./\.\./(tests/[^)]+)\)", page.read_text())]
     assert len(scripts) > 3 and all((ROOT / one).exists() for one in scripts)

@@ -341,7 +341,8 @@ class Checkpoints:
         without = {rank: data["none"] for rank, data in enumerate(told) if "none" in data}
         if without:
             rank, why = next(iter(without.items()))
-            more = f" (and {len(without) - 1} ranks more)" if len(without) > 1 else ""
+            num = len(without) - 1
+            more = f" (and {num} more rank{'s' if num > 1 else ''})" if num else ""
             self._tell_why_not(task, f"rank {rank}: {why}{more}")
             return False
         parts = tuple(Part.from_json(data) for data in told if data)
@@ -356,8 +357,9 @@ class Checkpoints:
         self._must_be_ours(task.timeline)
         self.directory.commit(checkpoint)
         size = sum(part.written.num_bytes for part in parts)
+        num_parts = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
         self._note(
-            f"checkpoint of iteration {task.iteration} in {self.directory}: {size / 1e6:.1f} MB in {len(parts)} parts, "
+            f"checkpoint of iteration {task.iteration} in {self.directory}: {size / 1e6:.1f} MB in {num_parts}, "
             f"{time.monotonic() - task.began_s:.1f} s"
         )
         return True

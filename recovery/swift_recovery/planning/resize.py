@@ -61,7 +61,8 @@ def make_resize_plan(held: Mapping[int, Iterable[Held]], sizes: Sequence[int]) -
     others = [rank for rank in ranks if slot_of[rank] not in keepers]
     sources = {rank: loaded[index % len(loaded)] for index, rank in enumerate(others)}
     layouts = {rank: loaded[0] for rank in ranks if rank != loaded[0]}
-    why = f"{len(ranks)} new ranks go on with iteration {newest}, which the nodes of slots {sorted(keepers)} keep"
+    new = "1 new rank goes on" if len(ranks) == 1 else f"{len(ranks)} new ranks go on"
+    why = f"{new} with iteration {newest}, which the nodes of slots {sorted(keepers)} keep"
     if all_mixed:
         why += "; what all have made of the update after it is taken back there"
     return Plan("copy", why, newest, sections, sources, layouts, keepers=keepers, loads=tuple(loaded))

@@ -112,6 +112,11 @@ class Decision:
     deadline_s: float | None = None
 
 
+def nodes_are(num: int) -> str:
+    """How a sentence about so many nodes begins."""
+    return "1 node is" if num == 1 else f"{num} nodes are"
+
+
 def last_call(what: str, since_s: float, rules: Rules) -> Decision:
     """Enough nodes are here, and others may come: they have a moment, from *since_s* on."""
     waiting = f"{what}; others have {rules.last_call_s:g} s to come (--rdzv-conf last_call_timeout)"

@@ -28,6 +28,7 @@ from swift_rendezvous.roster.decision import (
     PublishResult,
     Rules,
     last_call,
+    nodes_are,
 )
 from swift_rendezvous.roster.losses import MAX_NAMED, Losses, clipped, exits_of, losses, some_of, spares
 from swift_rendezvous.roster.records import (
@@ -99,7 +100,8 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
     assert job is not None
     free = spares(view)
     if len(free) < job.num_nodes:
-        here = f"{len(free)} of {job.num_nodes} nodes are here"
+        num = len(free)
+        here = f"1 of {job.num_nodes} nodes is here" if num == 1 else f"{num} of {job.num_nodes} nodes are here"
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.join_timeout_s:
             waiting = f"{here}; the others have {rules.join_timeout_s:g} s to come"
@@ -111,8 +113,8 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
     if len(chosen) < resizing.most_nodes(job):
         since = now_s if waiting_since_s is None else waiting_since_s
         if now_s - since < rules.last_call_s:
-            return last_call(f"{len(chosen)} nodes are here, enough to begin", since, rules)
-    why = f"{len(chosen)} nodes are here: {', '.join(node.node_id for node in chosen)}"
+            return last_call(f"{nodes_are(len(chosen))} here, enough to begin", since, rules)
+    why = f"{nodes_are(len(chosen))} here: {', '.join(node.node_id for node in chosen)}"
     generation = GenerationRecord(
         number=1,
         mode="start",
@@ -135,7 +137,7 @@ def _grow(view: View, rules: Rules, now_s: float, waiting_since_s: float | None)
     since = now_s if waiting_since_s is None else waiting_since_s
     assert view.job is not None
     if len(new.slots) < resizing.most_nodes(view.job) and now_s - since < rules.last_call_s:
-        return last_call(f"{len(new.slots)} nodes are here", since, rules)
+        return last_call(f"{nodes_are(len(new.slots))} here", since, rules)
     if view.tracked:
         return Decision((PublishPause(PauseRecord()),), why=f"{new.why}, from a common boundary")
     return Decision((PublishGeneration(new), PublishPlan()), why=new.why)

@@ -25,6 +25,7 @@ from swift_rendezvous.roster.decision import (
     PublishResult,
     Rules,
     last_call,
+    nodes_are,
 )
 from swift_rendezvous.roster.losses import Losses, describe, exits_of, failed_ranks, spares
 from swift_rendezvous.roster.records import (
@@ -160,7 +161,7 @@ def _resizes(now: Situation, rules: Rules, now_s: float, since_s: float) -> Deci
     if left is None:
         return None
     if now.short > 0 and not now.resizes and now_s - since_s < rules.last_call_s:
-        return replace(last_call(f"{now.what}; {len(left)} nodes are left", since_s, rules), commands=now.forget)
+        return replace(last_call(f"{now.what}; {nodes_are(len(left))} left", since_s, rules), commands=now.forget)
     workers = {} if now.lost.nodes else now.lost.workers  # their slots may be others now
     counts = now.restart and bool(workers or now.lost.restart or now.verdict.restart)
     new = resizing.renewed(
