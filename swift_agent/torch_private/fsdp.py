@@ -28,16 +28,21 @@ def is_fsdp1(module: torch.nn.Module) -> bool:
 
 
 def reset_fsdp(root: FSDPModule) -> None:
-    """Make FSDP forget a forward or backward that was cut; nothing before the first forward, where torch cannot."""
+    """Make FSDP forget a forward or backward that was cut; nothing before the first forward, where torch cannot.
+    Gradients that are reduced stay: an update may come of them."""
     if root._get_fsdp_state()._is_root is None:
         return
+    parameters = [parameter for group in _fsdp_groups(root) for parameter in group.fsdp_params]
+    reduced = [parameter.sharded_param.grad for parameter in parameters]
     root.reset_iter_state()
-    for group in _fsdp_groups(root):
-        for parameter in group.fsdp_params:
-            # torch leaves what a layer has accumulated before its reduction, and would add to it.
+    for parameter, gradient in zip(parameters, reduced, strict=True):
+        parameter.sharded_param.grad = gradient  # torch drops it from 2.15 on
+        # torch leaves what a layer has accumulated before its reduction, and would add to it. From 2.15 on that is the
+        # gradient of the unsharded parameter itself.
+        if "unsharded_accumulated_grad" in vars(parameter):
             parameter.unsharded_accumulated_grad = None
-            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
-                unsharded.grad = None
+        if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+            unsharded.grad = None
 
 
 def has_unreduced_gradients(root: FSDPModule) -> bool:

@@ -1,7 +1,7 @@
 """Private parts of torch's process groups (`distributed_c10d`), one small function each: how groups are created and
 registered, and how their backends are made and exchanged.
 
-Tested with torch 2.13 and 2.14, by tests/unit/torch_private among others. It must never
+Tested with torch 2.13 to 2.15, by tests/unit/torch_private among others. It must never
 hold a decision: which group gets which backend, and when, is up to the callers (`worker.groups`).
 """
 
@@ -182,8 +182,14 @@ def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, r
     backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     backend.options.global_ranks_in_group = list(ranks)
     backend.options.group_name = name  # type: ignore[assignment]
-    backend._set_sequence_number_for_group()
+    _count_operations(backend)
     return backend
+
+
+def _count_operations(backend: Backend) -> None:
+    """From torch 2.15 on a backend counts by itself, and prints a warning where it is told to."""
+    if torch.__version__ < "2.15":
+        backend._set_sequence_number_for_group()
 
 
 def make_nccl(
@@ -199,7 +205,7 @@ def make_nccl(
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     backend = nccl(store, rank, size, options)
-    backend._set_sequence_number_for_group()
+    _count_operations(backend)
     return backend
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_agent.errors import SwiftError
@@ -33,9 +34,71 @@ def has_schedules() -> bool:
     return "torch.distributed.pipelining.schedules" in sys.modules
 
 
-def first_steps_are_collective() -> bool:
-    """Whether all stages vote and connect together when a schedule makes its first step, as from torch 2.15 on."""
-    return "torch.distributed.pipelining._p2p" in sys.modules
+def connects_by_edges(schedule: Any) -> bool:
+    """Whether the first step of this schedule makes process groups, one for each direction between two ranks: new in
+    torch 2.15, where `torch.distributed.config.pipeline_per_edge_p2p` asks for it."""
+    return any(getattr(stage, "p2p_per_edge", False) for stage in _stages_of(schedule))
+
+
+@contextlib.contextmanager
+def agreeing_by_messages() -> Iterator[None]:
+    """Inside, a first step sends nothing but messages from stage to stage. Until torch 2.14 that is so by itself. From
+    2.15 on stages agree by an all-reduce of their group, and meet in more of those to connect: a replacement would make
+    them alone, and who has taken part in one cannot stay in its iteration."""
+    schedules: Any = sys.modules["torch.distributed.pipelining.schedules"]
+    base, name = schedules._PipelineSchedule, "_initialize_pipeline_distributed_state"
+    original = getattr(base, name, None)
+    if original is None:
+        yield
+        return
+
+    def initialize(schedule: Any, stages: Sequence[Any], has_backward: bool, initialize_p2p: bool) -> None:
+        # Connections need no messages of their own: the first ones that come make them, as in torch 2.14.
+        schedules.dist = Agreeing(stages)
+        try:
+            original(schedule, stages, has_backward, False)
+        finally:
+            schedules.dist = dist
+
+    setattr(base, name, initialize)
+    try:
+        yield
+    finally:
+        setattr(base, name, original)
+
+
+class Agreeing:
+    """`torch.distributed` in the eyes of a schedule whose *stages* agree with those of other ranks."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self._stages = stages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, vote: torch.Tensor, op: Any, group: Any) -> None:
+        """*vote* becomes the least one of all ranks: it goes down the pipeline, and the result comes back."""
+        assert op == dist.ReduceOp.MIN
+        for stage in self._stages:
+            self._recv(vote, stage, stage.stage_index - 1, group)
+            self._send(vote, stage, stage.stage_index + 1, group)
+        for stage in reversed(self._stages):
+            self._recv(vote, stage, stage.stage_index + 1, group)
+            self._send(vote, stage, stage.stage_index - 1, group)
+
+    @staticmethod
+    def _send(vote: torch.Tensor, stage: Any, to: int, group: Any) -> None:
+        rank = stage.stage_index_to_group_rank.get(to, stage.group_rank)
+        if rank != stage.group_rank:
+            dist.send(vote, group=group, group_dst=rank)
+
+    @staticmethod
+    def _recv(vote: torch.Tensor, stage: Any, source: int, group: Any) -> None:
+        rank = stage.stage_index_to_group_rank.get(source, stage.group_rank)
+        if rank != stage.group_rank:
+            theirs = torch.empty_like(vote)  # what was received is kept: see `Pipelines`
+            dist.recv(theirs, group=group, group_src=rank)
+            torch.minimum(vote, theirs, out=vote)
 
 
 def watch_schedules(stepped: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
@@ -131,14 +194,31 @@ def _schedule_flags(schedule: Any) -> dict[str, bool]:
     return {name: bool(getattr(schedule, name)) for name in names if hasattr(schedule, name)}
 
 
+def _stages_of(schedule: Any) -> Sequence[Any]:
+    stages: Sequence[Any] = getattr(schedule, "_stages", None) or [schedule._stage]
+    return stages
+
+
 def reset_schedule(schedule: Any, *, first: bool) -> None:
     """Make a schedule forget a step that was cut. *first*: its next step is a first one again."""
     schedule._internal_losses.clear()
     for name in ("fwd_recv_ops", "bwd_recv_ops"):
         getattr(schedule, name, {}).clear()
-    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+    for stage in _stages_of(schedule):
         for name in ("dw_runner", "backward_state", "bwd_cache"):
             getattr(stage, name, {}).clear()
+        if hasattr(stage, "_forward_chunk_states"):
+            _release_buffers(stage)
+            stage._gradient_reduction_handle = None  # else the next step waits for what was cut
     if first:
         for name in _schedule_flags(schedule):
             setattr(schedule, name, False)
+
+
+def _release_buffers(stage: Any) -> None:
+    """From torch 2.15 on memory to receive into is made for each message, and given away when it is used; a step finds
+    an error where some is left. (Until 2.14 it belongs to the stage.)"""
+    for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = None

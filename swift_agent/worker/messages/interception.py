@@ -23,7 +23,6 @@ import torch.distributed as dist
 from swift_agent.errors import UsageError
 from swift_agent.torch_private import autograd as torch_autograd
 from swift_agent.torch_private import messages as torch_messages
-from swift_agent.torch_private import pipelining
 from swift_agent.torch_private import works as torch_works
 from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.messages.collective_counts import Collectives
@@ -58,7 +57,6 @@ class Interception:
         self.has_agreed = False
         """To the update of the iteration."""
         self._refuses = False
-        self._has_collective_steps = pipelining.first_steps_are_collective()
         # By the name of the group, the peer's rank in it, and the tag.
         self._to: dict[tuple[str, int, int], Channel] = {}
         self._from: dict[tuple[str, int, int], Channel] = {}
@@ -152,11 +150,6 @@ class Interception:
         limit, why = transfer.MAX_MESSAGE_BYTES, ""
         if not self._collectives.are_known:
             why = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
-        elif self._has_collective_steps:
-            why = (
-                "a schedule of torch.distributed.pipelining begins with a collective of all stages from torch 2.15 on, "
-                "which a replacement would make alone (install torch 2.13 or 2.14)"
-            )
         elif num_bytes > limit:
             why = f"a message of {num_bytes} bytes is more than the {limit} that can be handed on"
         if why and not self._log.incomplete:

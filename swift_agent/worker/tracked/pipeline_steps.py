@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from swift_agent.errors import SwiftError
+from swift_agent.errors import SwiftError, UsageError
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import pipelining
 from swift_agent.torch_private import works as torch_works
@@ -105,12 +105,18 @@ class Pipelines:
         if not first:
             yield
             return
+        if pipelining.connects_by_edges(schedule):
+            raise UsageError(
+                "torch.distributed.config.pipeline_per_edge_p2p is on: a schedule makes process groups in its first "
+                "step, which a replacement would make alone. Set it to False."
+            )
         # The others are in this mode already, or nobody else is there.
         served = known.received.get(mode) if dry_run or known.mode == mode else None
         self._serving = deque(served) if served is not None else None
         receiving = self._receiving = []
+        alone = self._in_place.dry_run() if served is not None else contextlib.nullcontext()
         try:
-            with self._in_place.dry_run() if served is not None else contextlib.nullcontext():
+            with alone, pipelining.agreeing_by_messages():
                 yield
         finally:
             self._serving = self._receiving = None

@@ -10,15 +10,15 @@ from swift_agent.launch import torch_range
 from tests.support.job import ROOT
 
 
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1", "2.14.2", "unknown"])
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1", "2.15.0+cu130", "unknown"])
 def test_of_a_known_one_nothing_is_said(version: str) -> None:
     assert torch_range.warning(version) == ""
 
 
-@pytest.mark.parametrize("version", ["2.15.0", "2.15.0+cu130", "3.0.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0+cu130", "3.0.0a0+git1234"])
 def test_a_newer_one_is_named(version: str) -> None:
     said = torch_range.warning(version)
-    assert said.startswith(f"torch {version} is newer than what swift-agent was tested with (2.14)")
+    assert said.startswith(f"torch {version} is newer than what swift-agent was tested with (2.15)")
 
 
 def test_the_range_begins_with_the_torch_that_the_tests_install() -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import _thread
+import collections
 import contextlib
 import copy
 import inspect
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.torch_private import (
@@ -28,6 +33,9 @@ from swift_agent.torch_private import (
 )
 from swift_agent.torch_private import (
     ddp as torch_ddp,
+)
+from swift_agent.torch_private import (
+    fsdp as torch_fsdp,
 )
 from swift_agent.torch_private import groups as torch_private
 from swift_agent.torch_private import (
@@ -540,7 +548,8 @@ def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.Mon
     objects = [None]
     dist.all_gather_object(objects, "anything")
     dist.broadcast_object_list(objects, 0)
-    assert objects == ["anything"] and [name for name, _ in seen[8:]] == ["allgather"] * 2 + ["broadcast"] * 2
+    gather = "allgather" if torch.__version__ < "2.15" else "all_gather_single"
+    assert objects == ["anything"] and [name for name, _ in seen[8:]] == [gather] * 2 + ["broadcast"] * 2
     dist.reduce(one, 0)
     dist.gather(one, [other])
     assert len(seen) == 12
@@ -595,6 +604,37 @@ print(torch_messages.ways_past_c10d())
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     seen = ["[]", "[]", "['torch.distributed.rpc']", "['symmetric memory']", "[]", "['symmetric memory']"]
     assert found.stdout.splitlines() == seen, found.stderr
+
+
+# ------------------------------------------------------------------------------------------------ FSDP
+
+
+def test_fsdp_forgets_what_was_cut_and_keeps_what_is_reduced(world: None) -> None:
+    """An update may come of gradients that are complete; those that are not would be added to the next ones."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    torch_fsdp.reset_fsdp(fully_shard(torch.nn.Sequential(torch.nn.Linear(3, 3))))  # before its first forward
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    root = fully_shard(net, mesh=mesh)
+    root(torch.ones(2, 3)).square().sum().backward()
+    reduced = [parameter.grad for parameter in net.parameters()]
+    kept = [gradient.full_tensor().clone() for gradient in reduced]
+    root.set_requires_gradient_sync(False)
+    root(torch.ones(2, 3)).square().sum().backward()
+    root(torch.ones(2, 3))
+    assert torch_fsdp.has_unreduced_gradients(root)
+    torch_fsdp.reset_fsdp(root)
+    assert not torch_fsdp.has_unreduced_gradients(root)
+    assert all(parameter.grad is gradient for parameter, gradient in zip(net.parameters(), reduced, strict=True))
+    assert all(map(torch.equal, kept, (gradient.full_tensor() for gradient in reduced)))
+    net.zero_grad()
+    root.set_requires_gradient_sync(True)
+    root(torch.ones(2, 3)).square().sum().backward()
+    assert all(map(torch.equal, kept, (parameter.grad.full_tensor() for parameter in net.parameters())))
 
 
 # ------------------------------------------------------------------------------------------------ pipelining
@@ -669,6 +709,37 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
     pipelining.reset_schedule(schedule, first=True)
     assert all(map(torch.equal, reference, step()))
     assert steps == [(schedule, first) for first in (True, False, False, False, True)]
+
+
+@pytest.mark.parametrize("votes", [[1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0]])
+@pytest.mark.parametrize("rank_of", [[0, 1, 2], [2, 0, 1], [0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0]])
+def test_stages_agree_by_messages(rank_of: list[int], votes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on each rank, several, or a pipeline that comes back: all ranks have the least vote, as of an all-reduce."""
+    mine = threading.local()
+    sent: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = collections.defaultdict(queue.SimpleQueue)
+
+    def send(tensor: torch.Tensor, *, group: Any, group_dst: int) -> None:
+        sent[mine.rank, group_dst].put(tensor.clone())
+
+    def recv(tensor: torch.Tensor, *, group: Any, group_src: int) -> None:
+        tensor.copy_(sent[group_src, mine.rank].get(timeout=10.0))
+
+    monkeypatch.setattr(dist, "send", send)
+    monkeypatch.setattr(dist, "recv", recv)
+
+    def run(rank: int) -> int:
+        mine.rank = rank
+        stages = [
+            SimpleNamespace(stage_index=stage, group_rank=rank, stage_index_to_group_rank=dict(enumerate(rank_of)))
+            for stage in range(len(rank_of)) if rank_of[stage] == rank
+        ]  # fmt: skip
+        vote = torch.tensor([votes[rank]], dtype=torch.int32)
+        pipelining.Agreeing(stages).all_reduce(vote, op=dist.ReduceOp.MIN, group="theirs")
+        return int(vote.item())
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [min(votes)] * 3
+    assert all(each.empty() for each in sent.values())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import _utils, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift_agent.errors import SwiftError
+from swift_agent.errors import SwiftError, UsageError
 from swift_agent.torch_private import pipelining
 from swift_agent.torch_private import works as torch_works
 from swift_agent.worker.in_place import InPlace
@@ -28,7 +29,8 @@ class Schedule:
 
     _loss_fn = print
 
-    def __init__(self) -> None:
+    def __init__(self, *, p2p_per_edge: bool = False) -> None:
+        self._stage = SimpleNamespace(p2p_per_edge=p2p_per_edge)  # not there before torch 2.15
         self._has_backward = True
         self._stage_forward_initialized = self._stage_backward_initialized = False
 
@@ -173,6 +175,13 @@ def test_another_script_is_noticed(make: Callable[[], Pipelines]) -> None:
     with pytest.raises(SwiftError, match="the same schedules"), replacement._on_step(kept[1], True):
         for _ in range(3):
             dist.recv(torch.zeros(2), 0)
+
+
+def test_a_first_step_that_makes_process_groups_is_refused(make: Callable[[], Pipelines], sent: list[int]) -> None:
+    """As `pipeline_per_edge_p2p` of torch 2.15 has it do: a replacement would make them alone."""
+    with pytest.raises(UsageError, match="pipeline_per_edge_p2p is on"):
+        step(make(), Schedule(p2p_per_edge=True))
+    assert sent == []
 
 
 class Evil:
