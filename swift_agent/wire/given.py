@@ -9,12 +9,12 @@ where there are none. So it finds out by the running fingerprint of those, too, 
     given, fingerprint, the six in one (a write may be cut)
     track: pass + 1, generation in which all began, how many indices or batches, fingerprint of the first, of all so
     far, nothing, the six in one
-    first: iteration + 1, generation in which all began, epoch, fingerprint, 1 for that of an epoch, nothing, the six in
-    one
+    first: iteration + 1, generation in which all began, epoch, fingerprint, 1 for that of an epoch, 1 if it comes again
+    and again, the six in one
 
 A script that makes its data itself, from a position of its own, starts again in a replacement. Where nobody was cut in
 an iteration there is none to compare; but this one is given what the first one of the run, or of the epoch, was given,
-and the other ranks are not.
+and the other ranks are not. What comes again within some iterations (a weight, a flag) says nothing.
 
 A replacement on another node has the page from who keeps a copy of it (`witness`).
 
@@ -37,7 +37,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +168,14 @@ class Track:
 
 @dataclass(frozen=True)
 class First:
-    """What iteration *iteration* has got first, of the script's own making: the first such one of the run that began
-    with generation *run*, or of *epoch* in it."""
+    """What iteration *iteration* has got of the script's own making: the first such one of the run that began with
+    generation *run*, or of *epoch* in it. *is_usual*: it has come again soon."""
 
     iteration: int = -1
     run: int = -1
     epoch: int = 0
     digest: int = 0
+    is_usual: bool = False
 
 
 _NOTHING = Slot()
@@ -211,7 +212,7 @@ class GivenPage:
             self.first_of_epoch = first
         else:
             self.first_of_run = first
-        words = first.iteration + 1, first.run, first.epoch, first.digest, int(of_epoch), 0
+        words = first.iteration + 1, first.run, first.epoch, first.digest, int(of_epoch), int(first.is_usual)
         self._write(_at_first(of_epoch), _packed(_FIRST_MARK, words))
 
     def _write(self, at: int, record: bytes) -> None:
@@ -238,7 +239,7 @@ class GivenPage:
                 if order[1] > order[0]:
                     self.predecessor[slot.iteration] = slot
             elif kind == _FIRST_MARK:
-                self._learn_first(First(number - 1, run, rest[0], rest[1]), of_epoch=bool(rest[2]))
+                self._learn_first(First(number - 1, run, rest[0], rest[1], bool(rest[3])), of_epoch=bool(rest[2]))
             else:
                 track = Track(number - 1, run, rest[0], rest[1], rest[2])
                 before = self.tracks.get(track.passes, _NO_TRACK)
@@ -248,7 +249,7 @@ class GivenPage:
     def _learn_first(self, first: First, *, of_epoch: bool) -> None:
         """It stays in this page, for a successor."""
         known = self.first_of_epoch if of_epoch else self.first_of_run
-        order = [(one.run, one.epoch if of_epoch else 0, -one.iteration) for one in (known, first)]
+        order = [(one.run, one.epoch if of_epoch else 0, -one.iteration, one.is_usual) for one in (known, first)]
         if order[1] > order[0]:
             self.put_first(first, of_epoch=of_epoch)
 
@@ -298,6 +299,7 @@ class Given:
         self._run = self._passes = 0
         self._is_called = False
         self._track = _NO_TRACK
+        self._has_own = False
 
     @property
     def page(self) -> GivenPage | None:
@@ -360,23 +362,33 @@ class Given:
         is_comparable = (before.run, before.passes, before.count) == (self._run, self._passes, self.count)
         return not is_comparable or self._digest == before.digest
 
-    def starts_again(self, epoch: int) -> bool | None:
-        """The iteration has got something of the script's own making, in *epoch*. Whether that is what the run began
-        with, or the epoch; None: that would say nothing, as the predecessor was given the same."""
+    def starts_again(self, own: Any, epoch: int) -> bool | None:
+        """The iteration has got *own* last, which is of the script's own making, in *epoch*. Whether that is what the
+        run began with, or the epoch; None: that would say nothing, as it comes again and again."""
         page = self._page
-        if page is None or self.count != 1:
+        if page is None:
             return None
-        now = First(self.iteration, self._run, epoch, self._digest)
+        digest = self._digest if self.count == 1 else fingerprint(own)
+        now = First(self.iteration, self._run, epoch, digest)
         firsts = page.first_of_run, page.first_of_epoch
         if firsts[0].run != now.run:
             page.put_first(now, of_epoch=False)
         if (firsts[1].run, firsts[1].epoch) != (now.run, epoch):
             page.put_first(now, of_epoch=True)
-        earlier = {one.iteration: one.digest for one in firsts if one.run == now.run and one.iteration < now.iteration}
-        slots = [one for one in page.predecessor.values() if one.run == now.run and one.iteration not in earlier]
-        if any(one.digest == now.digest for one in slots):
+        same = [
+            (one, of_epoch) for one, of_epoch in zip(firsts, (False, True), strict=True)
+            if one.run == now.run and one.digest == digest and one.iteration < now.iteration
+        ]  # fmt: skip
+        # A replacement that starts again does so with the first one.
+        if self._has_own:
+            for one, of_epoch in same:
+                if not one.is_usual and now.iteration - one.iteration <= NUM_SLOTS:
+                    page.put_first(replace(one, is_usual=True), of_epoch=of_epoch)
+        self._has_own = True
+        firsts = page.first_of_run, page.first_of_epoch
+        if any(one.is_usual and one.digest == digest for one in firsts):
             return None
-        return now.digest in earlier.values()
+        return bool(same)
 
     def _put(self, page: GivenPage, before: Slot) -> None:
         """But no less than the predecessor had got: a successor shall find that."""

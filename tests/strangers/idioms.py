@@ -224,6 +224,14 @@ IDIOMS: dict[str, Idiom] = {
     "a batch by the number of the iteration, lost in a validation": Idiom(
         "prefetched_batch.py", args=("numbered", "now", "validate")
     ),
+    "a second loader of the script's own": Idiom(
+        "second_loader.py", Told("that the script goes through by itself", "start", "restart", "inside"),
+        scopes=("worker",)
+    ),
+    "a second loader of the script's own, lost in a validation": Idiom(
+        "second_loader.py", Told("that the script goes through by itself", "start", "restart", "inside"),
+        args=("validate",), scopes=("worker",)
+    ),
     "a batch read in the iteration": Idiom(
         "prefetched_batch.py", Told(_OTHER_DATA, "failure", "restart"), args=("read", "now"), at=(5, 6, 9),
         scopes=("node",)

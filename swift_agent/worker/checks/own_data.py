@@ -1,9 +1,13 @@
 """Whether all ranks go on with data that the script makes itself, or a replacement starts again with it.
 
 Such data comes from a position that nobody but the script knows, and in a replacement that is where the script begins.
-So in the first iterations after a recovery each rank says, in the store of the generation, whether it was given what
-the run, or the epoch, began with. Either that is so on all ranks, as with a text that is read again and again, or on
-none. Whoever is first writes, the others compare. Nobody waits for anybody, and a run without failures pays nothing.
+So in the first iterations after a recovery ranks say to each other, in the store of the generation, what they were
+given: a replacement if that is what the run, or the epoch, began with, the others if it is not. Between those that were
+there nothing is compared: such data may come again on some of them only. Each says it first, and looks then whether
+another one has said what does not fit. Nobody waits for anybody, and a run without failures pays nothing.
+
+    replacement: again --> has anybody said on? are all replacements, and nobody left who could? --> told
+    others:      on    --> has a replacement said again? --> told
 
 This module must never look at the data itself.
 """
@@ -18,6 +22,10 @@ import torch.distributed as dist
 
 # A replacement may begin with the iteration before that of the others.
 _NUM_ITERATIONS = 3
+_REMEDY = (
+    "Take it from job.batches, next() inside the iteration, or from the number of the iteration (see: Will my script "
+    "be recovered?)"
+)
 
 
 class OwnData:
@@ -25,30 +33,46 @@ class OwnData:
     whether this generation ends."""
 
     def __init__(
-        self, rank: int, store: Callable[[], Any], differ: Callable[[str], NoReturn], is_cut: Callable[[], bool]
-    ) -> None:
+        self, rank: int, store: Callable[[], Any], differ: Callable[[str], NoReturn], is_cut: Callable[[], bool],
+        world_size: Callable[[], int] = dist.get_world_size,
+    ) -> None:  # fmt: skip
         self._rank, self._store, self._differ, self._is_cut = rank, store, differ, is_cut
-        self._num_left = 0
+        self._world_size = world_size
+        self._num_left, self._said = 0, -1
 
     def recovered(self) -> None:
         """Training begins in another generation."""
-        self._num_left = _NUM_ITERATIONS
+        self._num_left, self._said = _NUM_ITERATIONS, -1
 
-    def given(self, iteration: int, is_again: bool) -> None:
-        """That is given now what the script has made; *is_again*: what it began with."""
-        if not self._num_left or self._is_cut():
+    def given(self, iteration: int, is_again: bool, is_first: bool) -> None:
+        """That is given now what the script has made; *is_again*: what it began with. *is_first*: by a replacement,
+        for the first time."""
+        if not self._num_left or iteration == self._said or self._is_cut():
             return
-        self._num_left -= 1
-        mine = f"{int(is_again)} {self._rank}"
-        first = mine
+        self._num_left, self._said = self._num_left - 1, iteration
+        if is_again != is_first:
+            return
+        why = ""
         # A store that is cut, or away: the next collective finds out.
         with contextlib.suppress(dist.DistStoreError):
-            first = self._store().compare_set(f"own-data/{iteration}", "", mine).decode()
-        others, rank = first.split()
-        if int(others) != is_again:
-            self._differ(
-                f"iteration {iteration} was given on rank {self._rank if is_again else rank} what the run, or the "
-                f"epoch, began with, and not on rank {rank if is_again else self._rank}: the script keeps to itself "
-                "where its data is, and starts again in a replacement. Take it from job.batches, next() inside the "
-                "iteration, or from the number of the iteration (see: Will my script be recovered?)"
+            why = self._compare(self._store(), f"own-data/{iteration}", iteration, is_again)
+        if why:
+            self._differ(f"{why}. {_REMEDY}")
+
+    def _compare(self, store: Any, key: str, iteration: int, is_again: bool) -> str:
+        mine, other = (f"{key}/again", f"{key}/on") if is_again else (f"{key}/on", f"{key}/again")
+        store.set(mine, f"{self._rank}")
+        if store.check([other]):
+            ranks = [f"{self._rank}", store.get(other).decode()]
+            return (
+                f"iteration {iteration} was given on rank {ranks[not is_again]} what the run, or the epoch, began "
+                f"with, and not on rank {ranks[is_again]}: the script keeps to itself where its data is, and starts "
+                "again in a replacement"
             )
+        if is_again and store.add(f"{key}/num", 1) == self._world_size():
+            return (
+                f"iteration {iteration} was given on all ranks what the run, or the epoch, began with, and all are "
+                "replacements: nobody is left who could say whether that comes again, or the script keeps to itself "
+                "where its data is, and starts again in a replacement"
+            )
+        return ""

@@ -6,7 +6,8 @@
   what this process is given is shown to others as soon as it has it.
 - What it was given and has changed in place before it was cut (`given_again`): put back, else told.
 - Of the script's own making, and what a run or an epoch began with: said to the other ranks, of which that is not true
-  if the script starts again in a replacement (`own_data`).
+  if the script starts again in a replacement (`own_data`). Of a loader that it goes through by itself: told at the
+  start (`own_loaders`).
 - Other data than the same iteration was given in its first run, or in the one that is made once more for what it leaves
   behind (`remade`): told by whoever notices.
 
@@ -31,6 +32,7 @@ from swift_agent.errors import UsageError
 from swift_agent.wire.given import PLAIN, Given, fingerprint, fingerprint_of_indices, leaves
 from swift_agent.worker.data.given_again import CannotPutBack, GivenAgain, storage_of
 from swift_agent.worker.data.made_before import Alive, MadeBefore
+from swift_agent.worker.data.own_loaders import OwnLoaders
 from swift_agent.worker.data.own_state import OwnState, held_weakly, numbers_of
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.remade import FirstRuns, can_be_compared
@@ -61,7 +63,7 @@ class Inputs:
         self._handed: Alive = {}
         self._stale: Alive = {}
         self._has_iterated = False
-        self._awaits_forward = self._is_opaque = False
+        self._awaits_forward = self._is_opaque = self._has_data = False
         self._models: list[nn.Module] = []
         self._tracked: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -76,21 +78,25 @@ class Inputs:
         self._begins_pass = self._is_told = False
         self._starts_again: bool | None = None  # what the iteration was given first
         self._show: Callable[[], None] = _to_nobody
-        self._say_own: Callable[[int, bool], None] = lambda iteration, is_again: None
+        self._first_own: int | None = None  # of this process: the first iteration that was given such data
+        self._say_own: Callable[[int, bool, bool], None] = lambda iteration, is_again, is_first: None
         self._own_state = OwnState()
+        self._own_loaders = OwnLoaders(place)
         self._at_first: Callable[[], None] | None = None
 
     def watch(
         self, models: Iterable[nn.Module], given: Given, show: Callable[[], None] = _to_nobody,
-        optimizers: Iterable[Optimizer] = (), say_own: Callable[[int, bool], None] | None = None,
+        optimizers: Iterable[Optimizer] = (), say_own: Callable[[int, bool, bool], None] | None = None,
     ) -> None:  # fmt: skip
         """*models*, *optimizers*: those tracked; an iteration that was given no batch calls one of the models. *show*:
         what is new in the page of *given* is to go to who keeps a copy. *say_own*: to the other ranks, of an
-        iteration that is about to run, whether it was given what the script began with."""
+        iteration that is about to run, whether it was given what the script began with, and whether this replacement
+        gives it something of the script's own for the first time."""
         self._say_own = say_own or self._say_own
         self._optimizers = list(optimizers)
         self._models, self._given, self._show = list(models), given, show
         self._tracked = self._models[:]
+        self._own_loaders.watch()
 
     def begin_pass(self, number: int, loader: Any, epoch: int) -> None:
         """Of the loop, over a loader that begins at its beginning, and was told *epoch*."""
@@ -122,7 +128,7 @@ class Inputs:
         """User code is between two steps, and nothing that was handed out waits to be used."""
         if self._handed:
             self._stale, self._handed = self._handed, {}
-        self._is_opaque = False
+        self._is_opaque = self._has_data = False
         if self._given is not None:
             self._begin_given(self._given)
         if self._has_iterated:
@@ -137,6 +143,8 @@ class Inputs:
                 self._handed[id(leaf)] = weakref.ref(leaf)
             elif not isinstance(leaf, _KNOWN):
                 self._is_opaque = True
+            # A number or a text may be all that the loop's loader gives, and the data the script's own.
+            self._has_data = self._has_data or type(leaf) not in PLAIN
         if self._given is not None:
             self._compare(batch)
             if self._begins_pass:
@@ -164,7 +172,7 @@ class Inputs:
         others = [tensor for tensor in tensors if id(tensor) not in self._handed]
         self._awaits_forward, self._has_called, self._called = False, False, self._number
         self._starts_again = None
-        self._is_given_nothing = not tensors and not self._given.count
+        self._is_given_nothing = not tensors and not (self._given.count and self._has_data)
         if others:
             self._find_carried(others)
         if others:
@@ -212,6 +220,8 @@ class Inputs:
         """The script goes on after the iteration."""
         self._place.drawn = 0
         self._again.end()
+        if self._own_loaders.is_drawn_inside:
+            self._tell_own_loader()
 
     def _is_state(self, thing: torch.Tensor | Mapping[Any, Any]) -> bool:
         """Also what `state_dict()`, `detach()` or a slice of a parameter, of a buffer or of an optimizer's state is."""
@@ -242,7 +252,7 @@ class Inputs:
     def drawn(self, batch: Any) -> None:
         """By the iteration, while it runs."""
         if self._given is not None:
-            self._awaits_forward = False
+            self._awaits_forward = self._awaits_forward and all(type(leaf) in PLAIN for leaf in leaves(batch))
             self._again.add(batch)
             self._compare(batch)
             self._show_now()
@@ -298,11 +308,27 @@ class Inputs:
         assert self._given is not None
         # On a device nothing but shapes is known, which come again.
         if all(leaf.is_cpu for leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)):
-            self._starts_again = self._given.starts_again(self._place.here.epoch)
+            self._starts_again = self._given.starts_again(inputs, self._place.here.epoch)
+        if self._first_own is None:
+            self._first_own = self._called
+        if self._own_loaders.goes_on:
+            self._tell_own_loader()
 
     def _say(self) -> None:
         if self._starts_again is not None:
-            self._say_own(self._called, self._starts_again)
+            is_first = self._is_replacement and self._called == self._first_own
+            self._say_own(self._called, self._starts_again, is_first)
+
+    def _tell_own_loader(self) -> None:
+        place = self._place
+        if place.carries and not place.remakes:
+            return
+        place.remakes, place.carries = False, (
+            f"{self._name}() trains on batches of a DataLoader that the script goes through by itself, from iteration "
+            "to iteration, and a replacement would start over with it: give it to job.batches(), two of them as one, "
+            "with a data set that gives the samples of both"
+        )
+        self._say_carries(_RESTARTS)
 
     def _show_now(self) -> None:
         self._begins_pass = False
@@ -333,10 +359,14 @@ class Inputs:
             "replacement would begin, and after the iteration before: a replacement would not have it. Make it inside "
             "the iteration, or right before (a batch: by job.batches)"
         )
+        self._say_carries(_REMAKES if place.remakes else _RESTARTS)
+
+    def _say_carries(self, then: str) -> None:
+        place = self._place
         if place.has_recovered and not self._is_replacement:
             self._unfit(f"{place.carries}. Workers have been lost before this was known")
         elif place.rank == 0:
-            self._note(f"{place.carries}. Until then {_REMAKES if place.remakes else _RESTARTS}.")
+            self._note(f"{place.carries}. Until then {then}.")
 
 
 class _ForwardHook:

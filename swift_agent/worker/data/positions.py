@@ -20,6 +20,7 @@ from swift_agent.errors import UsageError
 from swift_agent.worker.data import loaders, own_epochs
 from swift_agent.worker.data.loader_generators import OwnGenerators
 from swift_agent.worker.data.loader_order import Order, Pass, unseen
+from swift_agent.worker.data.own_loaders import OfTheJob
 from swift_agent.worker.data.own_state import held_weakly
 
 TELL_S = 10.0
@@ -60,7 +61,7 @@ class Feeds:
             self._generators.position(loader, coming.number, coming.common_seed)
         coming.for_start(is_new)
         if inner is None:
-            return self._after_drop(iter(loader), coming)
+            return self._after_drop(OfTheJob(iter(loader)), coming)
         order = self._order_of(inner)
         swaps = [*source.swaps, *_stand_in(inner, order)]
         skip, see = (coming.skip, coming.see) if source.has_indices else (0, unseen)
@@ -78,7 +79,8 @@ class Feeds:
             with _exchanged(swaps):
                 batches = iter(target)
             order.choose()
-        return batches if source.has_indices else self._after_drop(batches, coming)
+        drawn = OfTheJob(batches)
+        return drawn if source.has_indices else self._after_drop(drawn, coming)
 
     def _for_order(self, loader: Any, coming: Pass, is_new: bool) -> None:
         coming.for_order()

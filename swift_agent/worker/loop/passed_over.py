@@ -137,7 +137,8 @@ class PassedOver:
                 "whether it is the same" if place.remakes else "training goes on with another one than before"
             )  # fmt: skip
             self._supervisor.note(
-                f"the checkpoint of iteration {number} does not have a tensor that the iteration before had left: {but}"
+                f"the checkpoint of iteration {number} does not have what the iteration before had left, a tensor or "
+                f"the place in a loader of the script's own: {but}"
             )
 
     def carry_gradients(self, number: int) -> None:

@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -636,15 +637,30 @@ def test_a_replacement_with_other_data_is_of_no_use(tmp_path: Path) -> None:
     assert "iteration 4 was given other data than in the process that this one replaces" in wrong.unfit[0]
 
 
-def said_of(given: Given, begin: int, numbers: list[float], *, epoch: int = 0, as_argument: bool = True) -> list[bool]:
-    """Of iterations from *begin* on that a script gives those *numbers*, by its own count: whether it starts again."""
+def said_of(
+    given: Given, begin: int, numbers: list[float], *, epoch: int = 0, as_argument: bool = True,
+    handed: Callable[[int], Any] | None = None,
+) -> list[bool]:  # fmt: skip
+    """Of iterations from *begin* on that a script gives those *numbers*, by its own count: whether it starts again.
+    *handed*: what the loop's loader gives besides."""
     script, said = Script(), dict[int, bool]()
-    script.inputs.watch([script.model], given, say_own=said.__setitem__)
+
+    def say(iteration: int, is_again: bool, is_first: bool) -> None:
+        said[iteration] = is_again
+        assert is_first == (script.inputs._is_replacement and iteration == begin)
+
+    script.inputs._is_replacement = bool(begin)
+    script.inputs.watch([script.model], given, say_own=say)
     script.place.here.iteration = begin
     for number in numbers:
         script.place.here.epoch = epoch
         batch = torch.full((1, 2), number)
-        if as_argument:
+        if handed is not None:
+            script.inputs.at_point()
+            script.passes.hand_out(also := handed(script.place.here.iteration))
+        if handed is not None and as_argument:
+            script.iterate(lambda also, one: script.model(one), also, batch)
+        elif as_argument:
             script.iterate(lambda one: script.model(one), batch)
         else:
             script.iterate(lambda batch=batch: script.model(batch))
@@ -657,7 +673,7 @@ def test_own_data_that_starts_again(tmp_path: Path, as_argument: bool) -> None:
     said = functools.partial(said_of, as_argument=as_argument)
     assert said(page(tmp_path), 0, [0.0, 1.0, 2.0, 3.0]) == [False] * 4
     copy = (tmp_path / "given.0").read_bytes()
-    assert said(page(tmp_path, is_replacement=True), 4, [0.0, 1.0]) == [True]  # iteration 1 had that: it says nothing
+    assert said(page(tmp_path, is_replacement=True), 4, [0.0, 1.0]) == [True, False]
     (tmp_path / "given.0").write_bytes(copy)
     assert said(page(tmp_path, is_replacement=True), 4, [4.0, 5.0]) == [False, False]
     assert said(page(tmp_path, is_replacement=True), 6, [0.0]) == [True], "its successor"
@@ -682,21 +698,41 @@ def test_own_data_that_starts_again_in_an_epoch(tmp_path: Path) -> None:
 
 
 def test_own_data_that_is_the_same_in_each_iteration_says_nothing(tmp_path: Path) -> None:
-    assert said_of(page(tmp_path), 0, [0.0, 0.0, 0.0]) == [False, True, True]
+    assert said_of(page(tmp_path), 0, [0.0, 1.0, 0.0]) == [False, False]
     assert said_of(page(tmp_path, is_replacement=True), 3, [0.0, 5.0]) == [False]
+
+
+def test_own_data_that_comes_again_later_is_said(tmp_path: Path) -> None:
+    said = said_of(page(tmp_path), 0, [*map(float, range(NUM_SLOTS + 1)), 0.0])
+    assert said == [False] * (NUM_SLOTS + 1) + [True]
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+@pytest.mark.parametrize("kind", ["number", "batch"])
+def test_own_data_beside_the_loops(tmp_path: Path, kind: str, as_argument: bool) -> None:
+    """A second loader of the script's own; or that of the loop gives numbers only."""
+    if kind == "batch" and not as_argument:
+        return  # the batch is taken for all that there is
+    handed = (lambda number: number) if kind == "number" else (lambda number: torch.full((1, 2), -1.0 - number))
+    said = functools.partial(said_of, as_argument=as_argument, handed=handed)
+    assert said(page(tmp_path), 0, [0.0, 1.0, 2.0]) == [False] * 3
+    copy = (tmp_path / "given.0").read_bytes()
+    assert said(page(tmp_path, is_replacement=True), 4, [0.0, 1.0]) == [True, False]
+    (tmp_path / "given.0").write_bytes(copy)
+    assert said(page(tmp_path, is_replacement=True), 4, [4.0, 5.0]) == [False, False]
 
 
 def test_own_data_is_said_in_each_run_of_an_iteration(tmp_path: Path) -> None:
     """A rank that is cut in it has been given it before the recovery, and a replacement after it."""
-    script, said = Script(), list[tuple[int, bool]]()
+    script, said = Script(), list[tuple[int, bool, bool]]()
     script.inputs.watch([script.model], page(tmp_path), say_own=lambda *what: said.append(what))
     script.iterate(lambda one: script.model(one), torch.ones(1, 2), times=3)
-    assert said == [(0, False)] * 3
+    assert said == [(0, False, False)] * 3
 
 
 def test_own_data_on_a_device_says_nothing(tmp_path: Path) -> None:
-    script, said = Script(), dict[int, bool]()
-    script.inputs.watch([script.model], page(tmp_path), say_own=said.__setitem__)
+    script, said = Script(), list[tuple[int, bool, bool]]()
+    script.inputs.watch([script.model], page(tmp_path), say_own=lambda *what: said.append(what))
     script.iterate(lambda one: None, torch.ones(1, 2, device="meta"))
     assert not said
 

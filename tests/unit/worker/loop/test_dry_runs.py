@@ -180,7 +180,7 @@ def test_a_checkpoint_does_not_have_what_an_iteration_had_left(remakes: bool) ->
     successor.place.keep_start()
     over.remake(lambda: calls.append(successor.place.remaking), 1)
     assert calls == ([0] if remakes else []) and not successor.place.has_to_remake
-    assert "the checkpoint of iteration 1 does not have a tensor" in notes[0]
+    assert "the checkpoint of iteration 1 does not have what the iteration before had left" in notes[0]
 
 
 class Cut(Exception):
