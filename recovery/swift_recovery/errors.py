@@ -30,7 +30,7 @@ class CannotReplay(RecoveryError, RuntimeError):
 
 
 class NotInLog(CannotReplay):
-    """Something that is to be repeated with is in nobody's log."""
+    """Something that is to be repeated with is in no log."""
 
 
 class CutReplay(CannotReplay):

@@ -1,7 +1,7 @@
 """Records as JSON and back, with a version; each field is checked against its type. Pure.
 
-A field that this version does not know is left out. It must never unpickle or evaluate what it reads, which may be
-anybody's, and must never know what a record means: types are all that it looks at.
+A field that this version does not know is left out. It must never unpickle or evaluate what it reads, which may
+come from anywhere, nor know what a record means: types are all that it looks at.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Threads that do not end without a word: an exception that nobody expected is told, with its traceback in the log.
+"""Threads that do not end without a word: an unexpected exception is told, with its traceback in the log.
 
-An agent whose watch, writer or heartbeats are gone looks alive and does nothing any more. So whoever starts one of its
-threads says who has to hear of such an end, which is the end of the agent (`swift_agent.agent.loop`).
+An agent whose watch, writer or heartbeats are gone looks alive and does nothing any more. So the starter of a thread
+says what has to hear of such an end, which is the end of the agent (`swift_agent.agent.loop`).
 
 This module must never swallow an exception: it is told, whatever it is.
 """
@@ -23,7 +23,7 @@ OnFailure = Callable[[str], None]
 
 
 def only_logged(why: str) -> None:
-    """Of who has nobody to tell: `log` has it."""
+    """For a starter that has nothing to tell it to: `log` has it."""
 
 
 def thread(name: str, run: Callable[..., None], on_failure: OnFailure, *args: Any) -> threading.Thread:
@@ -44,7 +44,7 @@ class NoThread(RendezvousError):
 
 
 def start(new: threading.Thread) -> None:
-    """Start *new*; raises `NoThread`, which whoever tries again what fails for a while takes as such a failure."""
+    """Start *new*; raises `NoThread`, which a caller that tries again for a while takes as one more failure."""
     try:
         new.start()
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def is_for_want_of_threads(error: RuntimeError) -> bool:
 
 
 def has_started(new: threading.Thread) -> bool:
-    """Start *new*. False if the process, its cgroup or its user has no thread left: whoever wants it tries again."""
+    """Start *new*. False if the process, its cgroup or its user has no thread left: the caller tries again."""
     try:
         new.start()
     except RuntimeError as error:

@@ -3,12 +3,12 @@ need not have room for the whole log, and brought back when they are needed.
 
     closed segment --name--> queue --thread--> helper process --> store
 
-Only names are queued: the segments stay on the disk until somebody deletes them, who asks `stored` before. Nobody waits
-for the store, which may be away for as long as it likes: what could not be copied is tried again, and people are told
-once, and once when it is over. A request that gets no answer in time costs the helper process.
+Only names are queued: a segment stays on the disk until its deleter has asked `stored`. Nothing waits for the store,
+which may be away for any time: what could not be copied is tried again, and people are told once, and once when it is
+over. A request that gets no answer in time costs the helper process.
 
-A process may have been stopped for as long as it likes, and asks for what it was about to when it goes on: it has a
-successor by then, perhaps. So it removes directories only of those whose name says that they came before it.
+A process may have been stopped for any time, and asks for what it was about to when it goes on: perhaps it has a
+successor by then. So it removes only the directories whose names say that their processes came before it.
 
 Must never delete a file of the node that it has not made, nor decide which segments are needed.
 """
@@ -58,7 +58,7 @@ def directory_name(job_id: str, rank: int, run: str, generation: int, suffix: st
 
 def predecessors(directory: str, names: Iterable[str]) -> list[str]:
     """Those among *names* whose process had the same rank of the same job before that of *directory*: in an earlier
-    generation of the same run, or in an earlier run. Runs of two kinds have no order: nobody removes the other's."""
+    generation of the same run, or in an earlier run. Runs of two kinds have no order: neither removes the other's."""
     mine = _NAME.fullmatch(directory)
     assert mine is not None
     earlier = []
@@ -97,7 +97,7 @@ class _Task:
 class Archive:
     """Of one process. *url*: of the store; *directory*: this process's own in it, see `directory_name`. *note* tells
     people; it is called in a thread. *is_ours*: whether the rank is still this process's own; else nothing of others is
-    removed, who may be its successors under another etcd."""
+    removed: they may be its successors under another etcd."""
 
     def __init__(
         self, url: str, directory: str, note: Callable[[str], None], is_ours: Callable[[], bool] = lambda: True
@@ -148,7 +148,7 @@ class Archive:
         self.remove(names)
 
     def remove_predecessors(self) -> None:
-        """The directories of those who had this rank in this job before."""
+        """The directories of the processes that had this rank in this job before."""
         self._do_later(_Task("remove predecessors"))
 
     def wait(self, timeout_s: float) -> bool:
@@ -229,7 +229,7 @@ class Archive:
             try:
                 self._do(task)
                 pause_s = PAUSES_S[0]
-            except Exception as error:  # whatever it is: nobody else would tell
+            except Exception as error:  # whatever it is: nothing else would tell
                 self._failed(task, error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, pause_s)

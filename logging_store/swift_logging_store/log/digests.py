@@ -1,9 +1,8 @@
 """What this rank has received, as a checksum of each message: what is sent to it again must be the same.
 
 Since the newest checkpoint that counts, eight bytes for each message, and of the newest ones only where there is none
-for long. A replacement is told them, and compares what it
-would send to who has it; the log of its predecessor may be gone with that one's node. They find accidents, such as
-kernels whose sums have no order; nobody is kept out by them.
+for long. A replacement is told them, and compares what it would send to a rank that has it; the log of its predecessor
+may be gone with the node. They find accidents, such as kernels whose sums have no order; they keep out no attacker.
 
 Must never read a log, or decide what is sent.
 """
@@ -37,7 +36,7 @@ class Digests:
     def add(self, channel: Channel, number: int, tensor: Tensor) -> None:
         """A message has come; those of a channel in their order."""
         values = self._values.get(channel)
-        if values is None or number != self._first[channel] + len(values):  # nobody has waited for those between
+        if values is None or number != self._first[channel] + len(values):  # no wait for those between
             values = self._values[channel] = array("Q")
             self._first[channel] = number
         try:
@@ -62,7 +61,7 @@ class Digests:
                 self._first[channel] += num
 
     def differs(self, channel: Channel, number: int, tensor: Tensor) -> bool:
-        """Whether another message of that number has come. False if nobody knows."""
+        """Whether another message of that number has come. False if that is unknown."""
         values = self._values.get(channel)
         at = number - self._first[channel] if values is not None else -1
         if values is None or not 0 <= at < len(values) or values[at] == _UNKNOWN:

@@ -1,10 +1,9 @@
 """The log of what this process sends: on a disk of its node, and copied to a store if the user has named one.
 
 It takes no more room than it may: when half of that is used the oldest of what is in the store is deleted on the node,
-and comes back, two segments at a time, for each who reads it. A log that lacks something is of no use to those who
-would repeat iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next
-checkpoint.
-Training never waits for the store; who reads does.
+and comes back, two segments at a time, for each reader. A log that lacks something is of no use to a rank that repeats
+iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next checkpoint.
+Training never waits for the store; a reader does.
 
 Must never decide who is given what was sent.
 """
@@ -111,7 +110,7 @@ class SentLog:
         return not self.incomplete
 
     def drop(self, before: int) -> None:
-        """Nobody needs what was sent before that iteration."""
+        """What was sent before that iteration is not needed any more."""
         if self.incomplete:
             return
         with self._giving_up():
@@ -135,7 +134,7 @@ class SentLog:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def segments(self) -> list[SentSegment]:
-        """Of all that was sent so far, the oldest first. To be called by who sends. Raises `LogError`."""
+        """Of all that was sent so far, the oldest first. To be called by the sender. Raises `LogError`."""
         if self.incomplete:  # since it was counted on
             raise LogError(f"messages are logged no more: {self.incomplete}")
         num_bytes = self._writer.flush()
@@ -215,12 +214,12 @@ class SentLog:
             yield copy
 
     def forget_predecessors(self) -> None:
-        """Those who had this rank before: nobody needs what they had in the store."""
+        """What those that had this rank before have in the store is not needed any more."""
         if self._archive is not None:
             self._archive.remove_predecessors()
 
     def close(self) -> None:
-        """Nobody needs any of it. What is on the node goes with the agent."""
+        """Nothing of it is needed any more. What is on the node goes with the agent."""
         if self._archive is not None:
             self._archive.close()
 

@@ -44,7 +44,7 @@ class SentBefore:
                 note(f"what is sent again is not compared with what was sent before: {error}")
 
     def differs(self, channel: Channel, number: int, iteration: int, tensor: Tensor) -> bool:
-        """Whether that message was another one when it was sent in that iteration. False if nobody knows."""
+        """Whether that message was another one when it was sent in that iteration. False if that is unknown."""
         for log in self._logs:
             try:
                 if log.iteration_of(channel, number) != iteration:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Nobody waits for the items any more."""
+    """The items are not waited for any more."""
 
 
 def ahead(
@@ -24,7 +24,7 @@ def ahead(
 ) -> Generator[T, None, None]:  # fmt: skip
     """What *make* yields, which is up to *num* items ahead of their use; while there is none, *filler* every *filler_s*
     seconds, if that is given. *make* gets a function that raises `Stopped` when this is closed, to be called in what
-    takes long: who closes this waits for the thread."""
+    takes long: closing this waits for the thread."""
     changed = threading.Condition()
     items: deque[T] = deque()
     errors: list[BaseException] = []

@@ -45,7 +45,7 @@ class _File:
         self.segment.let_go()
         mapped, self.mapped = self.mapped, None
         if mapped is not None:
-            with contextlib.suppress(BufferError):  # somebody still looks at a payload; it goes when that does
+            with contextlib.suppress(BufferError):  # a payload is still in use; the map goes with it
                 mapped.close()
 
 

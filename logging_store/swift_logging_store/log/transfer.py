@@ -1,8 +1,8 @@
-"""Messages from the log of who has sent them: all of some channels in pieces over a link, or some of them by number.
+"""Moves messages out of their sender's log: all of some channels in pieces over a link, or some of them by number.
 
     segments, oldest first --thread--> pieces, some ahead --link--> files of the receiver, one after the other
 
-Who receives can use each piece as soon as it is there: messages come in the order in which they were sent.
+The receiver can use each piece as soon as it is there: messages come in the order in which they were sent.
 
 Must never decide what is sent, or to whom.
 """

@@ -176,8 +176,8 @@ class LogWriter:
 
     def drop(self, before: int) -> tuple[int, list[str]]:
         """Delete the closed segments in which all messages are of iterations *before* that one: how many bytes of
-        payload their files had, and the names of all, whether their files were there or not. Raises `LogError`. Nobody
-        may read the log meanwhile."""
+        payload their files had, and the names of all, whether their files were there or not. Raises `LogError`. The
+        log must not be read meanwhile."""
         with self._changed:
             self._check()
             old = {number: one for number, one in self._closed.items() if one.last_iteration < before}
@@ -187,8 +187,8 @@ class LogWriter:
         return freed, [self._path(number).name for number in old]
 
     def evict(self, names: Collection[str], num_bytes: int) -> int:
-        """Delete the files of those of the closed segments, which somebody has copies of, from the oldest on, until
-        they had *num_bytes* of payload; how many it were. As with `drop` otherwise."""
+        """Delete the files of those closed segments, of which copies exist, from the oldest on, until *num_bytes* of
+        payload are gone; how many it were. As with `drop` otherwise."""
         with self._changed:
             self._check()
             closed = dict(sorted(self._closed.items()))
@@ -234,7 +234,7 @@ class LogWriter:
                 os.fsync(self._file_fd)
             except OSError as error:
                 raise self._failed(error) from error
-            # The thread has nothing to do: only who calls this appends.
+            # The thread has nothing to do: only the caller appends.
             return self._segment.num_bytes if self._segment is not None and self._segment.entries else 0
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class LogWriter:
                             self._num_written += 1
                     self._changed.notify_all()
             self._end_segment()
-        except Exception as error:  # whatever it is: nobody may wait for this thread any more
+        except Exception as error:  # whatever it is: nothing may wait for this thread any more
             with self._changed:
                 self._error = error if isinstance(error, LogError) else self._failed(error)
                 self._changed.notify_all()

@@ -75,7 +75,7 @@ class HdfsStore:
         self._base = f"/{path.strip('/')}".rstrip("/")
         self._idle: list[Helper] = []
         self._late_parts: list[str] = []  # to be removed
-        # When nobody has the store any more, and at the end of this process.
+        # When the store is not referred to any more, and at the end of this process.
         weakref.finalize(self, _end, self._idle, os.getpid())
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ Answer = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 # For one answer, if nothing else is said.
 ANSWER_TIMEOUT_S = 20.0
-# A process in a call to a filesystem that hangs does not even end when it is killed. Nobody waits longer for it.
+# A process in a call to a filesystem that hangs does not even end when it is killed. It is not waited for longer.
 _END_S = 1.0
 _CHECK_S = 0.1
 # Where this package lies. Not all of sys.path: the directory of the user's script may have a `queue.py` in it.
@@ -93,7 +93,7 @@ class Helper:
         return message, answer
 
     def interrupt(self) -> None:
-        """From another thread: who waits for an answer gets an OSError, and has to `kill` it."""
+        """From another thread: a thread that waits for an answer gets an OSError, and has to `kill` the helper."""
         self._process.send_signal(signal.SIGKILL)
 
     def kill(self) -> None:

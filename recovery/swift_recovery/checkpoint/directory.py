@@ -10,7 +10,7 @@ One is removed by taking its `committed.json` away first.
 
 A generation that was believed dead may still write. So each writes into directories of its own name, and removes none
 of a later one; and what an earlier generation has written counts only up to the iteration with which a later one has
-begun (`timelines`). Parts have names that nobody uses again. Must never decide when a checkpoint is taken, or by whom.
+begun (`timelines`). The name of a part is never used again. Must never decide when a checkpoint is taken, or by whom.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Checkpoint:
         """Raises KeyError, TypeError or ValueError on what `to_json` did not write."""
         if data["version"] != VERSION:
             raise ValueError(f"its format has version {data['version']}, this is {VERSION}")
-        # Who has written none of a run is a version that knew of none.
+        # A version that knew of no runs has written none.
         timeline = Timeline(str(data.get("run", "")), int(data.get("generation", 0)))
         parts = tuple(map(Part.from_json, data["parts"]))
         found = cls(int(data["iteration"]), int(data["world_size"]), parts, timeline)
@@ -155,7 +155,7 @@ class CheckpointDirectory:
         """The generation of *timeline* has begun before iteration *begins*: what earlier ones write from there on does
         not count. May be repeated. Raises `Superseded`, and what *must_be_ours* does.
 
-        That is asked after the claims were read, so that whoever takes over later reads this one, or claims a term
+        *must_be_ours* is asked after the claims were read, so that a later successor reads this one, or claims a term
         that is no smaller: a process that is stopped anywhere here cannot come after its successor."""
         history = self._history()
         must_be_ours()
@@ -171,7 +171,7 @@ class CheckpointDirectory:
         self._history().check(timeline)
 
     def new_part(self, iteration: int, rank: int, timeline: Timeline = NOBODY) -> str:
-        """The path in the store of a part that is to be written: a name that nobody has."""
+        """The path in the store of a part that is to be written: a name that no other has."""
         return f"{Entry(iteration, timeline).name}/rank-{rank}.{uuid.uuid4().hex[:8]}.state"
 
     def path_of(self, checkpoint: Checkpoint, part: Part) -> str:
@@ -207,7 +207,7 @@ class CheckpointDirectory:
         for entry in removed:
             self.store.remove(f"{entry.name}/{_MARK}")
             self.store.remove_directory(entry.name)
-        # What goes now has what stands in for it there since before: who lists the names meanwhile sees one of the two.
+        # What stands in for what goes now is there since before: a listing of the names meanwhile has one of the two.
         kept = [entry for entry in counting if entry not in removed and entry.iteration <= newest]
         if (mark := history.low_water(timeline, kept)) is not None:
             self.store.put(mark.name, json.dumps(mark.to_json()).encode())

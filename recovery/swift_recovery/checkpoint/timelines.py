@@ -9,7 +9,7 @@ a run has one more than all that it finds, so the order needs no clock, and no e
     timeline-00000002.e5-1.000000000080.json     another etcd: run e5 begins with the checkpoint of 80
 
 What a timeline has written counts, but for what comes after the beginning of a later one: that is another history. So
-the one who was cut off may write what it likes: nobody will read it, and it takes nothing away.
+a process that was cut off may write what it likes: that is never read, and it takes nothing away.
 
 It may do so at any time. So a claim goes only when others that are there make dead all that it could make dead, also of
 what is yet to come: one of a later timeline that began no later, or a low-water mark. And the last claim of each run
@@ -42,7 +42,7 @@ class Superseded(StateError):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Generation *generation* of run *run*: a letter and a number. Without a run: of nobody who could be told apart."""
+    """Generation *generation* of run *run*: a letter and a number. Without a run: of none that could be told apart."""
 
     run: str = ""
     generation: int = 0

@@ -8,8 +8,8 @@ has committed it (`swift_recovery.checkpoint.directory`), which it does once all
 store of the parts: a generation without all ranks, so one that has stopped, commits nothing. One of which all ranks are
 cut off together could: so rank 0 claims the directory for each generation that begins, and before it commits or removes
 anything it asks its agent whether their place is still theirs, and the directory whether a later generation has begun.
-The first design has it in etcd; a worker does not speak to etcd, and whoever reads the directory later, in a job of
-another day, finds in it what counts.
+The first design has it in etcd; a worker does not speak to etcd, and a job of another day that reads the directory
+finds in it what counts.
 
 This module must never decide who begins with a checkpoint.
 """
@@ -59,7 +59,7 @@ class Meeting(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
     def cut(self) -> None:
-        """Whoever waits at it is let go, with an error; from any thread."""
+        """Lets go the threads that wait at it, with an error; from any thread."""
 
     def close(self) -> None: ...
 
@@ -118,7 +118,7 @@ class Checkpoints:
         self.why_not: Callable[[int], str] = lambda iteration: ""
         """Why the state before that iteration must not count, '' if it may. Called in the thread, and may wait."""
         self.loaded_from = NOBODY
-        """Who has taken the one that was loaded last."""
+        """The timeline that has taken the one that was loaded last."""
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()  # the first is under way
         self._begun: tuple[Timeline, int] | None = None  # to be claimed
@@ -346,7 +346,7 @@ class Checkpoints:
             self._tell_why_not(task, f"rank {rank}: {why}{more}")
             return False
         parts = tuple(Part.from_json(data) for data in told if data)
-        # As it will be read: one that nobody could use must not count.
+        # As it will be read: one that is of no use must not count.
         checkpoint = Checkpoint(task.iteration, self._world_size, parts, task.timeline)
         checkpoint = Checkpoint.from_json(checkpoint.to_json())
         self.directory.check_parts(checkpoint)

@@ -58,7 +58,7 @@ def back(updated: Mapping[int, frozenset[int]]) -> Back:
     for number in sorted(frozenset().union(*updated.values())):
         untouched = sorted(rank for rank, have in updated.items() if number not in have)
         if untouched:
-            # The parameters are spread over those who have them, so that their transfers run side by side.
+            # The parameters are spread over the ranks that have them, so that their transfers run side by side.
             source = untouched[len(moves) % len(untouched)]
             moves[number] = (source, tuple(sorted(rank for rank, have in updated.items() if number in have)))
         else:

@@ -1,7 +1,8 @@
 """Two ways out of a half-done update that give up exactness: those of Nicolae et al. (CCGrid 2022). Pure.
 
-For comparison, and for who accepts a small deviation; `half_done_updates` has the exact ways, which are taken unless
-another one is asked for. All replicas are equal afterwards in any case, and a set that can go forward exactly does.
+For comparison, and for jobs that accept a small deviation; `half_done_updates` has the exact ways, which are taken
+unless another one is asked for. All replicas are equal afterwards in any case, and a set that can go forward exactly
+does.
 
 - *immediate rollback*: a survivor's state goes to all others as it is, and the iteration is run again, so what that
   survivor had updated is updated twice. If one of them has not begun the update it is taken, and nothing deviates.
@@ -34,8 +35,8 @@ class Deviation:
 
 
 def immediate_rollback(updated: Mapping[int, frozenset[int]], sound: list[int]) -> tuple[list[int], Deviation]:
-    """Who holds the state that all others of a set get. *updated*: by survivor that was cut in the update, what it has
-    updated; *sound*: those that had not begun it."""
+    """Which ranks hold the state that all others of a set get. *updated*: by survivor that was cut in the update, what
+    it has updated; *sound*: those that had not begun it."""
     if sound or not updated:
         return sound, Deviation()
     lead = min(updated, key=lambda rank: (len(updated[rank]), rank))
@@ -45,11 +46,11 @@ def immediate_rollback(updated: Mapping[int, frozenset[int]], sound: list[int]) 
 def lossy_forward(
     updated: Mapping[int, frozenset[int]], sound: list[int], members: Collection[int], new: Collection[int]
 ) -> tuple[list[int], tuple[Patch, ...], Deviation]:
-    """Who holds the state that all others of a set get, and what it has to get for that. *new*: those of *members* that
-    replace a lost one. Where no update was begun all is exact."""
+    """Which ranks hold the state that all others of a set get, and what they have to get for that. *new*: the *members*
+    that replace a lost one. Where no update was begun all is exact."""
     made = frozenset().union(*updated.values())
     if not made:
-        return sound, (), Deviation()  # nothing is lost: the replacement takes part as anybody else
+        return sound, (), Deviation()  # nothing is lost: the replacement takes part as any other rank
     silent = tuple(sorted(new))
     # As if there were no other parameters than these: the set goes forward with them.
     order = sorted(made)

@@ -26,7 +26,7 @@ _LACKS = {"setup": "were cut before their training loop began", "empty": "had no
 class Plan:
     """What each rank does to enter a generation.
 
-    `fresh`: nobody holds state yet; all create their process groups together and run their set-up together.
+    `fresh`: no rank holds state yet; all create their process groups together and run their set-up together.
     `copy`: training goes on with the state of *iteration*; `sources[rank]` is the rank that sends its state to *rank*,
     ranks that are no key hold it already. *handovers*: ranks that get it from their own predecessors instead, processes
     of the same rank on a node that is leaving. *sections*: how many `@job.resilient` calls count as finished.
@@ -37,7 +37,7 @@ class Plan:
     *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
     the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
     *checkpoint*: the newest that a rank knows to count. *stays*: survivors that are in the middle of *iteration* stay
-    there, and whoever begins it is given what they had sent in it; else all begin it again.
+    there, and a rank that begins it is given what they had sent in it; else all begin it again.
     `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or start over. *keepers*,
     *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
     workers keeps its state in a file (or that it is there already), and the ranks that load one.

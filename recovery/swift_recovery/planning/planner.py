@@ -3,8 +3,8 @@
 Order of preference per replica set: roll forward to the newest state that a survivor has finished,
 or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a
 survivor that has not begun the update; else take a half-done update back, which is exact but for the parameters that
-all have updated: these are undone (see `half_done_updates`; `lossy` has other ways, for who asks for them). Ranks of
-which nobody holds a replica repeat their iterations from the logs of the others, if these have all that they were sent,
+all have updated: these are undone (see `half_done_updates`; `lossy` has other ways, for jobs that ask for them). Ranks
+without a replica repeat their iterations from the logs of the others, if these have all that they were sent,
 since the newest checkpoint if there is one; then survivors stay in the middle of the iteration that was cut, unless one
 of them cannot. Where nothing of that is possible all workers start again, with that checkpoint.
 
@@ -64,7 +64,7 @@ def make_plan(
     # Inside a set ranks differ by one at most, so this is the smallest of the newest states of all sets.
     iteration = max(common)
     if orphans and iteration - 1 in common and any(report.unwinds for report in holding.values()):
-        # All can still make that update, but who is lost could not repeat what some have taken part in.
+        # All can still make that update, but a lost rank could not repeat what some have taken part in.
         iteration -= 1
     if len(sets) > 1 and iteration - 1 in common and not _is_safe(holding.values(), iteration):
         iteration -= 1
@@ -89,13 +89,13 @@ def make_plan(
             patches.extend(found)
             deviation |= inexact
         needy = sorted(set(members) - set(sound))
-        # Who gets its own state from elsewhere passes it on only if nobody else has it.
+        # A rank that gets its own state from elsewhere passes it on only if no other has it.
         sound = [rank for rank in sound if rank not in leaving] or sound
         # Spread the targets over the sources: their transfers run side by side.
         sources |= {rank: sound[index % len(sound)] for index, rank in enumerate(needy)}
         # One rank of the set leads: a replacement has no buckets of its own, and a rank that is behind has older ones.
         layouts |= {rank: sound[0] for rank in members if rank != sound[0] or rank in leaving}
-    # If nobody holds it yet, all stand in the middle of the update before it.
+    # If no rank holds it yet, all stand in the middle of the update before it.
     there = [report for report in holding.values() if _holds(report, iteration)] or list(holding.values())
     sections = max(report.sections for report in there)
     new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
@@ -118,8 +118,9 @@ def _holds(report: RankReport, iteration: int) -> bool:
 
 
 def _is_safe(reports: Iterable[RankReport], iteration: int) -> bool:
-    """Whether to go on from there if the state before it is there as well: all have it, whoever is lost next; or one
-    counts it already. Else a replica set could let go of what was before, when another one loses those who have it."""
+    """Whether to go on from there if the state before it is there as well: all have it, whichever is lost next; or one
+    counts it already. Else a replica set could let go of what was before, when another one loses the ranks that have
+    it."""
     return all(
         _holds(report, iteration) or (report.iteration == iteration - 1 and _is_whole(report)) for report in reports
     ) or any(report.iteration == iteration for report in reports)
@@ -131,12 +132,12 @@ def _is_whole(report: RankReport) -> bool:
 
 
 def _stays(holding: Mapping[int, RankReport], iteration: int) -> tuple[bool, list[str]]:
-    """Whether those who are in the middle of that iteration stay there, and why, where messages are logged."""
+    """Whether ranks in the middle of that iteration stay there, and why, where messages are logged."""
     if not all(report.logs for report in holding.values()):
         return False, []
     reasons: dict[str, list[int]] = {}
     for rank, report in sorted(holding.items()):
-        # Who is one behind makes its update, and is then before that iteration.
+        # A rank that is one behind makes its update, and is then before that iteration.
         if report.iteration == iteration and report.unwinds:
             reasons.setdefault(report.unwinds, []).append(rank)
     if reasons:
@@ -163,12 +164,12 @@ def _mend(
     mixed: Mapping[int, RankReport], sound: list[int], iteration: int, undone: dict[int, tuple[int, ...]],
     patches: list[Patch],
 ) -> list[int]:  # fmt: skip
-    """Those of a set who were cut in the middle of an update are brought to *iteration*, or left to be given the
-    state. Adds to *undone* and *patches*; returns who then holds it."""
+    """Bring the ranks of a set that were cut in the middle of an update to *iteration*, or leave them to be given the
+    state. Adds to *undone* and *patches*; returns the ranks that then hold it."""
     updated = {rank: frozenset(report.updated) for rank, report in mixed.items()}
     first = next(iter(mixed.values()))
     if iteration > first.iteration:
-        # Who has made all of it and waits for the others has the state after it.
+        # A rank that has made all of it and waits for the others has the state after it.
         sound = sorted({*sound, *(rank for rank, report in mixed.items() if _is_whole(report))})
         if sound:
             return sound

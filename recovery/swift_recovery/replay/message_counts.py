@@ -6,7 +6,7 @@ stands and how many messages of each channel it has (`told`), and each sender th
 between that and what it has sent (`rejoin`); what it sends itself from then on, and the receiver has, is left out
 (`is_had`).
 
-Nothing is sent in an iteration once all agree to its update. So whoever has made that has sent all that the next
+Nothing is sent in an iteration once all agree to its update. So a rank that has made it has sent all that the next
 iteration's begin finds sent, and the sender's word on this counts: a receiver that was cut between its update and a
 receive after it never takes what it has left out (`follow`).
 """
@@ -95,7 +95,7 @@ class Counts:
         return number
 
     def receive(self, channel: Channel) -> None:
-        """The first receive of those that have begun is done."""
+        """The first of the receives that have begun is done."""
         self.here[channel] = self.here.get(channel, 0) + 1
 
     def told(self, stands: Stand, taken: Mapping[Channel, int]) -> Told:
@@ -114,15 +114,15 @@ class Counts:
             if channel.destination in replays:
                 continue
             had = self._had.get(channel, 0)
-            if told[channel.destination].stands == "begin":  # it has left out what it does not have of those before
+            if told[channel.destination].stands == "begin":  # it has left out what it lacks of earlier ones
                 had = self._had[channel] = max(had, before.get(channel, 0))
             if had < sent:
                 missing[channel] = range(had, sent)
         return missing
 
     def follow(self, stands: Stand, sent: Mapping[Channel, int]) -> Channel | None:
-        """*sent*: to this rank before the plan's iteration, on all channels of one sender. Who stands at its begin, and
-        has left out receives, counts on from there. Returns a channel on which others have counted otherwise, if there
+        """*sent*: to this rank before the plan's iteration, on all channels of one sender. A rank at its begin that
+        has left out receives counts on from there. Returns a channel on which others have counted otherwise, if there
         is one: a message was not received in the iteration in which it was sent."""
         if stands == "end":
             return None

@@ -1,7 +1,7 @@
 """A rank hands on its log, over a connection for each replacement, in threads: training has nothing to do with it.
 
-That outlives a failure of somebody else: who takes a log repeats its iterations meanwhile, and joins after them. Must
-never decide what is sent, or to whom.
+That outlives a failure of a third rank: the one that takes a log repeats its iterations meanwhile, and joins after
+them. Must never decide what is sent, or to whom.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LogServer:
 
     def serve(self, rank: int, address: str, gift: Gift) -> str:
         """Call *gift* with the link to that rank when it connects there (`taken`), where the address is that by which
-        others reach this machine, and with what raises `Stopped` when this is closed. Raises OSError if nobody could.
+        others reach this machine, and with what raises `Stopped` when this is closed. Raises OSError if none could.
         """
         self.close([rank])
         listener, is_closed = Listener(address), threading.Event()
@@ -70,7 +70,7 @@ class LogServer:
 def taken(
     where: str, rank: int, has_failed: Callable[[], bool], check: Callable[[], None]
 ) -> Iterator[SocketLink]:
-    """The link to the log of *rank*. *has_failed*: whether somebody has since. Raises `LinkLost`, and what *check*
+    """The link to the log of *rank*. *has_failed*: whether a rank has since. Raises `LinkLost`, and what *check*
     does."""
     links: list[SocketLink] = []
 

@@ -47,7 +47,7 @@ class Repetition:
         self._directory, self._sent_before, self._note = directory, sent_before, note
         self._theirs = Digests()  # of what this rank, in an earlier life, has sent
         self.together: frozenset[int] = frozenset()
-        """Those who repeat iterations, this rank among them."""
+        """The ranks that repeat iterations, this one among them."""
         self.is_on = False
         """There is something to repeat with."""
         self.is_whole = False
@@ -103,7 +103,7 @@ class Repetition:
             error = CannotReplay(f"rank {source} cannot read what it has sent: {why}")
         except OSError as why:  # of this side's disk
             error = _no_room(directory, why)
-        except Exception as why:  # whatever it is: somebody waits for this
+        except Exception as why:  # whatever it is: a thread waits for this
             error = LostLog(f"the log of rank {source} did not come to its end: {why}")
         with self._changed:
             if is_closed.is_set():

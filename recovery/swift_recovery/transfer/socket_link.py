@@ -1,8 +1,8 @@
 """A `replica.Link` over a TCP connection of two processes' own, and how the two meet.
 
-Who listens says where to those who may know, with a ticket. Who comes without it must never get anything, nor hold up
-who is meant. It must never unpickle what it receives, and never wait for ever: while the other side is slow *check* is
-asked, which raises when there is no reason to go on.
+The listener tells the processes that may know where it listens, with a ticket. A caller without it must never get
+anything, nor hold up the one that is meant. The link must never unpickle what it receives, and never wait for ever:
+while the other side is slow *check* is asked, which raises when there is no reason to go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEEPALIVE_IDLE_S = 1
 KEEPALIVE_INTERVAL_S = 1
 KEEPALIVE_PROBES = 3
 
-# Who has connected and said nothing yet.
+# Callers that have connected and said nothing yet.
 _MOST_WAITING = 64
 
 _SIZE = struct.Struct(">Q")
@@ -70,7 +70,7 @@ class SocketLink:
         self.active_at_s = time.monotonic()
         sock.settimeout(POLL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Who only receives hears of nothing else: a link, or a machine, that is gone.
+        # A side that only receives learns in no other way that a link, or a machine, is gone.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
@@ -139,7 +139,7 @@ class Listener:
         self._server.settimeout(POLL_S)
         self._ticket = secrets.token_hex(16)
         self.where = json.dumps([address, self._server.getsockname()[1], self._ticket])
-        """For `connected`; a secret, of those who may read the generation's store."""
+        """For `connected`; a secret of the processes that may read the generation's store."""
 
     def __enter__(self) -> Listener:
         return self
@@ -157,13 +157,13 @@ class Listener:
             yield SocketLink(sock, check)
 
     def visitors(self) -> Generator[socket.socket | None, None, None]:
-        """All who come and were told *where*, as sockets that do not block; None now and then while nobody does."""
+        """All callers that were told *where*, as sockets that do not block; None now and then while none comes."""
         with _Lobby(self._server, self._ticket) as lobby:
             while True:
                 yield lobby.hear()
 
     def _meet(self, check: Check) -> socket.socket:
-        """Whoever comes is heard, all at the same time: strangers that say nothing hold up nobody."""
+        """Hear all callers at the same time: strangers that say nothing hold up no other."""
         deadline_s = time.monotonic() + MEET_TIMEOUT_S
         with _Lobby(self._server, self._ticket) as lobby:
             while time.monotonic() < deadline_s:
@@ -175,7 +175,7 @@ class Listener:
 
 
 class _Lobby:
-    """Who has connected to *server* and has not said *ticket* yet; a context manager, which closes them."""
+    """Callers of *server* that have not said *ticket* yet; a context manager, which closes them."""
 
     def __init__(self, server: socket.socket, ticket: str) -> None:
         self._server = server
@@ -194,7 +194,7 @@ class _Lobby:
         self._selector.close()
 
     def hear(self) -> socket.socket | None:
-        """Wait for up to `POLL_S`; the one who knows the ticket, if it is there."""
+        """Wait for up to `POLL_S`; the one that knows the ticket, if it is there."""
         for key, _ in self._selector.select(POLL_S):
             if key.fileobj is self._server:
                 self._admit()
@@ -214,18 +214,18 @@ class _Lobby:
             self._dismiss(next(iter(self._waiting)))  # one that is meant speaks at once
         try:
             sock = self._server.accept()[0]
-        except OSError:  # it is gone; or no descriptor is left, and somebody has to go
+        except OSError:  # it is gone; or no descriptor is left, and another has to go
             if self._waiting:
                 self._dismiss(next(iter(self._waiting)))
             else:
-                time.sleep(POLL_S)  # whoever comes waits in the kernel's queue
+                time.sleep(POLL_S)  # a new caller waits in the kernel's queue
             return
         sock.setblocking(False)
         self._waiting[sock] = time.monotonic(), bytearray()
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _knows(self, sock: socket.socket) -> bool:
-        """Takes no more of what it says than the hello. Who says something else is dismissed."""
+        """Takes no more of what it says than the hello. One that says something else is dismissed."""
         said = self._waiting[sock][1]
         try:
             data = sock.recv(len(self._hello) - len(said))
@@ -249,7 +249,7 @@ class _Lobby:
 
 @contextlib.contextmanager
 def connected(where: str | bytes, who: str, check: Check) -> Iterator[SocketLink]:
-    """The link to *who* listens there (`Listener.where`). Raises `LinkLost`."""
+    """The link to *who*, the listener there (`Listener.where`). Raises `LinkLost`."""
     address, port, ticket = json.loads(where)
     try:
         sock = socket.create_connection((address, port), timeout=10.0)

@@ -5,7 +5,7 @@ over what both say, fresh nonces of both included, so that nothing that was reco
              <--  {"from", "to", "nonce", "mac": HMAC(key, hello|from|to|both nonces)}
              {"mac": HMAC(key, welcome|from|to|both nonces)}                      -->
 
-The dialler proves itself first: who merely finds the port gets no proof from it to test guesses of a secret with.
+The dialler proves itself first: a stranger that finds the port gets no proof from it to test guesses of a secret with.
 Must never execute, unpickle or trust anything that comes in.
 """
 
@@ -43,8 +43,8 @@ def dial(node: NodeRecord, me: NodeRecord, key: bytes) -> tuple[socket.socket, b
 
 
 class Visitor:
-    """Somebody who has dialled, of whom nothing is known yet. Never blocks. *deadline_s*: monotonic; it has proved
-    itself by then, or is sent away."""
+    """A caller of which nothing is known yet. Never blocks. *deadline_s*: monotonic; it has proved itself by then, or
+    is sent away."""
 
     def __init__(self, sock: socket.socket, me: NodeRecord, key: bytes) -> None:
         """Greets it. Raises OSError if it has gone."""
@@ -57,10 +57,10 @@ class Visitor:
         _send(sock, {"nonce": self._nonce})  # fits into the buffer of a new connection
 
     def hear(self) -> str | None:
-        """Its incarnation, after both proofs; None: there is more to come. Raises OSError or ValueError for anybody
-        else, a mere probe included."""
+        """Its incarnation, after both proofs; None: there is more to come. Raises OSError or ValueError for any
+        other caller, a mere probe included."""
         chunk = self.sock.recv(_MAX_LINE_BYTES)
-        if not chunk:  # a probe: somebody asks whether this process lives
+        if not chunk:  # a probe: a peer asks whether this process lives
             raise ConnectionResetError("it has said nothing")
         self._heard += chunk
         if b"\n" not in self._heard and len(self._heard) < _MAX_LINE_BYTES:

@@ -4,7 +4,7 @@ Every agent runs one. All but one only watch: the coordinator is the agent whose
 everything it writes is one transaction that compares the revision of that key. A coordinator that was frozen or cut off
 and comes back therefore writes nothing. It keeps no state of its own besides the start of a wait.
 
-This module must never contain policy; that is `membership` (who) and the planner it is given (what state).
+This module must never contain policy; that is in `membership` (which nodes) and the planner it is given (what state).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Coordinator:
             self._elect(view)
             return None
         if view.coordinator.incarnation != self._me.incarnation:
-            self._waiting_since_s = None  # whoever decides now has a clock of its own
+            self._waiting_since_s = None  # the coordinator of now has a clock of its own
             if self._holder_is_lost(view):
                 self._elect(view)
             return None
@@ -206,7 +206,7 @@ class Coordinator:
                     return decision.deadline_s
         for command in commands:
             if not self._execute(view, command, forget):
-                break  # somebody was faster; the next view shows who
+                break  # another agent was faster; the next view shows which
             if isinstance(command, (PublishGeneration, PublishRelease, PublishResult, PublishPause)):
                 self._announce(decision.why)
         return decision.deadline_s
@@ -219,8 +219,8 @@ class Coordinator:
         if node is None or node.incarnation != holder.incarnation:
             return True
         slot = view.generation.slot_of(holder.incarnation) if view.generation is not None else None
-        # The report itself and not `losses`: where all workers have exited nothing is lost with the node but this. Who
-        # is not believed must not elect itself either: it and the holder would take the place from each other in turn.
+        # The report itself and not `losses`: where all workers have exited nothing is lost with the node but this. An
+        # accuser that is not believed must not elect itself: it and the holder would take the place in turn.
         failure = believed_failures(view).get(slot) if slot is not None else None
         return failure is not None and failure.kind == "node" and failure.incarnation == holder.incarnation
 

@@ -15,7 +15,7 @@ import hmac
 import secrets
 from collections.abc import Sequence
 
-# What one guess costs who has seen a proof: PBKDF2, unlike scrypt, is there in FIPS mode, too.
+# The cost of one guess at the secret behind a proof: PBKDF2, unlike scrypt, is there in FIPS mode, too.
 _NUM_ROUNDS = 600_000
 
 
@@ -42,7 +42,7 @@ class JobKey:
 
     @property
     def proof(self) -> str:
-        """Public: equal on nodes with the same secret; "" without one. It tells nothing else, but lets who reads it
+        """Public: equal on nodes with the same secret; "" without one. It tells nothing else, but lets a reader
         test guesses, each at the price of `of_secret`.
         """
         return self._derive("proof").hex() if self.protected else ""

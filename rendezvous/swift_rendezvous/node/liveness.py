@@ -2,8 +2,8 @@
 
 Every agent keeps a connection to the next few nodes of a ring, the ones it watches; these send it a heartbeat ten times
 a second. When a process dies its kernel closes its sockets, and both ends learn of it in milliseconds. When a machine
-or a link dies there is silence. Either way the suspect's listener is probed before it is called lost (`probe`); who is
-suspected, what is asked and who is lost is decided in `suspicion`. Here are the sockets, the threads and the
+or a link dies there is silence. Either way the suspect's listener is probed before it is called lost (`probe`).
+`suspicion` decides which peer is suspected, what is asked and which is lost. Here are the sockets, the threads and the
 lock around it.
 
     dial --hello/welcome--> watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
@@ -12,7 +12,7 @@ lock around it.
 The lease in etcd stays the backstop (frozen processes). A connection is kept only if both sides prove that they know
 the job's heartbeat key (`_handshake`, `reception`). Nothing received is ever executed or unpickled.
 
-This module must never decide who is lost, nor what follows from a loss.
+This module must never decide which peer is lost, nor what follows from a loss.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Peer:
 class Liveness:
     """Runs in daemon threads. `on_lost(incarnation, evidence, is_dead)` is called from one of them, once per lost
     incarnation (once more after `reconsider`); *is_dead*: its kernel has closed the connection and refuses another.
-    *key*: `JobKey.heartbeat`. *ask*: returns once somebody who is no peer (the store) has answered, or raises; called
-    in threads of their own where all peers are silent. Without it such a silence counts like any other. *on_failure*:
+    *key*: `JobKey.heartbeat`. *ask*: returns once the store, which is no peer, has answered, or raises; called in
+    threads of their own where all peers are silent. Without it such a silence counts like any other. *on_failure*:
     see `threads`.
     """
 
@@ -137,7 +137,7 @@ class Liveness:
             self._listener.close()
             self._selector.close()
         if not self._thread.is_alive():
-            # With the lock: nobody may wake through a number that is somebody else's by then.
+            # With the lock: no thread may wake through a number that is another file's by then.
             with self._lock:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
@@ -165,7 +165,7 @@ class Liveness:
             if not self._stopped:
                 for _ in range(len(self._unasked)):
                     self._suspect(self._unasked.popleft())
-                # After all that has come was read: who could not run for a while has heard nothing, but was told.
+                # After all that has come was read: a process that could not run has heard nothing, but was told.
                 self._beat(time.monotonic())
                 self._doubt(time.monotonic())
                 self._check_silence(time.monotonic())
@@ -175,7 +175,7 @@ class Liveness:
             self._drop(peer)
         self._selector.close()
         self._reception.stop()
-        self._acceptor.join(timeout=handshake.TIMEOUT_S)  # who has just been let in hears the farewell, too
+        self._acceptor.join(timeout=handshake.TIMEOUT_S)  # a peer that has just been let in hears the farewell, too
         self._listener.close()
         while not self._inbox.empty():
             self._inbox.get()()
@@ -203,7 +203,7 @@ class Liveness:
         return any(peer.watched for peer in self._peers.values())
 
     def _doubt(self, now_s: float) -> None:
-        """Nobody at all is heard: ask, in a thread, whether the line is there."""
+        """No peer is heard: ask, in a thread, whether the line is there."""
         with self._lock:
             before = self._suspicion.line
             must_ask = self._suspicion.doubts(now_s, self._is_watching())

@@ -1,9 +1,9 @@
-"""Asks the kernel of another machine whether somebody listens at an agent's heartbeat port, for whoever suspects it.
+"""Asks the kernel of another machine whether a process listens at an agent's heartbeat port.
 
 A living kernel connects us and keeps us, however starved the process behind it is; that of a dead process resets us or
 refuses. Where strangers keep the queue full it is silent at that port, and still refuses us at another one.
 
-This module must never decide who is lost; that is `suspicion`.
+This module must never decide which peer is lost; `suspicion` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swift_rendezvous.roster.records import NodeRecord
 _NUM_PROBES = 2  # at least: on a lossy network one may get lost
 # No descriptor, memory or port to ask from.
 _OF_OUR_OWN = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.EADDRNOTAVAIL}
-# Nobody listens here: a living kernel refuses at once, whatever waits at its other ports (tcpmux).
+# Nothing listens here: a living kernel refuses at once, whatever waits at its other ports (tcpmux).
 _UNUSED_PORT = 1
 
 
@@ -31,8 +31,7 @@ def answer_of(node: NodeRecord, probe_s: float, on_connected: Callable[[], objec
     with _calling(node.host) as is_there:
         answer = _answer_until(node, probe_s, deadline_s, on_connected)
         if answer.says == "nothing" and is_there():
-            # Its machine lives, and a port that nobody listens at any more would be refused: those who want to
-            # connect there are too many.
+            # Its machine lives, and would refuse a port without a listener: too many callers want to connect there.
             return LIVES
         return answer
 
@@ -48,7 +47,7 @@ def _answer_until(node: NodeRecord, probe_s: float, deadline_s: float, on_connec
             continue
         except OSError as error:
             if error.errno in _OF_OUR_OWN:
-                return LIVES  # nobody was asked
+                return LIVES  # the kernel was not asked
             return Answer(str(error.strerror or error), isinstance(error, ConnectionRefusedError))
         on_connected()
         with sock:
@@ -60,7 +59,7 @@ def _answer_until(node: NodeRecord, probe_s: float, deadline_s: float, on_connec
 
 @contextlib.contextmanager
 def _calling(host: str) -> Iterator[Callable[[], bool]]:
-    """Call the kernel of *host* at a port where nobody listens; whether it has answered by then, be it by refusing."""
+    """Call the kernel of *host* at a port without a listener; whether it has answered by then, be it by refusing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -87,7 +86,7 @@ def _is_kept(sock: socket.socket, deadline_s: float) -> bool:
     """Whether a listener with a living process is behind this new connection: it is greeted, or at least left open.
 
     The kernel closes the sockets of a dead process one after the other, its listener last: for a moment it still lets
-    us in, and then resets what nobody has accepted.
+    us in, and then resets what was not accepted.
     """
     try:
         sock.settimeout(max(0.001, deadline_s - time.monotonic()))

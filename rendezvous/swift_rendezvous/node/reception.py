@@ -1,11 +1,11 @@
-"""Lets in who dials this agent's heartbeat port and proves that it belongs to the job; sends everybody else away.
+"""Lets in each caller of this agent's heartbeat port that proves that it belongs to the job; sends all others away.
 
     accepted --nonce sent--> visitor --hello, proved--> guest (liveness)
                                 '--garbage, end of file, too late, or the oldest of too many--> closed
 
-One thread for all of them, which waits for nobody: strangers who say nothing cost a descriptor each, for two seconds at
-most, and where there are too many the oldest has to go. Everybody is greeted first, at once: who only wants to know
-whether this process lives (`liveness` probes) has its answer before it is sent away.
+One thread for all of them, which waits for none: strangers that say nothing cost a descriptor each, for two seconds at
+most, and where there are too many the oldest has to go. Each caller is greeted first, at once: one that only wants to
+know whether this process lives (`liveness` probes) has its answer before it is sent away.
 
 A connection that cannot be accepted (no descriptors, no memory) waits in the kernel's queue; the next try is a moment
 later, for as long as it takes. Must never execute, unpickle or trust anything that comes in.
@@ -30,7 +30,7 @@ BACKLOG = 4096
 MAX_VISITORS = 256
 # Without descriptors, or with whatever else accept() has failed of.
 PAUSE_S = 0.1
-# At the end, for who is just proving itself: it hears a farewell then.
+# At the end, for a visitor that is just proving itself: it hears a farewell then.
 _LAST_S = 0.5
 _AT_ONCE = 64
 _CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
@@ -58,7 +58,7 @@ class Reception:
             log.debug("the listener was closed already: %s", error)
 
     def run(self) -> None:
-        """Until `stop`. Raises OSError if the listener is closed by anybody else."""
+        """Until `stop`. Raises OSError if the listener is closed in any other way."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:

@@ -1,6 +1,6 @@
 """Entering and leaving a job: one node's records, and the last one's duty to clean up.
 
-This module must never decide who trains.
+This module must never decide which nodes train.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def enter_job(
 ) -> Entry:
     """Register *me* under a fresh lease; creates the job if there is none.
 
-    Records of a job that nobody runs any more are removed first. *known_job*: `Entry.job` of a node that comes back: it
-    enters that very job, raises `JobOver` if it has ended, and never creates one. Raises `JobConflict` if a running job
-    with this id was started with another command or has no place for a node of this size, or a living node has this
+    Records of a job that no node runs any more are removed first. *known_job*: `Entry.job` of a node that comes back:
+    it enters that very job, raises `JobOver` if it has ended, and never creates one. Raises `JobConflict` if a running
+    job with this id was started with another command or has no place for a node of this size, or a living node has this
     name. When it raises, no lease is left.
     """
-    # The wait for an ending job may be longer than a lease that nobody refreshes.
+    # The wait for an ending job may be longer than a lease that is not refreshed.
     found = _find(store, keys, known_job) if known_job is not None else _find_or_create(store, keys, job)
     if known_job is None:
         _check_fits(store, keys, job, me)
@@ -75,8 +75,8 @@ def enter_job(
     nobody = 0  # the revision of what stands in the place of this node's record and cannot be read
     try:
         while True:
-            # The job must still be the one that was found, and is written again with the node: whoever is about to
-            # remove it because it had no nodes (guarded by its revision) then does not.
+            # The job must still be the one that was found, and is written again with the node: an agent that is
+            # about to remove it because it had no nodes (guarded by its revision) then does not.
             guards = [
                 Compare.mod_revision(keys.node(me.node_id), "==", nobody),
                 Compare.value(keys.job, "==", found.value),
@@ -292,8 +292,7 @@ def _all_but_nodes(keys: Keys) -> list[Op]:
 
 
 def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) -> None:
-    """Remove this node's records; whoever is last removes the job's. Never raises: a lease that runs out does the
-    rest.
+    """Remove this node's records; the last node removes the job's. Never raises: a lease that runs out does the rest.
     """
     try:
         lease.revoke()

@@ -1,8 +1,8 @@
-"""Who is lost, of the peers that a node watches: from what it hears, and does not hear, to a verdict. Pure.
+"""Decides which of its peers a node calls lost, from what it hears and does not hear. Pure.
 
 Silence of a peer, or the end of its connection, makes a suspect of it; a suspect's *kernel* is probed before it is
-called lost. And who has heard from nobody at all meanwhile may be the one that is cut off: it finds nobody lost before
-it hears again, and gives them time to be found again. What happens comes in as calls, with the time where it matters;
+called lost. A node that has heard no peer at all meanwhile may be cut off itself: it calls no peer lost before it
+hears again, and gives them time to be found again. What happens comes in as calls, with the time where it matters;
 what is to be done comes out as values. `liveness` has the sockets and threads.
 
     watched --silence, end of file, reset--> suspected --no answer to a probe--> lost
@@ -43,13 +43,13 @@ class Limits:
 
     @property
     def alone_s(self) -> float:
-        """If nobody else is heard for this long after the last word of a peer, it may be this node that is cut off."""
+        """If no other is heard for this long after the last word of a peer, it may be this node that is cut off."""
         return 2 * self.heartbeat_s
 
     @property
     def doubt_s(self) -> float:
-        """If nobody is heard for this long, somebody is asked. A cut that is over by then is short enough for what it
-        has swallowed to be sent again before anybody is suspected."""
+        """If nothing is heard for this long, the store is asked. What a cut that is over by then has swallowed is
+        sent again before any peer is suspected."""
         return 1.5 * self.heartbeat_s
 
     @property
@@ -100,9 +100,9 @@ class Silence:
 class Line:
     """What this node knows of its own way to all others.
 
-    *life_s*: when anybody at all was heard last. *asked_s*: when somebody was asked first, in the silence that lasts if
-    it is a later one. *back_s*: when somebody was heard again after nobody had been. *no_ask_until_s*: there was no
-    thread to ask in.
+    *life_s*: when anything at all was heard last. *asked_s*: when the store was asked first, in the silence that lasts
+    if it is a later one. *back_s*: when something was heard again after nothing had been. *no_ask_until_s*: there was
+    no thread to ask in.
     """
 
     life_s: float
@@ -112,15 +112,15 @@ class Line:
 
     @property
     def is_asking(self) -> bool:
-        """Somebody was asked in the silence that lasts."""
+        """The store was asked in the silence that lasts."""
         return self.asked_s > self.life_s
 
     def asked(self, now_s: float) -> Line:
         return self if self.is_asking else replace(self, asked_s=now_s)
 
     def heard(self, now_s: float, limits: Limits, was_there: bool = False) -> Line:
-        """Somebody gives a sign of life. *was_there*: and would have done so before."""
-        # Who was asked answers at once, unless the line was cut; then there was only nobody who speaks by himself.
+        """A peer, or the store, gives a sign of life. *was_there*: and would have done so before."""
+        # What was asked answers at once, unless the line was cut; else all that speak unasked were merely silent.
         since_s, longest_s = (self.asked_s, AT_ONCE_S) if self.is_asking else (self.life_s, limits.silence_s)
         is_back = not was_there and now_s - since_s > longest_s
         return replace(self, life_s=now_s, back_s=now_s if is_back else self.back_s)
@@ -138,16 +138,16 @@ class Suspect:
 
 
 class Answer(NamedTuple):
-    """What the kernel of a suspect says to a probe. *says*: None if it keeps a connection open for us, or nobody could
-    be asked. *refuses*: nobody listens there any more; a way that is closed says nothing of who is at its end."""
+    """What the kernel of a suspect says to a probe. *says*: None if it keeps a connection open for us, or could not be
+    asked. *refuses*: no process listens there any more; a way that is closed says nothing of the process at its end."""
 
     says: str | None
     refuses: bool
 
     @property
     def is_final(self) -> bool:
-        """Asking again would change nothing. A refusal is an answer, so that a death that the kernel has told waits
-        for nobody."""
+        """Asking again would change nothing. A refusal is an answer, so that a death that the kernel has told
+        waits for no other answer."""
         return self.says is None or self.refuses
 
 
@@ -168,7 +168,7 @@ Step = Literal["probe", "ask", "pause", "end"]
 
 @dataclass
 class Inquiry:
-    """How far a suspect was looked into. *answer*: the last one to a probe; who looks into it writes it here.
+    """How far a suspect was looked into. *answer*: the last one to a probe; the prober writes it here.
     *until_s*: until then the way to the suspect may still be found again."""
 
     node: NodeRecord
@@ -181,7 +181,7 @@ class Inquiry:
 class Suspicion:
     """What one node makes of its peers. Not thread-safe: a lock of its owner guards it.
 
-    *can_ask*: there is somebody to ask who is no peer, so that this node can tell whether it is the one that is cut
+    *can_ask*: there is a store to ask, which is no peer, so that this node can tell whether it is the one that is cut
     off. Without that a silence of all counts like any other.
     """
 
@@ -196,11 +196,11 @@ class Suspicion:
         self._reported: set[str] = set()
         self._departed: set[str] = set()
 
-    # ---- who is in the job, and whom to watch ----
+    # ---- which nodes are in the job, and which to watch ----
 
     def on_nodes(self, nodes: Iterable[NodeRecord], now_s: float) -> None:
         """Which nodes are in the job now."""
-        if len(self.known) < 2:  # there was nobody who could have been heard
+        if len(self.known) < 2:  # there was no peer to be heard
             self.line = replace(self.line, life_s=now_s)
         self.known = {node.incarnation: node for node in nodes}
         self._targets = None
@@ -223,24 +223,23 @@ class Suspicion:
         self._departed.add(incarnation)
 
     def on_end(self) -> None:
-        """This node leaves: nobody is suspected or lost from now on."""
+        """This node leaves: no peer is suspected or lost from now on."""
         self.has_ended = True
 
     # ---- this node's own line ----
 
     def on_sign(self, now_s: float, was_there: bool = False) -> None:
-        """Somebody gives a sign of life; see `Line.heard`."""
+        """A sign of life; see `Line.heard`."""
         self.line = self.line.heard(now_s, self._limits, was_there)
 
     def doubt_due_s(self, is_watching: bool) -> float | None:
-        """When somebody is to be asked if all stay silent; None: nobody is. *is_watching*: there are peers to be
-        heard."""
+        """When the store is to be asked if all stay silent; None: never. *is_watching*: there are peers to be heard."""
         if not (self._can_ask and is_watching) or self.line.is_asking:
             return None
         return max(self.line.life_s + self._limits.doubt_s, self.line.no_ask_until_s)
 
     def doubts(self, now_s: float, is_watching: bool) -> bool:
-        """Nobody at all is heard: somebody has to be asked whether the line is there. Counts as asked."""
+        """Nothing at all is heard: the store has to be asked, to know if the line is there. Counts as asked."""
         due_s = self.doubt_due_s(is_watching)
         if due_s is None or now_s < due_s:
             return False
@@ -255,7 +254,7 @@ class Suspicion:
     # ---- suspects ----
 
     def look_into(self, suspect: Suspect) -> Inquiry | None:
-        """Begin with a suspect; None: there is nothing to look into, or somebody is at it."""
+        """Begin with a suspect; None: there is nothing to look into, or a thread is at it."""
         node = self.known.get(suspect.incarnation)
         passed_over = self._reported | self._departed | self._probed
         if node is None or self.has_ended or suspect.incarnation in passed_over:
@@ -268,11 +267,11 @@ class Suspicion:
         self._probed.discard(incarnation)
 
     def next_step(self, inquiry: Inquiry, now_s: float) -> Step:
-        """What is to be done next: `probe` the suspect's kernel, `ask` somebody who is no peer whether the line is
-        there, `pause` before that is asked again, or `end`: then `judge`.
+        """What is to be done next: `probe` the suspect's kernel, `ask` the store, which is no peer, whether the line
+        is there, `pause` before that is asked again, or `end`: then `judge`.
 
-        The answer that counts is that of a probe before which anybody was heard, later than shortly after the suspect's
-        last word: who is cut off is told nothing.
+        An answer counts if anything was heard before its probe, later than shortly after the suspect's last word: a
+        node that is cut off is told nothing.
         """
         sign_s = inquiry.suspect.silent_since_s + self._limits.alone_s
         match inquiry.stage:

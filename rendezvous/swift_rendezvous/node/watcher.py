@@ -27,7 +27,7 @@ class Scope(IntEnum):
     """How much of a job is followed."""
 
     FORMING = 0
-    """What sorts before `Keys.for_members`. Of the nodes it is known who was there at the listing."""
+    """What sorts before `Keys.for_members`. It is known which nodes were there at the listing."""
     MEMBER = 1
     """What sorts before `Keys.for_coordinator`."""
     WHOLE = 2

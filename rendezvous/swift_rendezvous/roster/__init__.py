@@ -1,1 +1,1 @@
-"""Who trains together. Pure."""
+"""Which nodes train together. Pure."""

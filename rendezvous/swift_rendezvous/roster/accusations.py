@@ -6,13 +6,13 @@ What one node says of another may be true of the link between them only. Two kin
   made. To believe both would give away two slots, and with them maybe every copy of the state, where one node is enough
   to part the two. The one that holds state is kept, else the one with the lower slot; should it be lost as well, the
   next generation hears of it from others.
-- A node without state, a new node that has not got it yet, cannot reach those who have it: it would cost the job the
+- A node without state, a new node that has not got it yet, cannot reach those that have it: it would cost the job the
   last copies, with nothing to lose itself. So it is given up instead, unless the kernel of the accused has closed the
   connection and refuses another one. If the accused is lost indeed its lease tells.
   So is a node all of whose workers have ended: it has lost what it had.
 
-Who holds no state is in the record of the generation (`GenerationRecord.bare`), which is older than what happens in
-it; so who accuses somebody says of itself whether it has the state by now (`FailureRecord.is_empty`).
+The record of the generation names the workers without state (`GenerationRecord.bare`). It is older than what happens
+in the generation; so an accuser says of itself whether it has the state by now (`FailureRecord.is_empty`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swift_rendezvous.roster.view import View
 def bare_ranks(view: View, generation: GenerationRecord) -> dict[int, set[int]]:
     """By slot, the local ranks that hold no state, as far as *generation*, the current one, and what came since say.
 
-    Only the coordinator sees who has `resumed`; that all have, everybody does.
+    Only the coordinator sees which slots have `resumed`; that all have, every agent sees.
     """
     done = view.recovered >= generation.number
     bare = {slot: set(ranks) for slot, ranks in generation.bare.items() if not done and slot not in view.resumed}
@@ -40,7 +40,7 @@ def believed(
     generation: GenerationRecord, failures: Mapping[int, FailureRecord], gone: Collection[int],
     holders: Collection[int],
 ) -> Mapping[int, FailureRecord]:  # fmt: skip
-    """*failures* without what is not believed, but with what it says of those who said it.
+    """*failures* without what is not believed, but with what it says of its authors.
 
     *gone*: slots whose nodes have no record any more. *holders*: slots whose nodes are there and hold state.
     """

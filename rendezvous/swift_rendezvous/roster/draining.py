@@ -5,7 +5,7 @@
     --> generation g+1: the slot moved, `handover` --> taken/{g+1}/{slot} --> the node leaves
 
 While a worker is asked it begins no iteration beyond the one it has named, so the largest that was named is a boundary
-that nobody has passed and everybody reaches: no iteration is cut, none is run twice. The drained node keeps its
+that no worker has passed and all reach: no iteration is cut, none is run twice. The drained node keeps its
 workers, parked with their state, until the new owner of its slot trains; then it leaves. Any failure on the way
 leads to an ordinary recovery, and the order, which stays until the node has gone, is carried out afterwards.
 

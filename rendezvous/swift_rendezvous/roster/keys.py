@@ -26,13 +26,13 @@ class Keys:
     @property
     def for_coordinator(self) -> str:
         """What every slot writes in every generation, and only the coordinator reads. Sorts behind all other keys, so
-        that who is not the coordinator follows everything *before* this."""
+        that an agent that is not the coordinator follows everything *before* this."""
         return self.prefix + "~"
 
     @property
     def for_members(self) -> str:
-        """Before its first generation a node follows only what sorts before this: who decides, the generation, the end.
-        Behind it are the nodes: all of them hearing of all the others was work for the square of their number."""
+        """Before its first generation a node follows only what sorts before this: coordinator, generation, end. Behind
+        it are the nodes: all of them hearing of all the others was work for the square of their number."""
         return self.prefix + "job"
 
     @property

@@ -1,4 +1,4 @@
-"""Who is lost, and why, in words. Pure.
+"""Which nodes and workers are lost, and why, in words. Pure.
 
 What was said to be lost is kept apart from what is merely absent, which may come back: on that only the coordinator may
 act, after a while. What becomes of the job is `membership`. This module must never read a clock, talk to a store or
@@ -57,14 +57,14 @@ class Losses:
 
 @once_per_view
 def absent(view: View) -> dict[int, Owner]:
-    """Slots whose node has no record, though nobody has said that it is lost: its lease in etcd is gone.
+    """Slots whose node has no record, though no record says that it is lost: its lease in etcd is gone.
 
     Etcd may have been away for longer than the lease lives while the node trained on: then it comes back by itself.
     """
     generation = view.generation
     if generation is None:
         return {}
-    # Also who is given up for what it said of others: it would come back, and be forgotten again, for ever.
+    # Also a node that is given up for what it said of others: it would come back, and be forgotten again, for ever.
     said = [*view.failures.items(), *believed_failures(view).items()]
     accused = {(slot, failure.incarnation) for slot, failure in said if failure.kind == "node"}
     return {
@@ -123,7 +123,7 @@ def believed_failures(view: View) -> Mapping[int, FailureRecord]:
 def losses(view: View) -> Losses:
     """Everything the records say was lost in the current generation; a node without a record counts as lost.
 
-    That a record is missing is the coordinator's business (see `missing`): nobody else may act on it, but on
+    That a record is missing is the coordinator's business (see `missing`): other agents may not act on it, but on
     `told_losses`.
     """
     return _losses(view, with_absent=True)

@@ -1,4 +1,4 @@
-"""Who trains together: from the records of a job to its next generation. Pure.
+"""Decides which nodes train together: from the records of a job to its next generation. Pure.
 
 `decide` looks at what is stored and says what the coordinator has to write next; it is called after every change and
 must give the same answer for the same input, so that another agent can take over between any two writes. A slot is the
@@ -87,7 +87,7 @@ def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | Non
     if unread:
         lost = replace(lost, records=unread)
     if view.released:
-        lost = replace(lost, handovers={})  # nobody needs what a drained node has handed over
+        lost = replace(lost, handovers={})  # what a drained node has handed over is not needed
         if lost:
             return _lost_after_release(view, lost)
     if lost:
@@ -108,7 +108,7 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
             return Decision(waiting=waiting, deadline_s=since + rules.join_timeout_s)
         why = f"{here} after {rules.join_timeout_s:g} s (--rdzv-conf join_timeout)"
         return Decision((PublishResult(ResultRecord("stopped", why)),), why=why)
-    # Those who came first; among them in the order that they ask for, if they do.
+    # The nodes that came first; among them in the order that they ask for, if they do.
     chosen = sorted(free[: resizing.most_nodes(job)], key=lambda node: node.node_rank)
     if len(chosen) < resizing.most_nodes(job):
         since = now_s if waiting_since_s is None else waiting_since_s
@@ -179,7 +179,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
 
 def _drain(view: View, generation: GenerationRecord) -> Decision:
     """All is well: bring a drain one step on (see `draining`). A pause that was begun is brought to its end even if the
-    order was taken back meanwhile: nobody is cut in an iteration."""
+    order was taken back meanwhile: no worker is cut in an iteration."""
     if view.released:
         return Decision()
     moves = draining.moves(view, spares(view))
@@ -267,7 +267,7 @@ def _lost_after_release(view: View, lost: Losses) -> Decision:
     left = [slot for slot in range(len(generation.slots)) if slot not in view.exited and slot not in lost.nodes]
     if left:
         return Decision(waiting=f"{some_of(left)} are still exiting")
-    # What a script does after its last iteration (a save, an evaluation) is known to nobody but its processes.
+    # What a script does after its last iteration (a save, an evaluation) is known only to its processes.
     names = ", ".join(f"{generation.slots[slot].node_id} (slot {slot})" for slot in sorted(lost.nodes))
     why = f"training had ended, but node {names} was lost before its workers had exited: what they still did is lost"
     return Decision((PublishResult(ResultRecord("failed", why)),), why=why)

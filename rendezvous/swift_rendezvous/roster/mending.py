@@ -1,10 +1,10 @@
 """What a coordinator does about records that a person, a stranger or another version removed or overwrote. Pure.
 
-Most that cannot be read are left out and do no harm: their authors write them again (`machine`), or nobody needs
-them. Three kinds are mended here:
+Most that cannot be read are left out and do no harm: their authors write them again (`machine`), or they are not
+needed. Three kinds are mended here:
 
 - the record of the job and that of the generation, without which nothing can be decided: written again as they were
-  last read. Where nobody knows that, the job ends: to begin it again beside its living workers would give ranks to two;
+  last read. Where no node knows that, the job ends: beginning it again beside its living workers gives ranks to two;
 - a result that cannot be read: it ends nothing, but would keep new nodes away, and is removed;
 - what only the coordinator reads, where it waits for nothing else: its author would never learn of it, so another
   generation asks all again.
@@ -22,7 +22,7 @@ from swift_rendezvous.roster.view import View
 
 @dataclass(frozen=True)
 class RestoreGeneration:
-    """Write the record of the generation again, as it was, where somebody removed it or wrote something else."""
+    """Write the record of the generation again, as it was, where it was removed or overwritten."""
 
     generation: GenerationRecord
 
@@ -52,7 +52,7 @@ def beyond_repair(view: View) -> str:
     if lost:
         return "; ".join(f"the record {name} {damaged[name].why}, and no node knows what it was" for name in lost)
     if "generation" in damaged and view.generation is not None and view.begun > view.number:
-        # To write an older one would give its ranks to those who have lost them since.
+        # To write an older one would give its ranks to nodes that have lost them since.
         return (
             f"the record generation {damaged['generation'].why}, though generation {view.begun} had begun; "
             f"the last that is known here is {view.number}"

@@ -345,7 +345,7 @@ class RateRecord:
 
 @dataclass(frozen=True)
 class CoordinatorRecord:
-    """Who turns events into generations. Stored under that agent's lease."""
+    """The agent that turns events into generations. Stored under its lease."""
 
     node_id: str
     incarnation: str

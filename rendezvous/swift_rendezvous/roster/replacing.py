@@ -47,7 +47,7 @@ class Situation:
     old: GenerationRecord
     lost: Losses
     free: list[NodeRecord]
-    """Spares, those who came first before the others."""
+    """Spares, in the order in which they came."""
     verdict: setbacks.Verdict
     advances: bool
     """See `setbacks`: no number of restarts is counted down."""
@@ -64,7 +64,7 @@ class Situation:
     takers: Mapping[int, NodeRecord]
     """By slot, the spare that takes it."""
     short: int
-    """So many slots have nobody."""
+    """So many slots have no node."""
     forget: tuple[ForgetNode, ...]
     """Lost nodes whose records are still there."""
 
@@ -146,7 +146,7 @@ def _ends(now: Situation) -> Decision | None:
 
 def _without_progress(now: Situation) -> Decision:
     verdict, troubles = now.verdict, {trouble.rank: trouble for trouble in now.verdict.troubles}
-    # The cause first; who is behind it may have failed of that.
+    # The cause first; ranks behind it may have failed of that.
     rank, reason = next(iter(verdict.hopeless.items()))
     exits = tuple(sorted(exits_of(now.lost), key=lambda exit_: exit_.rank != rank))
     return now.failed(setbacks.describe(troubles[rank], reason), exits, setbacks.advice(troubles[rank]))

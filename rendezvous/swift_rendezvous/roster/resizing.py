@@ -12,7 +12,7 @@ the newest state keeps it in a file of its node, and the new workers go on from 
 leads to another such generation, in which what is newest is kept again.
 
 The last call is torchrun's: it lets several nodes that come one after the other cost one start. While it lasts workers
-train on, where they can. Slots are numbered again: who was there before keeps its order, new nodes follow.
+train on, where they can. Slots are numbered again: nodes that were there keep their order, new ones follow.
 
 This module must never read a clock, talk to a store or log.
 """
@@ -78,8 +78,8 @@ def num_new(view: View, num_free: int) -> int:
 def roster(
     job: JobRecord, old: GenerationRecord, vacant: Collection[int], free: Sequence[NodeRecord]
 ) -> tuple[Owner, ...] | None:
-    """Who trains when all workers start again: the owners of slots of *old* that are not *vacant*, then *free* nodes up
-    to MAX. None if they are fewer than MIN."""
+    """The nodes that train when all workers start again: the owners of slots of *old* that are not *vacant*, then
+    *free* nodes up to MAX. None if they are fewer than MIN."""
     kept = [owner for slot, owner in enumerate(old.slots) if slot not in vacant]
     kept += [owner_of(node, old.num_workers) for node in free[: most_nodes(job) - len(kept)]]
     return tuple(kept) if len(kept) >= job.num_nodes else None
@@ -117,7 +117,7 @@ def renewed(
         number=number,
         mode=mode,
         slots=slots,
-        # The first of those that were there before: it is known to be healthy.
+        # The first node that was there before: it is known to be healthy.
         store_slot=0,
         why=f"{what}; {done} {len(slots)} node{'s' if len(slots) > 1 else ''}",
         epoch=number,
@@ -142,7 +142,7 @@ def _troubles_after(old: GenerationRecord, new: GenerationRecord) -> tuple[Troub
 def _bare_after(
     old: GenerationRecord, slots: tuple[Owner, ...], bare: Mapping[int, Collection[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """By new slot: who was there has what was kept, if it had any state; who comes has none."""
+    """By new slot: a node that was there has what was kept, if it had any state; a new one has none."""
     found = {}
     for slot, owner in enumerate(slots):
         before = old.slot_of(owner.incarnation)

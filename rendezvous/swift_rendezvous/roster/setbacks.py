@@ -2,7 +2,7 @@
 
 Without `--max-restarts` a lost worker is replaced as often as it takes, as long as its rank advances. A rank that fails
 without advancing gets nowhere, on whatever node it is; its failures since it last advanced are carried from generation
-to generation (`GenerationRecord.troubles`), so that whoever is the coordinator counts alike, and each of them once:
+to generation (`GenerationRecord.troubles`), so that any coordinator counts alike, and each of them once:
 
     failure --advanced since the last one?--> yes: the count starts over
                 '-- no --> something else was tried before -----------------------------> the job ends

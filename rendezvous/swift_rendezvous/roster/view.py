@@ -57,7 +57,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Damaged:
-    """What is stored in the place of a record. *revision*: of that, 0 where there is nothing: whoever writes the record
+    """What is stored in the place of a record. *revision*: of that, 0 where there is nothing: the agent that writes it
     again compares with it. *why*: goes on from "the record NAME"."""
 
     revision: int
@@ -164,7 +164,7 @@ def apply(view: View, keys: Keys, change: Change) -> View:
         return _read(view, name, change)
     except RecordError as error:
         why = str(error)
-    except Exception as error:  # a defect of the reading: it must not end who follows the job
+    except Exception as error:  # a defect of the reading: it must not end an agent that follows the job
         why = f"{type(error).__name__}: {error}"
     return _unread(view, name, change.mod_revision, f"cannot be read ({why[:_MAX_WHY]})")
 
@@ -233,7 +233,7 @@ def _read(view: View, key: str, change: Change) -> View:
     if slot is None:
         return view
     if value is not None and (view.generation is None or slot >= len(view.generation.slots)):
-        raise RecordError(f"generation {view.number} has no slot {slot}")  # who decides looks its owner up
+        raise RecordError(f"generation {view.number} has no slot {slot}")  # the coordinator looks its owner up
     kind = _PER_SLOT[name]
     records = dict(getattr(view, kind.attribute))
     if value is None:

@@ -62,7 +62,7 @@ class EtcdKeepAlive:
         self._on_lost = on_lost
         self._stop = threading.Event()
         self._broken_s = time.monotonic()
-        # Who has this lease gets another one, as after any loss of it.
+        # The owner of this lease gets another one, as after any loss of it.
         start(thread(f"etcd-lease-{lease.id:x}", self._run, on_lost or only_logged))
 
     def stop(self) -> None:

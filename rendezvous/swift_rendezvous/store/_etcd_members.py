@@ -116,7 +116,7 @@ class MembersWatch:
         return next((a for a in addresses if a in self._transport.config.endpoints), next(iter(addresses), ""))
 
     def _addresses(self, member: int) -> list[str]:
-        """Where that member has answered, and nobody else: an address of several is a proxy's. Under the lock."""
+        """Where that member has answered, and no other: an address of several is a proxy's. Under the lock."""
         return sorted(a for a, members in self._answered.items() if members & self._members == {member})
 
     # ---- how they are ----
@@ -200,7 +200,7 @@ def _reach_one(family: int, where: Any, timeout_s: float) -> str:
         )
         tells = _TELLS_ICMP
         try:
-            sock.setsockopt(level, option, 1)  # to see who has refused
+            sock.setsockopt(level, option, 1)  # to see what has refused
         except OSError:
             tells = False
         try:
@@ -213,7 +213,7 @@ def _reach_one(family: int, where: Any, timeout_s: float) -> str:
 
 
 def _was_icmp(sock: socket.socket) -> bool:
-    """A firewall on the way rejects with an ICMP message, and that reads like a port at which nobody listens."""
+    """A firewall on the way rejects with an ICMP message, and that reads like a port without a listener."""
     sock.setblocking(False)
     try:
         _, ancillary, _, _ = sock.recvmsg(0, 512, socket.MSG_ERRQUEUE)

@@ -242,7 +242,7 @@ class Transport:
             self._stubs = {key: stub for key, stub in self._stubs.items() if key[0] != index}
 
     def connect(self, endpoint: str) -> Any:
-        """A channel to any server of the cluster; whoever asks for it closes it. Raises NoDescriptors if there are
+        """A channel to any server of the cluster; the caller closes it. Raises NoDescriptors if there are
         none: the first channel of a process starts gRPC, which would abort it then."""
         _check_descriptors()
         target = f"ipv6:{endpoint}" if endpoint.startswith("[") else endpoint

@@ -241,7 +241,7 @@ class Watchdog:
             try:
                 self._probe(time.monotonic())
             except Exception:
-                # Nobody else would notice that a server is frozen.
+                # Nothing else would notice that a server is frozen.
                 log.exception("quiet watches could not be looked after; trying on")
 
     def _quiet_watches(self, now_s: float) -> dict[int, list[EtcdWatch]]:
@@ -255,7 +255,7 @@ class Watchdog:
 
     def _probe(self, asked_s: float) -> None:
         calls: dict[int, Any] = {}
-        by_endpoint = self._quiet_watches(asked_s)  # only for now: a watch that nobody holds must not live on here
+        by_endpoint = self._quiet_watches(asked_s)  # only for now: an abandoned watch must not live on here
         try:
             for index, quiet in by_endpoint.items():
                 # From the server's own memory: another member, or the leader, being away is not this server's fault.

@@ -43,7 +43,7 @@ class EtcdStore:
     **A write whose answer was lost is sent again, so it may have been applied twice.** Guard writes that matter by
     conditions, and see `TransactionResult.retried`.
 
-    For who knows the `etcd3` package, the names are the same (``get put delete delete_prefix get_prefix transaction
+    Names are as in the `etcd3` package (``get put delete delete_prefix get_prefix transaction
     lease watch watch_prefix close``), with these differences: `get` returns one `KeyValue` or None, `get_prefix`
     a list and the revision; conditions and operations are the classes of `kv`, not ``client.transactions``; `watch`
     and `watch_prefix` return one iterable object with ``cancel()`` that yields `WatchResponse`, and survive their

@@ -128,7 +128,7 @@ class EtcdConfig:
 
         Variables: ``SWIFT_ETCD_ENDPOINTS``, ``SWIFT_ETCD_USER``, ``SWIFT_ETCD_PASSWORD`` or
         ``SWIFT_ETCD_PASSWORD_FILE``, ``SWIFT_ETCD_CACERT``, ``SWIFT_ETCD_CERT``, ``SWIFT_ETCD_KEY``.
-        Returns None when nobody names an endpoint. Raises ValueError with all mistakes, one per line.
+        Returns None when no endpoint is named. Raises ValueError with all mistakes, one per line.
         """
         env = os.environ if environ is None else environ
         given = endpoints or env.get("SWIFT_ETCD_ENDPOINTS") or ""

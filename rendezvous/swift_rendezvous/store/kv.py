@@ -29,7 +29,7 @@ class PermissionDenied(RendezvousError):
 
 
 class RequestRefused(RendezvousError):
-    """This request will never be taken, whoever asks and however often: it is too large or malformed."""
+    """This request will never be taken, from any client and however often: it is too large or malformed."""
 
 
 class LeaseLost(RendezvousError):

@@ -1,7 +1,7 @@
-"""Temporary directories that do not outlive their owner for long: who is killed cannot clean up, so the next one does.
+"""Temporary directories that do not outlive their owner for long: if it is killed, the next process cleans up.
 
-A directory is owned by who holds the lock on the file in it. Must never touch one without that file, one of another
-user, or one whose owner lives.
+A directory is owned by the process that holds the lock on the file in it. Must never touch one without that file, one
+of another user, or one whose owner lives.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def own(directory: Path) -> int:
     unfinished = directory / f".{LOCK_NAME}"
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # Seen under its name only once it is locked: nobody takes a directory that is just being made for left over.
+    # Seen under its name only once it is locked: a directory that is just being made is not taken for left over.
     os.rename(unfinished, directory / LOCK_NAME)
     return descriptor
 
 
 def remove_orphans(parent: Path, prefix: str) -> None:
-    """Remove the owned directories in *parent* of our user whose owner was killed: nobody holds their lock.
+    """Remove the owned directories in *parent* of our user whose owner was killed: their lock is free.
 
     They are named by *prefix* and what `mkdtemp` appends, which has no hyphen: `n1-` is not the beginning of what
     another host, `n1-b`, has made in a directory that both share.

@@ -199,7 +199,7 @@ class PrivateEtcd:
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
             "--initial-cluster", f"{self._name}={peer}",
-            # Alone, it has nobody to wait for; a short election also allows leases of one second. An even shorter
+            # Alone, it has no member to wait for; a short election also allows leases of one second. An even shorter
             # one would save 0.1 s at the start, and use three times as much of a processor for ever.
             "--heartbeat-interval", "50", "--election-timeout", "500",
             "--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000",
@@ -242,7 +242,7 @@ class PrivateEtcd:
         assert process.stdin is not None
         process.stdin.close()
         if process.args[0] == _SHELL:  # type: ignore[index]  # always a list here
-            reaper.join(timeout=5)  # the guard kills the server and the shell waits for it; nobody else can
+            reaper.join(timeout=5)  # the guard kills the server and the shell waits for it; nothing else can
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ def _run_child(command: list[str], directory: Path, log_path: Path, started: que
                 start_new_session=True,
                 env=_clean_env(),
             )
-    except Exception as error:  # whoever has started this thread waits for an answer
+    except Exception as error:  # the starter of this thread waits for an answer
         started.put(error)
         return
     started.put(process)

@@ -1,10 +1,10 @@
 """Until when a node may act as the owner of what it was given, by its own clock and without a word from etcd. Pure.
 
 A lease lives for its TTL from the moment at which the last keep-alive that was answered was *sent*: the server cannot
-have counted from earlier. Nobody else gets this node's slot before. So that much is known without anybody's help, and
-nothing that peers say or do not say makes it longer.
+have counted from earlier. No other node gets this node's slot before. So that much is known without help, and nothing
+that peers say or do not say makes it longer.
 
-An etcd that is away for everybody gives slots to nobody, and a leader that is elected later gives every lease its full
+An etcd that is away for all nodes gives no slots away, and a leader that is elected later gives every lease its full
 TTL again. A member is *proven* to be in no quorum at a moment if its port refuses a connection (its machine answers, no
 server runs) or if it says itself that it knows no leader. A member that does not answer may be anywhere, with a quorum:
 it proves nothing.
@@ -12,11 +12,11 @@ it proves nothing.
     n members, a quorum of n // 2 + 1; n - n // 2 proven ones leave too few for any
 
     renewed at t --------------------------> t + TTL
-            all proven in [s, e], s <= t + TTL ---------> e + TTL            (whoever leads later was elected after e)
+            all proven in [s, e], s <= t + TTL ---------> e + TTL            (any later leader was elected after e)
             enough proven in [s, e], long enough for any old leader to have stepped down: the same
 
-What this rests on (etcd 3.4 to 3.6): a lease ends by a proposal that a quorum has to accept (`LeaseRevoke`); who
-becomes leader gives all leases a full TTL (`lessor.Promote`, which adds an election timeout, so that an answer of a
+What this rests on (etcd 3.4 to 3.6): a lease ends by a proposal that a quorum has to accept (`LeaseRevoke`); a
+new leader gives all leases a full TTL (`lessor.Promote`, which adds an election timeout, so that an answer of a
 leader that is just being replaced does no harm); a leader without a quorum steps down within two election timeouts
 (`CheckQuorum`); no TTL is granted below one and a half of them. Where lease checkpoints are on, a TTL of more than
 300 s is not given again in full: such leases are not prolonged here.
@@ -34,7 +34,7 @@ from typing import Literal
 Sight = Literal["refused", "leaderless", "led", "silent"]
 PROVEN: frozenset[Sight] = frozenset({"refused", "leaderless"})
 
-# Of the TTL, before its end: for who has to act on it, who looks twice a second, and for a machine that is busy.
+# Of the TTL, before its end: for the agent, which looks twice a second and then acts, and for a machine that is busy.
 MARGIN = 0.25
 # A member that was proven twice within this was not in a quorum in between.
 MAX_GAP_S = 1.0
