@@ -24,7 +24,7 @@ class UsageError(SwiftError):
 
 
 class JobStopped(SwiftError):
-    """The job ended without a result: it was told to stop, or nobody took the place of a lost node in time."""
+    """The job ended without a result: it was told to stop, or no node took the place of a lost one in time."""
 
 
 class ReplicaMismatch(SwiftError):

@@ -170,7 +170,7 @@ class Executor:
         self._writer.submit(Write("probe", guards, ops, is_current, lambda: answered(False), answered))
 
     def stop(self, result: ResultRecord) -> bool:
-        """Tell the other nodes that the job ends, unless this one is a spare that nobody needs, or was given up.
+        """Tell the other nodes that the job ends, unless this one is an unneeded spare, or was given up.
         Returns whether etcd has that."""
         state = self._state()
         generation = state.view.generation

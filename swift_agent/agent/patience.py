@@ -4,7 +4,7 @@
     agent:          5 s, then one write to etcd; "wait" to the worker until that is stored
 
 The loss of a peer reaches the other nodes through etcd. While etcd is away, or takes no writes because its space is
-used up, nobody can tell; a worker that gave up meanwhile would take the state with it. Must never touch a process.
+used up, no node can tell; a worker that gave up meanwhile would take the state with it. Must never touch a process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Patience:
             self._probe()
 
     def proved(self) -> None:
-        """The store takes writes: whoever knows of a loss can tell it now. The workers' time runs."""
+        """The store takes writes: a node that knows of a loss can tell it now. The workers' time runs."""
         for rank in self._probing or ():
             self._since_s.pop(rank, None)
         self._probing = None

@@ -5,7 +5,7 @@
            watches on until it is back, or knows how the job ended)
 
 A node that was given up by the others comes back with a new presence. One whose lease was lost while it lived (etcd
-was away for too long, somebody revoked it) gets another lease under the same incarnation, if nobody has its slot
+was away for too long, it was revoked) gets another lease under the same incarnation, if no other has its slot
 meanwhile: `reclaim`. Must never touch workers.
 """
 
@@ -114,7 +114,7 @@ class Presence:
             self._reading_place = False
             self._keep_alive = self._keep(self._lease)
             undo.callback(self._keep_alive.stop)
-            # A private server is a child of this agent: nobody else can be given its slot.
+            # A private server is a child of this agent: no other can be given its slot.
             self._is_alone = config.etcd is None
             self._members = None
             if isinstance(store, EtcdStore) and not self._is_alone:
@@ -162,7 +162,7 @@ class Presence:
     # ---- whether the slot is still ours ----
 
     def holds(self, now_s: float) -> bool:
-        """Whether nobody else can have this node's slot, as far as it can tell by its own clock: see `tenure`."""
+        """Whether no other can have this node's slot, as far as it can tell by its own clock: see `tenure`."""
         return self._is_alone or tenure.holds(self._held(), now_s=now_s)
 
     def acts_until_s(self) -> float:
@@ -170,7 +170,7 @@ class Presence:
         return math.inf if self._is_alone else self._held().acts_until_s
 
     def is_away(self) -> bool:
-        """What holds it is the proof that etcd has no quorum: nobody can be asked, nor given anything."""
+        """What holds it is the proof that etcd has no quorum: it cannot be asked, nor give anything."""
         held = self._held()
         return not self._is_alone and held.until_s > held.sent_s + held.ttl_s
 
@@ -271,7 +271,7 @@ class Presence:
         return lease.keep_alive(lost)
 
     def leave(self) -> None:
-        """Tell the others and remove this node's records; who is last removes the job's."""
+        """Tell the others and remove this node's records; the last node removes the job's."""
         self._stop(goodbye=True)
         self._watcher.stop()
         leave_job(self._store, self._keys, self.me, self._lease)

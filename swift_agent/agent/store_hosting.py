@@ -1,7 +1,7 @@
 """The c10d stores that an agent hosts, one pair per generation: torch's own for scripts that call `init_process_group`,
 and ours, with a token, for workers that call `swift_agent.init()`. Both listen on the job's interface only.
 
-Must never decide who hosts, and must never let a token into a record or a message to anybody but a worker."""
+Must never decide which agent hosts, nor let a token into a record, or into a message to anything but a worker."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class GenerationStores:
             self._open.pop(number)[2].close()
 
     def token(self, generation: int, record: StoreRecord) -> str:
-        """What a worker needs for the session store of *record*, whoever hosts it."""
+        """What a worker needs for the session store of *record*, on whichever node it is."""
         return self._key.store_token(generation, record.nonce)
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def transaction_of(command: commands.Command, keys: Keys, view: View, me: NodeRe
             ops: list[Op] = [Delete(keys.node(node_id))]
             forming, coordinator = view.generation is None, view.coordinator
             if forming and coordinator is not None and coordinator.incarnation == incarnation:
-                # Who waits for the first generation does not follow who is there, but who decides.
+                # Nodes that wait for the first generation follow the coordinator's record, not those of the nodes.
                 guards.append(Compare.mod_revision(keys.coordinator, "==", view.coordinator_revision))
                 ops.append(Delete(keys.coordinator))
             return Transaction("forget", guards, ops, incarnation)

@@ -1,4 +1,4 @@
-"""The agent's end of the sockets of its workers: who is at the other end, and what it said.
+"""The agent's end of the sockets of its workers: which process is at the other end, and what it said.
 
     connect --> (stranger) --first message names the worker--> bound to a local rank --> closed
 
@@ -59,8 +59,8 @@ class WorkerChannels:
         return self._listener.path
 
     def send(self, local_ranks: tuple[int, ...], message: wire.ToWorker, *, may_skip: bool = False) -> None:
-        """To those that are connected. Who is gone is heard of through its process. *may_skip*: it comes again, and
-        need not be kept for who has not taken what was sent before."""
+        """To those that are connected. A worker that is gone is heard of through its process. *may_skip*: the message
+        comes again, and need not be kept for a worker that has not taken what was sent before."""
         said = written(message)
         for local_rank in local_ranks:
             channel = self._channels.get(local_rank)
@@ -88,7 +88,7 @@ class WorkerChannels:
                 self._on_event(msg.WorkerDeaf(local_rank, self._pids[local_rank], deadline_s))
 
     def put_off(self, for_s: float) -> None:
-        """Nobody has written to them for so long."""
+        """Nothing was written to them for so long."""
         for channel in self._channels.values():
             if channel.stuck_since_s is not None:
                 channel.stuck_since_s += for_s

@@ -229,7 +229,7 @@ def _interfaces() -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _num_ports() -> int | None:
-    """How many of the ports that the kernel gives to those who ask for any are not in use."""
+    """How many of the ports that the kernel gives to callers that ask for any are not in use."""
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):

@@ -143,7 +143,7 @@ def _draw_jobs(found: list[dict[str, Any]]) -> RenderableType:
     rows = table("JOB", "STATE", "GENERATION", "NODES", "SPARES", "WORKERS", "ITERATION", "PER SECOND", "WHY")
     for job in found:
         active = len(job["nodes"]) - job["num_spares"]
-        # Before the first generation nobody has a place; who is here is what counts.
+        # Before the first generation no node has a place; the nodes that are here count.
         nodes = f"{active if job['generation'] else len(job['nodes'])}"
         nodes += f" of {job['num_nodes']}" if job["num_nodes"] else ""
         nodes += f" to {job['max_nodes']}" if job["max_nodes"] != job["num_nodes"] else ""

@@ -124,7 +124,7 @@ class AgentConfig:
         host = socket.gethostname()
         node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
         _check_name("--node-id", node_id, mistakes)
-        # As torchrun: a job that nobody else can join gets an id of its own, so that two of them never meet.
+        # As torchrun: a job that no other node can join gets an id of its own, so that two of them never meet.
         own_id = ns.standalone or (etcd is None and ns.rdzv_id == "none")
         job_id = str(uuid.uuid4()) if own_id else ns.rdzv_id
         _check_name("--rdzv-id", job_id, mistakes)
@@ -178,7 +178,7 @@ class AgentConfig:
             message_log=logs,
             message_log_bytes=None if ns.message_log_limit is None else int(ns.message_log_limit * 1e9),
             log_store=log_store,
-            # As under torchrun: who asks for a job of its own may share this machine with others that do.
+            # As under torchrun: a standalone job may share this machine with others.
             master_addr=None if ns.standalone or ns.master_addr == DEFAULT_MASTER_ADDR else ns.master_addr,
             master_port=None if ns.standalone else ns.master_port or None,
             node_rank=ns.node_rank,

@@ -1,9 +1,9 @@
 """The agent's temporary directories: for its socket, for logs of messages, and for its workers' output if the user has
 named no directory.
 
-An agent that is killed leaves them; the next one that starts on the machine removes them. What stays of those that were
-closed is what a failed worker has written of its failure. Must never touch a directory
-that the user has named, but for what agents of this machine have made below it.
+An agent that is killed leaves them; the next one that starts on the machine removes them. Of a closed one only what a
+failed worker has written of its failure stays. Must never touch a directory that the user has named, but for what
+agents of this machine have made below it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Directories:
             self._locks.append(own(self._paths[-1]))
 
     def keep(self, files: Iterable[str]) -> None:
-        """`close` leaves these, as torch's launcher does: somebody will be told where they are."""
+        """`close` leaves these, as torch's launcher does: people are told where they are."""
         self._kept = frozenset(os.path.realpath(file) for file in files if os.path.isfile(file))
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""What an agent has to know of the machine and of its own command before it joins a job. Must never open a connection
-to anybody."""
+"""What an agent has to know of the machine and of its own command before it joins a job. Must never open a
+connection."""
 
 from __future__ import annotations
 

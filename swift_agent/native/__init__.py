@@ -77,7 +77,7 @@ def load() -> ModuleType | None:
 
 
 def _check_owners(path: Path) -> None:
-    """To load it is to run it, so it has to come from this user, from root, or from who has installed this package."""
+    """To load it is to run it, so it has to come from this user, from root, or from the owner of this package."""
     trusted = {os.getuid(), 0, Path(__file__).stat().st_uid}
     for one in (path, path.parent):
         found = one.stat()

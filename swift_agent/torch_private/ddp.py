@@ -171,7 +171,7 @@ def is_in_join(ddp: DDP) -> bool:
 
 
 def has_comm_hook(ddp: DDP) -> bool:
-    """Whether somebody has registered a communication hook for gradients, built in or not."""
+    """Whether a communication hook for gradients is registered, built in or not."""
     name = ddp._get_ddp_logging_data().get("comm_hook", "")  # type: ignore[no-untyped-call]
     return bool(ddp._comm_hooks) or bool(name)
 

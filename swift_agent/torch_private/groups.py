@@ -74,7 +74,7 @@ def create_on_fake(original: Callable[..., Any], arguments: dict[str, Any]) -> t
     asked = str(arguments["backend"])
     devices = backends_by_device(asked)
     fake = ",".join(f"{device}:fake" for device in devices)
-    # No device_id: with one, torch connects eagerly and splits communicators, which nobody could make again.
+    # No device_id: with one, torch connects eagerly and splits communicators, which could not be made again.
     group, store = original(**{**arguments, "backend": fake, "backend_options": None, "device_id": None})
     if group is None or group is c10d.GroupMember.NON_GROUP_MEMBER:
         return None, None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 Layer = Literal["schedules", "log"]
-# Who stands between a script and torch, from the script's side on: what a schedule is served is no message, so it must
+# The layers between a script and torch, from the script's side on: what a schedule is served is no message, so it must
 # be neither counted nor logged.
 LAYERS: tuple[Layer, ...] = ("schedules", "log")
 _KEYWORDS = {"send": ("tensors", "dstRank", "tag"), "recv": ("tensors", "srcRank", "tag"), "recv_anysource": ()}

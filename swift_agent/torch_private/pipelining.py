@@ -44,7 +44,7 @@ def connects_by_edges(schedule: Any) -> bool:
 def agreeing_by_messages() -> Iterator[None]:
     """Inside, a first step sends nothing but messages from stage to stage. Until torch 2.14 that is so by itself. From
     2.15 on stages agree by an all-reduce of their group, and meet in more of those to connect: a replacement would make
-    them alone, and who has taken part in one cannot stay in its iteration."""
+    them alone, and a rank that has taken part in one cannot stay in its iteration."""
     schedules: Any = sys.modules["torch.distributed.pipelining.schedules"]
     base, name = schedules._PipelineSchedule, "_initialize_pipeline_distributed_state"
     original = getattr(base, name, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def new_rendezvous_state() -> Any:
-    """The state of torch's dynamic rendezvous, before anybody has joined."""
+    """The state of torch's dynamic rendezvous, before any node has joined."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     return dynamic_rendezvous._RendezvousState()

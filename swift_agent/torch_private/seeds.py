@@ -1,4 +1,4 @@
-"""What is private in torch's seeding: whether anybody has seeded it, and it has not drawn its seed by itself.
+"""What is private in torch's seeding: whether it was given its seed, or has drawn it by itself.
 
 A seed of 64 bits does not show that. `torch.manual_seed` leaves the call that will seed devices, or has made it.
 """

@@ -1,7 +1,7 @@
 """What torch's dynamic rendezvous needs of a backend, on a `KeyValueStore`: one state, written by compare-and-swap.
 
-Who joins, who waits and when a round is complete is torch's own code (`DynamicRendezvousHandler`). This module must
-never decide any of it. In etcd the state is JSON: nothing that comes from there is unpickled.
+torch's own code (`DynamicRendezvousHandler`) decides which node joins, which waits and when a round is complete. This
+module must never decide any of it. In etcd the state is JSON: nothing that comes from there is unpickled.
 """
 
 from __future__ import annotations

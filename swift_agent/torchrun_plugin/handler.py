@@ -45,8 +45,8 @@ class PluginOptions:
         read_timeout_s = _positive(params, "read_timeout", DEFAULT_READ_TIMEOUT_S)
         keep_alive_s = _positive(params, "keep_alive_interval", _DEFAULT_KEEP_ALIVE_S)
         lease_ttl_s = _positive(params, "lease_ttl", max(DEFAULT_LEASE_TTL_S, 3 * keep_alive_s))
-        # The state belongs to the lease of who wrote it last. If that node dies, the heartbeat of another must write
-        # the state again before the lease is over.
+        # The state belongs to the lease of the node that wrote it last. If that node dies, the heartbeat of another
+        # must write the state again before the lease is over.
         if lease_ttl_s < 2 * keep_alive_s:
             raise ValueError(f"lease_ttl={lease_ttl_s} must be at least twice keep_alive_interval={keep_alive_s}")
         config = EtcdConfig.from_environment(

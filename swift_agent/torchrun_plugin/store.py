@@ -212,7 +212,7 @@ class EtcdRunStore(Store):
                 if isinstance(note, KeyValue) and note.value == number:
                     return old, new
                 kv = current if isinstance(current, KeyValue) else None
-                # Many nodes count in one key at the end of a job: who lost stands back for a moment.
+                # Many nodes count in one key at the end of a job: the loser stands back for a moment.
                 time.sleep(random.uniform(0, pause_s))
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 

@@ -32,8 +32,8 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One connected socket. `send` may be called from any thread; `receive` from one. Who must not wait for the other
-    side, an agent for a worker that is stopped, uses `post` and `flush` instead of `send`, in one thread.
+    """One connected socket. `send` may be called from any thread; `receive` from one. A side that must not wait for the
+    other, an agent for a worker that is stopped, uses `post` and `flush` instead of `send`, in one thread.
 
     *stuck_since_s*: on the monotonic clock, since when the other side has taken nothing of what is kept for it; None:
     nothing is.

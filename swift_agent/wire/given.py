@@ -12,11 +12,11 @@ where there are none. So it finds out by the running fingerprint of those, too, 
     first: iteration + 1, generation in which all began, epoch, fingerprint, 1 for that of an epoch, 1 if it comes again
     and again, the six in one
 
-A script that makes its data itself, from a position of its own, starts again in a replacement. Where nobody was cut in
+A script that makes its data itself, from a position of its own, starts again in a replacement. Where no rank was cut in
 an iteration there is none to compare; but this one is given what the first one of the run, or of the epoch, was given,
 and the other ranks are not. What comes again within some iterations (a weight, a flag) says nothing.
 
-A replacement on another node has the page from who keeps a copy of it (`witness`).
+A replacement on another node has the page from a rank that keeps a copy of it (`witness`).
 
 What a script takes between two iterations need not be for the one to come: it may be a validation in the loop, which is
 a pass of its own. So things are compared within a pass, and once an iteration is called its pass is, too. The page may
@@ -96,7 +96,7 @@ def _leaves(value: Any, depth: int = 0, *, of_data: bool = False) -> Iterator[An
 
 
 def fingerprint(value: Any, begin: int = 0) -> int:
-    """Of the tensors, arrays, numbers and texts in *value*, of samples of those that are large."""
+    """Of the tensors, arrays, numbers and texts in *value*, by samples where they are large."""
     state = xxhash.xxh3_64(seed=begin)
     for leaf in itertools.islice(_leaves(value, of_data=True), _MAX_LEAVES):
         if isinstance(leaf, torch.Tensor):
@@ -185,7 +185,7 @@ _NO_FIRST = First()
 
 class GivenPage:
     """Of one rank. *predecessor*, *tracks*: what the process before this one has left, by iteration and by pass.
-    *first_of_run*, *first_of_epoch*: of whoever was the first to be this rank."""
+    *first_of_run*, *first_of_epoch*: of the process that was the first to be this rank."""
 
     def __init__(self, path: Path, *, is_replacement: bool) -> None:
         with open(path, "a+b") as stream:
@@ -229,7 +229,7 @@ class GivenPage:
         return self._page[:]
 
     def learn(self, page: bytes) -> None:
-        """*page*: a copy, of whoever was this rank before. What is known of later iterations and passes stays."""
+        """*page*: a copy, of an earlier process of this rank. What is known of later iterations and passes stays."""
         for _, kind, words in _records(page):
             number, run, *rest = words
             if kind == _MARK:
@@ -255,7 +255,7 @@ class GivenPage:
 
 
 def copied(page: bytearray, records: bytes) -> None:
-    """Put whole *records* where they belong in *page*, which is a copy of somebody's."""
+    """Put whole *records* where they belong in *page*, which is a copy of another rank's."""
     for record, kind, words in _records(records):
         at = _at_slot(words[0] - 1) if kind == _MARK else _at_track(words[0] - 1)
         if kind == _FIRST_MARK:
@@ -290,7 +290,7 @@ def _records(content: bytes) -> Iterator[tuple[bytes, int, tuple[int, ...]]]:
 
 
 class Given:
-    """What this process gives its iterations, one after the other. *page*: None where nobody could read it.
+    """What this process gives its iterations, one after the other. *page*: None where it could not be read.
     *iteration*: the one that is given something now; *count*: and so many things it has got."""
 
     def __init__(self, page: GivenPage | None) -> None:
@@ -347,7 +347,7 @@ class Given:
 
     @property
     def digest(self) -> int:
-        """Of what it has got so far; 0 where nobody could read it."""
+        """Of what it has got so far; 0 where it could not be read."""
         return self._digest
 
     def add(self, value: Any) -> bool:

@@ -53,7 +53,7 @@ class Standings:
         self._numbers[_UNTIL_NS] = int(until_s * 1e9)
 
     def stands(self, local_rank: int) -> bool:
-        """Whether that one has stopped by itself, and nobody has woken it since."""
+        """Whether that one has stopped by itself, and was not woken since."""
         return self._numbers[_HEAD + local_rank * _FIELDS + _STANDS] > 0
 
     def clear(self, local_rank: int) -> None:
@@ -68,7 +68,7 @@ class Standings:
 
 
 class MyStanding:
-    """A worker's end; without a *directory* nobody looks."""
+    """A worker's end; without a *directory* nothing reads it."""
 
     def __init__(self, directory: str | None = None, local_rank: int = 0) -> None:
         self._numbers: MutableSequence[int] = [0] * _FIELDS
@@ -109,7 +109,7 @@ def _map(path: str, flags: int, num_workers: int) -> memoryview:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         if flags & os.O_CREAT:
-            os.posix_fallocate(fd, 0, size)  # a full disk must not end who writes later
+            os.posix_fallocate(fd, 0, size)  # a full disk must not end a process that writes later
         elif os.fstat(fd).st_size < size:
             raise ValueError(f"{path} is shorter than {size} bytes")
         return memoryview(mmap.mmap(fd, size)).cast("q")

@@ -2,8 +2,8 @@
 
 Instead of torch's TCPStore, which resolves the name of the other end of every connection, on the client and in the
 only thread of the server: where DNS is slow or loses a packet, one connection stops all ranks for seconds (5 s with
-glibc's defaults). Besides, both sides prove that they know a token (see `store_frames`), and `cut()` frees whoever
-waits on it. It must never evaluate what it is sent: keys and values are bytes.
+glibc's defaults). Besides, both sides prove that they know a token (see `store_frames`), and `cut()` frees a
+thread that waits on it. It must never evaluate what it is sent: keys and values are bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StoreClient(Store):
         return str(self._socket.getsockname()[0])
 
     def cut(self) -> None:
-        """End the connection from any thread: whoever waits on it gets an error at once. May be repeated."""
+        """End the connection from any thread: one that waits on it gets an error at once. May be repeated."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

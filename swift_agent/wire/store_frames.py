@@ -21,7 +21,7 @@ from typing import Any
 
 _MAX_FRAME_BYTES = 1 << 28
 
-# Before the other side has proved who it is.
+# Before the other side has proved that it knows the token.
 _MAX_HELLO_BYTES = 4096
 
 _HELLO_TIMEOUT_S = 10.0

@@ -1,7 +1,7 @@
 """The server of the c10d store of one generation, in an agent; `store_client` says why it is not torch's.
 
-What it holds ends with it. It must never serve who has not proved to know the token, never let such strangers use up
-the agent's descriptors, and never resolve the name of who connects.
+What it holds ends with it. It must never serve a client that has not proved to know the token, never let such strangers
+use up the agent's descriptors, and never resolve the name of a client.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StoreServer:
         self._waiting: dict[bytes, set[asyncio.Event]] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        # Tasks of those who have not proved themselves, the oldest first.
+        # Tasks of clients that have not proved themselves, the oldest first.
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._max_strangers = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._thread = thread("swift-store", self._run, on_failure, listener)

@@ -1,6 +1,6 @@
 """What the parts of a worker ask the loop when a peer fails in the middle of an iteration.
 
-It must never import one of those parts: they are given this when they are made.
+It must never import one of these parts: they are given this when they are made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InPlace(Protocol):
         """Whether what runs now is run for its result only: no other process runs it, and it has no effect."""
 
     def dry_run(self) -> AbstractContextManager[None]:
-        """Around a step that has to have no effect, and that nobody else makes."""
+        """Around a step that has to have no effect, and that no other rank makes."""
 
     def was_cut(self, error: Exception) -> bool:
         """Whether *error*, of a wait in an iteration, comes from the failure of a peer."""

@@ -31,7 +31,7 @@ from swift_rendezvous.roster.decision import Decision
 from swift_rendezvous.roster.view import View
 
 FORMAT = 1
-# An event or a decision names one of so many views at most; nobody has to keep older ones.
+# An event or a decision names one of so many views at most; older ones need not be kept.
 NUM_VIEWS_KEPT = 64
 
 T = TypeVar("T")

@@ -178,7 +178,7 @@ class WriteTaken:
 
 @dataclass(frozen=True)
 class ForgetSpare:
-    """A node without a slot is lost: nobody may choose it as a replacement."""
+    """A node without a slot is lost: it must not be chosen as a replacement."""
 
     node_id: str
     incarnation: str
@@ -193,7 +193,7 @@ class LookAgain:
 
 @dataclass(frozen=True)
 class PauseWorkers:
-    """Nobody can be asked whether the slot of this node was given away: its workers stand still, with their state."""
+    """It cannot be asked whether the slot of this node was given away: its workers stand still, with their state."""
 
     why: str
 
@@ -210,7 +210,7 @@ class ResumeWorkers:
 
 @dataclass(frozen=True)
 class Reclaim:
-    """The record of this node is gone, but nobody has its slot: get another lease. The workers train on."""
+    """The record of this node is gone, but no other has its slot: get another lease. The workers train on."""
 
 
 @dataclass(frozen=True)

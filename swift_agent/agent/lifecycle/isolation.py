@@ -1,6 +1,7 @@
 """When the workers of a node have to stand still, and how long a node that was given up stays away. Pure.
 
-Who cannot reach the store cannot be told that it was given up; the others go on without it, whoever it can reach.
+A node that cannot reach the store cannot be told that it was given up; the others go on without it, though it may reach
+some of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Pausing = Literal["", "pause", "ask", "resume"]
 def pausing(paused: bool, holds: bool, is_away: bool) -> Pausing:
     """What to do about the workers of a node; *paused*: they stand still now.
 
-    *holds*: nobody else can have its slot, as `swift_rendezvous.store.tenure` knows it. If not, the workers must not
+    *holds*: no other can have its slot, as `swift_rendezvous.store.tenure` knows it. If not, the workers must not
     touch what they share; they are not ended, because they may hold the only state there is, and only etcd can say
-    whether they are still wanted. Who has stood still asks it before they go on, since the slot may have been given
-    away for another reason than the lease. *is_away*: it can give no slot to anybody, and cannot be asked: they go on.
+    whether they are still wanted. Its agent asks etcd before workers that stood still go on, since the slot may have
+    been given away for another reason than the lease. *is_away*: etcd can give no slot away, nor be asked: they go on.
     """
     if not holds:
         return "" if paused else "pause"
@@ -35,8 +36,8 @@ def pausing(paused: bool, holds: bool, is_away: bool) -> Pausing:
 def ending_grace_s(grace_s: float, *, paused: bool, is_told: bool, left_s: float) -> float:
     """How long the workers of a node that ends may take over it, of *grace_s*.
 
-    *is_told*: etcd has that the job ends, so nobody gets their places any more. Else they have until somebody may, in
-    *left_s*; and who is *paused* is not woken: a handler of SIGTERM would write over what its successors have.
+    *is_told*: etcd has that the job ends, so no other gets their places any more. Else they have until another may, in
+    *left_s*; and *paused* workers are not woken: a handler of SIGTERM would write over what their successors have.
     """
     if is_told:
         return grace_s

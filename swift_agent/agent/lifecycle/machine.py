@@ -112,14 +112,14 @@ def on_event(state: AgentState, event: Event, *, now_s: float) -> Step:
     generation, first = step.state.view.generation, step.state.workers.get(0)
     if generation is None or first is None or generation.slot_of(state.incarnation) != 0:
         return step
-    # Whoever has rank 0 keeps an eye on the speed of the job.
+    # The node of rank 0 keeps an eye on the speed of the job.
     trains = first.alive and first.hello and first.current == generation.number and not step.state.paused
     meter, commands = rate.watch(step.state.rate, event, first.pid, generation.number, trains, now_s)
     return Step(replace(step.state, rate=meter), (*step.commands, *commands))
 
 
 def _resumed(state: AgentState, now_s: float) -> AgentState:
-    """Who was to stop had no time to do so while it stood still."""
+    """A worker that was to stop had no time to do so while it stood still."""
     stopping = [w.local_rank for w in state.workers.values() if w.phase == "stopping"]
     return _mark(replace(state, paused=False), stopping, stop_sent_s=now_s)
 
@@ -143,7 +143,7 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             old = state.view
             issued = state.issued if view.number == old.number else frozenset()
             if old.tracked and not view.tracked:
-                issued -= {("tracked",)}  # somebody removed it
+                issued -= {("tracked",)}  # its record was removed
             if _is_registered(state, view):
                 issued -= {RECLAIM}  # the next loss is another one
             state = replace(state, view=view, issued=issued)
@@ -199,7 +199,7 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
 
 
 def _age(state: AgentState, commands: list[Command], now_s: float) -> AgentState:
-    """Drop what was seen too long ago, and told nobody: by a node without a slot, in an earlier generation, or while
+    """Drop what was seen too long ago, and never told: by a node without a slot, in an earlier generation, or while
     the store was away."""
     told = {failure.incarnation for failure in state.view.failures.values() if failure.kind == "node"}
     for incarnation, seen in state.lost_peers.items():
@@ -239,7 +239,7 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
     generation = view.generation
     registered = _is_registered(state, view)
     slot = generation.slot_of(state.incarnation) if generation is not None else None
-    # Its lease is gone, but nobody has its slot: even if it was told to leave, it comes back first.
+    # Its lease is gone, but no other has its slot: even if it was told to leave, it comes back first.
     lapsed = state.node_id not in view.nodes and state.incarnation in {o.incarnation for o in absent(view).values()}
     if view.job is None and registered:
         why = f"the record of the job was removed by somebody; {state.node_id} cannot go on without it"
@@ -250,12 +250,12 @@ def reconcile(state: AgentState, *, now_s: float) -> Step:
             return _once(state, ("leave",), LeaveJob(ResultRecord("succeeded", why)))
     commands: list[Command] = []
     state = _age(state, commands, now_s)
-    # Before the first generation all are spares, the coordinator as well: nobody else would notice that it is gone.
+    # Before the first generation all are spares, the coordinator as well: no other would notice that it is gone.
     state = _forget_lost_spares(state, commands)
     if lapsed:
         return _once(state, RECLAIM, Reclaim(), commands)
     if not registered and (generation is not None or view.revision):  # without either nothing has been seen yet
-        # Nobody can choose a node without a record, not even for its own slot.
+        # A node without a record cannot be chosen, not even for its own slot.
         why = f"the record of {state.node_id} was removed: the other nodes took it for lost"
         return _once(state, ("rejoin",), Rejoin(why), commands)
     if generation is None:

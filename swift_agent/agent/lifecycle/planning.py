@@ -21,7 +21,7 @@ def plan_generation(
 ) -> PlanRecord:
     """The plan of *generation*; everything is set up again unless workers are replaced in place.
 
-    *handovers*: what the workers of drained former owners hold, by slot. Where a report cannot be read nobody knows
+    *handovers*: what the workers of drained former owners hold, by slot. Where a report cannot be read it is unknown
     what that worker holds, and its author would not write it again: all start over.
     """
     try:

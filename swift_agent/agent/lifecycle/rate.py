@@ -32,7 +32,7 @@ class Meter:
     seen: tuple[Sighting, ...] = ()
     asked_s: float | None = None
     asked_pid: int = 0
-    """Whose answer is still to come, 0 if nobody's."""
+    """The process whose answer is still to come, 0 if there is none."""
     told_s: float | None = None
     told_iteration: int = -1
 

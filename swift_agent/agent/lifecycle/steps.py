@@ -138,8 +138,8 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
     gone: list[Worker] = []
     if generation.mode == "replace" and not view.released:
-        # It left before the others had finished, with state that nobody can ask for any more; or it was to replace
-        # another and never came to that.
+        # It left before the others had finished, with state that cannot be asked for any more; or it was to
+        # replace another and never came to that.
         done = [w for w in state.workers.values() if w.done]
         gone = [w for w in done if (view.plan is None if w.hello else w.generation > generation.epoch)]
     if gone:
@@ -161,8 +161,8 @@ def _stop_and_go(
     view, number = state.view, generation.number
     lost = told_losses(view)
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
-    # Who waits at its end stands in no collective, and may yet be released: only a new generation calls it back. Once
-    # the workers are released nothing is recovered any more.
+    # A worker that waits at its end is in no collective, and may yet be released: only a new generation calls it back.
+    # Once the workers are released nothing is recovered any more.
     stop = [
         w
         for w in living

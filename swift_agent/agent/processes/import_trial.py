@@ -1,4 +1,4 @@
-"""Imports tried in a fork of the standby server, which is thrown away: what a module does there is done to nobody.
+"""Tries imports in a fork of the standby server, which is thrown away: what a module does there has no effect.
 
 A module that starts threads would spoil the server, since a thread does not live in a fork and what it holds would be
 held for ever; one that initialises CUDA likewise; one may also exit, crash, fork or hang. The server takes orders
@@ -81,7 +81,7 @@ class Trial:
             finally:
                 os._exit(0)
         with contextlib.suppress(OSError):
-            os.setpgid(self._pid, self._pid)  # before anybody can kill the group
+            os.setpgid(self._pid, self._pid)  # before the group can be killed
         os.close(write_fd)
 
     def fileno(self) -> int:
@@ -170,7 +170,7 @@ def _try(modules: Sequence[str], report_fd: int) -> None:
             before = num_threads()
             why = import_one(name)
             if os.getpid() != pid:
-                os._exit(0)  # a module has forked, and this is not who was asked
+                os._exit(0)  # a module has forked, and this process was not asked
             unfit = _why_unfit(before)
             kind = "unfit" if unfit else "failed" if why else "good"
             print(json.dumps([name, kind, unfit or why]), file=report, flush=True)

@@ -50,7 +50,7 @@ class LateStarts:
         return self._since.get(one.end.local_rank, (-1, 0.0))[0] == one.place.generation
 
     def take_due(self, workers: Mapping[int, Worker]) -> tuple[list[NotStarted], list[WorkerExit]]:
-        """Those to be started again now, and the ends of those that are not wanted any more, for which others wait."""
+        """Those to be started again now, and the ends of unwanted ones, for which others wait."""
         again, ends = [], []
         for local_rank, one in self._waiting.items():
             worker = workers.get(local_rank)

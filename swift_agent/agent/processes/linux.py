@@ -1,6 +1,6 @@
 """Linux process primitives that Python has no function for: parent-death signal, subreaper, one process's end.
 
-This module must never decide who lives.
+This module must never decide which process lives.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def reap(pid: int) -> int | None:
     try:
         waited, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return -signal.SIGKILL  # reaped by somebody else: how it ended is lost
+        return -signal.SIGKILL  # reaped elsewhere: how it ended is lost
     return None if waited == 0 else os.waitstatus_to_exitcode(status)
 
 
@@ -89,7 +89,7 @@ _of_others: set[int] = set()  # children that have become another user's, and ha
 
 
 def signal_living(pid: int, signum: int) -> None:
-    """Like `signal_group`, for a child that has not been reaped: its id cannot belong to anybody else. One that has
+    """Like `signal_group`, for a child that has not been reaped: its id cannot belong to another. One that has
     become another user's (setuid) is told once, and left."""
     try:
         try:

@@ -41,7 +41,7 @@ class Standbys:
 
 @dataclass(frozen=True)
 class Preload:
-    """Import these modules in place of those that were asked for before."""
+    """Import these modules in place of the ones asked for before."""
 
     modules: tuple[str, ...]
 
@@ -69,7 +69,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Preloaded:
-    """All modules were tried. *unfit*: those that nobody may import ahead. *spoiled*: this server can fork no more."""
+    """All modules were tried. *unfit*: these must not be imported ahead. *spoiled*: this server can fork no more."""
 
     failed: Mapping[str, str]
     unfit: Mapping[str, str]

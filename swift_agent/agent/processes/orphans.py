@@ -1,7 +1,7 @@
 """Waits for what the processes of this agent leave behind: children of theirs, which become ours when they die (a
 subreaper gets them), and standbys.
 
-They are known by their process group, which one of ours leads. Whoever called `swift_agent.run.main` has children in
+They are known by their process group, which one of ours leads. A caller of `swift_agent.run.main` has children in
 the same process: their ends are its own, and must never be taken here.
 """
 
@@ -18,8 +18,8 @@ PAUSE_S = 0.01
 
 
 class Orphans:
-    """*all_are_ours*: this process belongs to the agent alone, so that every child that nobody knows is an orphan, also
-    one that has left its group."""
+    """*all_are_ours*: this process belongs to the agent alone, so that every unknown child is an orphan, also one that
+    has left its group."""
 
     def __init__(self, all_are_ours: bool = False) -> None:
         self._all_are_ours = all_are_ours

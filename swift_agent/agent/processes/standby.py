@@ -122,7 +122,7 @@ class StandbyServer:
         return list(self._orders.values())
 
     def forget_orders(self) -> None:
-        """Nobody wants what was ordered any more: it is killed when it comes."""
+        """What was ordered is not wanted any more: it is killed when it comes."""
         self._orders.clear()
 
     def is_overdue(self, now_s: float) -> bool:

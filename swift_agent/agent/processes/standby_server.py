@@ -252,7 +252,7 @@ def become_worker(assignment: orders.Assignment) -> None:
 def main() -> None:
     fd, agent_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(agent_pid)
-    # Ctrl-C at a terminal reaches the whole foreground group; who stops is decided by the agent.
+    # Ctrl-C at a terminal reaches the whole foreground group; the agent decides which process stops.
     os.setsid()
     with contextlib.suppress(ChannelClosed):  # the agent has ended
         Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()

@@ -1,7 +1,7 @@
 """The processes of one node: starts them cold (as torchrun) or as forks of the standby server, signals and reaps them.
 
 Every process leads a session of its own, so that it is stopped together with what it started (data loader processes).
-Deaths are seen through pidfds, which the agent's loop polls. This module must never decide who is started or stopped.
+Deaths are seen through pidfds, which the agent's loop polls. This module must never decide what is started or stopped.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Workers:
                     stream.close()
         try:
             return self._process(place, local_rank, popen.pid, env, popen)
-        except OSError:  # nobody would hear of its end
+        except OSError:  # its end would not be heard of
             signal_living(popen.pid, signal.SIGKILL)
             popen.wait()
             raise

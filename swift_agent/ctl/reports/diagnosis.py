@@ -23,7 +23,7 @@ GOOD_PORTS = 1000
 GOOD_SHM_BYTES = 1 << 30
 # A recovery makes about five writes one after the other. One try ends after 1 s (`_etcd_transport.TRY_S`).
 GOOD_WRITE_S, MAX_WRITE_S = 0.05, 1.0
-# Leases are counted by etcd alone, so a wrong clock disturbs only those who read logs and histories.
+# Leases are counted by etcd alone, so a wrong clock disturbs only readers of logs and histories.
 GOOD_CLOCK_S = 5.0
 LEASE_TTL_S = 5
 MIN_TORCH, MIN_ETCD = (2, 13), (3, 4)
@@ -100,7 +100,7 @@ class Torch:
 
 
 def diagnose(etcd: Etcd | None, machine: Machine, torch: Torch) -> tuple[Finding, ...]:
-    """All findings, in the order of the report. *etcd* is None when nobody has named one."""
+    """All findings, in the order of the report. *etcd* is None when none was named."""
     return (
         *(_no_etcd(machine) if etcd is None else _etcd(etcd)),
         *_network(machine, single=etcd is None),

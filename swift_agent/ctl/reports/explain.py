@@ -133,7 +133,7 @@ def _current(view: View, generation: GenerationRecord, episode: Episode | None) 
 
 
 def _roster(generation: GenerationRecord) -> list[str]:
-    """Who has which slot, and which ranks are started for it."""
+    """Which node has which slot, and which ranks are started for it."""
     sentences = []
     for slot, owner in enumerate(generation.slots):
         first = generation.first_rank(slot)

@@ -1,4 +1,4 @@
-"""What the keys of jobs say, for operators: who is in a job, what it does, whether anybody runs it. Pure.
+"""What the keys of jobs say, for operators: which nodes are in a job, what it does, whether it still runs. Pure.
 
 Must never talk to a store or read a clock.
 """
@@ -181,7 +181,7 @@ def _iteration(view: View, events: Iterable[EventRecord]) -> int | None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """The records of a job that nobody runs. *job_revision*: of its `job` record, 0 if it has none."""
+    """The records of a job that no node runs. *job_revision*: of its `job` record, 0 if it has none."""
 
     job_id: str
     num_records: int

@@ -1,9 +1,9 @@
-"""Looks whether this rank stands still, and tells the others where; rank 0 finds out whether anybody can still move.
+"""Looks whether this rank stands still, and tells the others where; rank 0 finds out whether any rank can still move.
 
-A thread looks every few seconds at where the loop is, and at nothing else while that moves. Who stands still says in
-the store of the generation where it stands, and what its script does there: whether it is in an operation of
-torch.distributed and uses no processor time, so that it waits, or not, so that it works. What follows from that
-`standstill` says; if nobody will ever move again the job is told and ended, instead of waiting for the timeout of an
+A thread looks every few seconds at where the loop is, and at nothing else while that moves. A rank that stands still
+says in the store of the generation where it stands, and what its script does there: whether it is in an operation of
+torch.distributed and uses no processor time, so that it waits, or not, so that it works. `standstill` says what
+follows from that; if no rank will ever move again the job is told and ended, instead of waiting for the timeout of an
 operation (30 minutes, or none).
 
 This module must never stop or cut anything, nor touch training state.
@@ -57,7 +57,7 @@ _ALONE = tuple(
     in_script.TORCH + f"distributed/{path}"
     for path in ("checkpoint/", "_serialization.py", "_state_dict_utils.py", "elastic/", "rpc/")
 )
-# Who asks the store there decides what is waited for.
+# The caller of the store there decides what is waited for.
 _STORE = in_script.OURS + "wire/"
 # DDP's and FSDP's reductions are waited for in the backward of an iteration; others compute, on a GPU for example.
 _BACKWARD = in_script.TORCH + "autograd/"
@@ -69,7 +69,7 @@ def is_wait(path: str, *, inside: bool) -> bool:
 
 
 class Lookout:
-    """One per worker, from the first point of its loop on. *give_up* is called in the thread if nobody can move.
+    """One per worker, from the first point of its loop on. *give_up* is called in the thread if no rank can move.
     *has_passed*: asked while an iteration does not move, whether others wait in what this rank has left out, which is
     told then."""
 
@@ -105,7 +105,7 @@ class Lookout:
             self._blind("there is no thread for it")
 
     def _blind(self, why: str) -> None:
-        """Training does not end for want of somebody who looks at it."""
+        """Training does not end because nothing looks at it."""
         self._supervisor.note(
             f"nobody looks any more whether this rank stands still: {why}. If ranks wait for each other for ever, that "
             "ends with the timeout of their operation"

@@ -4,9 +4,9 @@
     passed: another rank looks, is in iteration 20 or later, and has come to less than 3 --> it will never come
 
 Each numbers what it has come to since its generation began. Before the first ones, and then before those whose number
-is a power of two, they meet: nobody enters one of these that another rank does not make. Of many more they only say
-which one it is, and nobody waits: unlike ones may be mixed up there, and are told by whoever comes second. Of those
-that some ranks leave before others have come (a broadcast, and what is asynchronous) all are such ones.
+is a power of two, they meet: no rank enters one of these that another does not make. Before many more they only say
+which one it is, and do not wait: unlike ones may be mixed up there, and the rank that comes second tells it. Before a
+collective that ranks may leave early (a broadcast, and what is asynchronous) they always do only that.
 
 This module must never make or stop a collective.
 """
@@ -76,7 +76,7 @@ class Meetings:
         self._supervisor.send(msg.Unfit(why))
 
     def _comes(self, generation: int) -> bool:
-        """To the next one. False: it is one of those that pay nothing."""
+        """To the next one. False: it is one that costs nothing."""
         if generation != self._generation:
             self._count, self._generation = 0, generation
         if is_compared(self._count + 1, _FIRST_SAID):
@@ -85,8 +85,8 @@ class Meetings:
         return False
 
     def come(self, store: StoreClient, generation: int, what: str, where: str, *, waits: bool = True) -> str:
-        """Return when all ranks have come, or at once where they do not meet; why nobody can go on, if the first to
-        come was at another one. Raises dist.DistStoreError when the generation ends, or nobody comes."""
+        """Return when all ranks have come, or at once where they do not meet; why no rank can go on, if the first to
+        come was at another one. Raises dist.DistStoreError when the generation ends, or no rank comes."""
         if not self._comes(generation):
             return ""
         key = f"meeting/{self._count}"
@@ -106,13 +106,13 @@ class Meetings:
         return ""
 
     def passed(self, store: StoreClient, generation: int, where: str) -> str:
-        """In another thread: why nobody can go on, if others wait for this rank, which is in an iteration, and has
+        """In another thread: why no rank can go on, if others wait for this rank, which is in an iteration, and has
         left out what they are in."""
         if not store.check([_WAITED_FOR]) or not (said := store.get(_WAITED_FOR)):
             return ""
         number, *theirs = json.loads(said)
         is_inside, here = self._place.inside == "iteration", self._place.here.iteration
-        # Last: who has met the others meanwhile and gone on into an iteration is no such one.
+        # Last: a rank that has met the others meanwhile, and gone on into an iteration, has left nothing out.
         count = self._count if generation == self._generation else 0
         if not is_inside or number < count or here < theirs[1]:
             return ""

@@ -1,12 +1,12 @@
 """Whether all ranks go on with data that the script makes itself, or a replacement starts again with it.
 
-Such data comes from a position that nobody but the script knows, and in a replacement that is where the script begins.
+Such data comes from a position that only the script knows, and in a replacement that is where the script begins.
 So in the first iterations after a recovery ranks say to each other, in the store of the generation, what they were
 given: a replacement if that is what the run, or the epoch, began with, the others if it is not. Between those that were
 there nothing is compared: such data may come again on some of them only. Each says it first, and looks then whether
-another one has said what does not fit. Nobody waits for anybody, and a run without failures pays nothing.
+another one has said what does not fit. No rank waits for another, and a run without failures pays nothing.
 
-    replacement: again --> has anybody said on? are all replacements, and nobody left who could? --> told
+    replacement: again --> has a rank said on? are all replacements, and none left that could? --> told
     others:      on    --> has a replacement said again? --> told
 
 This module must never look at the data itself.

@@ -3,8 +3,8 @@
 A section that was cut is run again, and a replacement runs it for the first time. If the script decides in it by what
 it keeps to itself (a flag, a counter), they go different ways: one collective meets another one. Sizes that differ end
 the process in gloo, or make all wait for ever in the same place; sizes that do not give a wrong result without a word.
-So each rank says, right before a collective, in the store of the generation which one it is; whoever is first writes,
-the others compare. Nobody waits for anybody. A run without failures pays nothing.
+So each rank says, right before a collective, in the store of the generation which one it is; the first writes, the
+others compare. No rank waits for another. A run without failures pays nothing.
 
 This module must never make or stop a collective.
 """
@@ -33,7 +33,7 @@ def is_compared(number: int, first: int) -> bool:
 
 class SectionCalls:
     """One per worker. *differ*: has all workers start again, with that reason. *is_cut*: whether this generation ends,
-    in which nobody makes a collective any more."""
+    in which no rank makes a collective any more."""
 
     def __init__(
         self, rank: int, differ: Callable[[str], NoReturn], is_cut: Callable[[], bool] = lambda: False
@@ -70,7 +70,7 @@ class SectionCalls:
             self._compare(ranks, self._calls[ranks], what, f"{what} ({where})")
 
     def end(self) -> None:
-        """It is over. Who waits for this rank in a collective more is told."""
+        """It is over. A rank that waits for this one in a collective more is told."""
         if self._store is None or self._is_cut():
             return
         for ranks, number in self._calls.items():

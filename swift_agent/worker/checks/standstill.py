@@ -1,8 +1,8 @@
-"""Whether ranks wait for each other for ever, and in words who waits where. Pure.
+"""Whether ranks wait for each other for ever, and in words where each of them waits. Pure.
 
-All ranks go the same way: iterations and sections in the same order. Who has been still for a while says where it
-stands. If all of them wait, and one of them waits for what another one never comes to (it has ended its loop, or has
-gone another way), then nobody will ever answer. A slow rank, or one that works alone while the others wait, is no such
+All ranks go the same way: iterations and sections in the same order. A rank that has been still for a while says where
+it stands. If all of them wait, and one of them waits for what another one never comes to (it has ended its loop, or has
+gone another way), then none will ever answer. A slow rank, or one that works alone while the others wait, is no such
 case; and neither is it if all wait in the same place, where something large may be under way.
 
 This module must never read a clock, a stack or a store.
@@ -53,8 +53,8 @@ class Standing:
 
 
 def waits_for_ever(before: Mapping[int, Standing], now: Mapping[int, Standing], world_size: int) -> bool:
-    """Whether nobody can move any more. *before*: what all had said a while ago; it must still hold, and each must have
-    said so again since: what is old may not be true any more."""
+    """Whether no rank can move any more. *before*: what all had said a while ago; it must still hold, and each must
+    have said so again since: what is old may not be true any more."""
     if len(now) != world_size or any(one.doing == "works" for one in now.values()):
         return False
     for rank, one in now.items():
@@ -95,7 +95,7 @@ def _are_ordered(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def describe(now: Mapping[int, Standing], world_size: int) -> str:
-    """Who stands where, for people."""
+    """Where each rank stands, for people."""
     ranks_at: dict[str, list[int]] = {}
     for rank in range(world_size):
         ranks_at.setdefault(_describe_one(now.get(rank)), []).append(rank)

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 CONFIRM_TIMEOUT_S = 30.0
 CONFIRM_SLICE_S = 0.5
 # Groups that could not be connected: so long for the word that a peer is the reason, then another try is asked for. A
-# dead peer is told of much sooner; for a slower word the try is in vain, and harms nobody.
+# dead peer is told of much sooner; for a slower word the try is in vain, and does no harm.
 AGAIN_AFTER_S = 5.0
 # Tries that are asked for within this time, before it is this process that has to be replaced.
 MOST_AGAIN = 3
@@ -241,7 +241,7 @@ class Supervisor(Fence):
             return self._place_told.pop(number)
 
     def _blind(self, why: str) -> None:
-        """Nobody would stop this process in time any more."""
+        """Nothing would stop this process in time any more."""
         self.note(f"{why}; this worker ends")
         _die(why)
 

@@ -42,7 +42,7 @@ class Fence:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Under the lock; who waits for a change is told."""
+        """Under the lock; threads that wait for a change are woken."""
         with self.changed:
             yield
             self.changed.notify_all()
@@ -65,8 +65,9 @@ class Fence:
         """Until as many calls of `leave`, which must be soon, no report is made: what it tells of is being changed.
 
         Instead of the lock, which would be cold in every iteration: this thread writes `_inside` and then reads
-        `interrupted`, the stopping thread writes `interrupted` and then reads `_inside`. So whichever is first, who did
-        not find `interrupted` set is through before the report. Who did has to take the lock, or to change nothing.
+        `interrupted`, the stopping thread writes `interrupted` and then reads `_inside`. So whichever is first, a call
+        that did not find `interrupted` set is through before the report. One that did takes the lock, or changes
+        nothing.
         """
         self._inside += 1
 

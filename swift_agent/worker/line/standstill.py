@@ -1,7 +1,7 @@
 """Whether this process stands still, or stood still a moment ago: paused by its agent, by a person, or by itself.
 
-A worker stops itself when nobody has said in time that its place is still its own. Its agent does that otherwise, but
-the agent may stand still, too. This module must never end a process, nor touch training state.
+A worker stops itself when it was not told in time that its place is still its own. Else its agent stops it, but the
+agent may stand still, too. This module must never end a process, nor touch training state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Standstill:
         return self._stood_in == generation and now_s - self._stood_until_s < STOOD_COUNTS_S
 
     def watch_the_time(self, is_over: Callable[[], bool]) -> None:
-        """In a thread of its own, until *is_over*: stop this process when nobody has said that its place is still its
+        """In a thread of its own, until *is_over*: stop this process when it was not told that its place is still its
         own. When the agent goes on it continues its workers, pauses or ends them."""
         while not is_over():
             self.was_a_moment_ago()

@@ -1,7 +1,7 @@
 """Whether the script has taken part in a collective since its iteration began.
 
 A rank that begins the iteration again makes its collectives again, and one that stays in its middle does not: so where
-there was one, nobody may stay. A rank that stays after its update can make none there either: others may have passed
+there was one, no rank may stay. A rank that stays after its update can make none there either: others may have passed
 over the rest of that iteration.
 
 Collectives come from C++ as well as from Python, and are counted by the compiled library. Must never decide who stays.
@@ -36,7 +36,7 @@ class Collectives:
 
     @property
     def why(self) -> str:
-        """Why those who took part in them cannot stay in the iteration, '' if there were none."""
+        """Why ranks that took part in them cannot stay in the iteration, '' if there were none."""
         if self._library is None:
             return "have no compiled library, so their collectives are not known (swiftctl native build)"
         aside = self._aside  # first: when it is None again the base is right

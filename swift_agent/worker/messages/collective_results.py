@@ -1,12 +1,12 @@
-"""Results of collectives that all members of a group have alike: each keeps them in its log, and one who lives gives
+"""Results of collectives that all members of a group have alike: each keeps them in its log, and a living one gives
 them to a replacement that repeats their iteration.
 
 They are messages of a channel of which a rank is source and destination. The tag says which operation it was, and the
 number the iteration and how many of these it has had before: so nothing has to be counted from one iteration to the
-next. Who passes over the rest of an iteration says so in its log: what is missing there was cut.
+next. A rank that passes over the rest of an iteration says so in its log: what is missing there was cut.
 
 Collectives that a replacement would have to make again are not kept: those between C++ code, and those whose results
-differ from rank to rank. Must never decide who repeats what.
+differ from rank to rank. Must never decide which rank repeats what.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Outputs = Callable[[], Sequence[Tensor]]
 
 
 def giver_of(members: Sequence[int], rank: int, lost: Collection[int]) -> int | None:
-    """Who gives *rank* what all *members* had: the next of them that is not *lost*, None if all are."""
+    """The rank that gives *rank* what all *members* had: the next of them that is not *lost*, None if all are."""
     at = members.index(rank)
     return next((member for member in [*members[at + 1 :], *members[:at]] if member not in lost), None)
 
@@ -114,7 +114,7 @@ class Results:
         return dict.fromkeys(channels, before * MAX_NUMBER)
 
     def make(self, name: str, group: Any, outputs: Outputs, call: Callable[[], Any]) -> Any:
-        """One operation of those in `messages.ALIKE`, by *call*, or with what it gave the others."""
+        """One operation in `messages.ALIKE`, by *call*, or with what it gave the others."""
         members = self._members.get(group.group_name)
         if members is None:
             members = self._members[group.group_name] = dist.get_process_group_ranks(group)
@@ -160,7 +160,7 @@ class Results:
 
     def _record(self, run: int, channel: Channel, number: int, tensors: Sequence[Tensor]) -> None:
         with self._lock:
-            # Who hears later that it is done may have changed it.
+            # A script that hears later that it is done may have changed it.
             if run != self._run or self._iteration < 0:
                 return
             packed = _packed(tensors)
@@ -175,7 +175,7 @@ class Results:
     def _write(self, channel: Channel, number: int, packed: Tensor | None) -> None:
         self._kept[channel] += 1
         if packed is None or number >= MAX_NUMBER:
-            self._misses = True  # who would have to repeat it finds that it is not there
+            self._misses = True  # a rank that would have to repeat it finds nothing there
         else:
             self._keep(channel, self._iteration * MAX_NUMBER + number, packed)
 
@@ -217,7 +217,7 @@ class Collective(dist.Work):
         return done
 
     def is_completed(self) -> bool:
-        # One that has failed is completed, too; and who hears of that uses the tensors.
+        # One that has failed is completed, too; and a script that hears of that uses the tensors.
         return bool(self._inner.is_completed()) and self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -230,7 +230,7 @@ class Collective(dist.Work):
         return future.then(value)
 
     def _is_done(self) -> None:
-        # Nobody goes on before it is recorded, whoever heard of it first.
+        # No thread goes on before it is recorded, whichever heard of it first.
         with self._lock:
             record, self._record = self._record, None
             if record is not None:

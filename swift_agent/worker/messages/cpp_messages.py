@@ -1,4 +1,4 @@
-"""Messages of an iteration that go where nobody logs them: past Python, by C++ code, or past process groups.
+"""Messages of an iteration that go where they are not logged: past Python, by C++ code, or past process groups.
 
 The compiled library counts all messages of process groups, and this the ones that Python makes. It must never refuse
 one that Python makes.

@@ -5,7 +5,7 @@
 
 Every Python caller of c10d's point-to-point operations (`isend`, `irecv`, `batch_isend_irecv`, object lists,
 `torch.distributed.pipelining`) ends in `ProcessGroup.send` and `recv`, which are wrapped for all groups. Outside of an
-iteration nothing is done. This module must never decide who repeats what, or stays.
+iteration nothing is done. This module must never decide which rank repeats what, or stays.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Interception:
         torch_messages.wrap_collectives(self.collective)
 
     def let_go(self) -> None:
-        """Of receives that nobody has waited for."""
+        """Of receives that were not waited for."""
         for queue in self.waiting.values():
             while queue:
                 queue.popleft().let_go()

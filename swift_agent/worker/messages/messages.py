@@ -11,7 +11,7 @@ logs. It begins with what set-up gives, or with a checkpoint: what was sent befo
 Where survivors stay in the middle of the iteration that was cut, the logs reach into that, too: the replacement goes
 on with what comes live when they end, and drops what its receivers have. Between survivors, too, all is lost that was
 under way: it is sent again from the logs, and receives begin again (`counts`, `operations`).
-This module must never decide who repeats what, or stays; the plan does.
+This module must never decide which rank repeats what, or stays; the plan does.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Messages:
             self._complete_from = iteration
 
     def counts(self) -> dict[str, Any]:
-        """Of all messages of this rank so far: who takes it over goes on counting."""
+        """Of all messages of this rank so far: a process that takes it over goes on counting."""
         return {"sent": _to_tree(self._counts.sent), "received": _to_tree(self._counts.asked)}
 
     def take_over(self, counts: Mapping[str, Any] | None) -> None:
@@ -179,14 +179,14 @@ class Messages:
         self._complete_from = self.checkpoint = iteration
 
     def checkpointed(self, iteration: int) -> None:
-        """That checkpoint counts: nobody needs what was sent before it."""
+        """That checkpoint counts: what was sent before it is not needed any more."""
         self.checkpoint = iteration
         self.log.drop(iteration)
         self._digests.keep_from(self._asked_at.get(iteration, {}))
         self._asked_at = {number: asked for number, asked in self._asked_at.items() if number > iteration}
 
     def close(self) -> None:
-        """The end: nobody needs what was sent."""
+        """The end: what was sent is not needed any more."""
         self.log.close()
 
     # ---- recovery ----
@@ -221,12 +221,12 @@ class Messages:
     def begin_replay(self, repeating: Collection[int]) -> None:
         """From the next iteration on messages come from what is taken, but for those of the ranks *repeating*, which
         repeat theirs, too; and are sent to those only. Raises `LostLog` if it is known already that not all comes."""
-        # Alone it goes on when others are lost: if that is who gives, the link tells.
+        # Alone it goes on when others are lost: if the giver is, the link tells.
         self._repetition.begin(repeating, self._check if len(repeating) > 1 else lambda: None)
 
     @property
     def repeating(self) -> Collection[int]:
-        """Those who repeat iterations, this rank among them."""
+        """The ranks that repeat iterations, this one among them."""
         return self._repetition.together
 
     def drop_replay(self) -> None:
@@ -307,7 +307,7 @@ class Messages:
     def rejoin(
         self, told: Mapping[int, Mapping[str, Any]], replays: Collection[int], iteration: int, generation: int
     ) -> None:
-        """All are connected again and go on with *iteration*, those who can from where they stand. *told*: by the other
+        """All are connected again and go on with *iteration*, from where they stand if they can. *told*: by the other
         ranks, but for *replays*, which repeat iterations. Inside `aside`. Raises `LogError`, and `CannotReplay` if
         ranks have counted differently."""
         self._its.generation = generation

@@ -4,7 +4,7 @@ A wait for a receive that a failure cuts asks whether this process stays where i
 again, on new connections, when the answer comes, and the wait goes on. What was sent is sent again from the log where
 it is needed: a send that a failure cuts is over.
 
-This module must never decide who stays.
+This module must never decide which rank stays.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Receive(_Work):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         self._owner.note_thread()
-        # Those before it first: messages come in order, and who has so many has the first so many.
+        # Those before it first: messages come in order, and a rank that has so many has the first so many.
         while not self.is_done:
             queue = self._queue
             if queue is None:
@@ -136,5 +136,5 @@ class Receive(_Work):
         return True
 
     def is_completed(self) -> bool:
-        # Who hears of it may use the tensor, so from now on nothing must be received into it again.
+        # A script that hears of it may use the tensor, so from now on nothing must be received into it again.
         return self.is_done or (bool(self.inner.is_completed()) and self.wait())

@@ -36,11 +36,11 @@ from swift_rendezvous.threads import has_started, thread
 NEVER = sys.maxsize
 _CONNECT = timedelta(seconds=10)
 _SLICE = timedelta(seconds=2)
-# The others have made the same iteration, so they come soon. Who does not is no business of this module.
+# The others have made the same iteration, so they come soon. One that does not is no business of this module.
 PATIENCE_S = 600.0
 # Of parameters and their state, in an undisturbed run: next to no time. What is more comes in the next ones.
 LATE_BYTES = 32 << 20
-# Who has left a step out that others have made is alone with its gradients. The next comparison tells that.
+# A rank that has left out a step of the others is alone with its gradients. The next comparison tells that.
 GRADIENTS_PATIENCE_S = 60.0
 _RETRY_S = 0.1
 
@@ -126,7 +126,7 @@ class Comparison:
         return number - self._base >= 2 * self._gradients_after
 
     def gradients_are_used(self, number: int) -> None:
-        """Those that were left after so many iterations: if each rank has its own, nobody can go on like this."""
+        """Those that were left after so many iterations: if each rank has its own, no rank can go on like this."""
         with self._gradients:
             self._used_after.add(number)
             said = self._unlike_after.pop(number, "")
@@ -293,7 +293,7 @@ class Comparison:
                 time.sleep(_RETRY_S)
             if time.monotonic() >= deadline_s:
                 if task.patience_s < PATIENCE_S or self._place.rank not in self._tracked.replicas[:2]:
-                    return False  # else one judges, and one misses who should
+                    return False  # else this rank judges, or misses the one that does
                 missing = ", ".join(key.rpartition("/")[2] for key in keys if not store.check([key]))
                 raise TimeoutError(f"rank {missing} has said nothing for {PATIENCE_S:g} s")
         return False
