@@ -40,3 +40,10 @@ def is_of_connection(error: BaseException) -> bool:
     return (
         bool(_GLOO_FILE.match(text) or _TYPE.match(text)) or text.startswith(_SENTENCES) or "monitoredBarrier" in text
     )
+
+
+def was_raised_for(error: BaseException, why: str) -> bool:
+    """Whether the compiled library has refused an operation with the reason *why*, and *error* comes from that. Its
+    errors come out of torch, whose translators to Python know types of torch only; and of what has gone through a hook,
+    or a stage of a pipeline, nothing is left but the text."""
+    return why in str(error)

@@ -36,7 +36,6 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
 
     from swift_agent.errors import UsageError
     from swift_agent.worker.groups import process_groups
-    from swift_agent.worker.messages.collective_counts import REFUSED
     from swift_agent.worker.messages.messages import Messages
 
     me, groups, meeting = rank(), process_groups.install(), control()
@@ -122,7 +121,7 @@ def exchange_and_be_cut(num_iterations: int, num_cuts: int, directory: str) -> d
             dist.all_reduce(torch.zeros(1))
             wrong.append([iteration, 0.0, 0.0])
         except RuntimeError as error:
-            assert REFUSED in str(error)
+            assert messages.refusal(error)
         with messages.aside():
             dist.all_reduce(torch.zeros(1))
         messages.end()

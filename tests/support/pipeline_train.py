@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import swift_agent as swift
 from swift_agent.worker.loop import recovery
-from swift_agent.worker.rejoin import rejoin
+from swift_agent.worker.rejoin import rejoin, replays
 from tests.support.fault_train import (
     DIR,
     ITERATIONS,
@@ -273,7 +273,7 @@ def arm_logs() -> None:
     from swift_logging_store.log.writer import LogWriter
 
     recovery.TELL_S = ORDERS.get("progress_s", recovery.TELL_S)
-    rejoin.TELL_S = ORDERS.get("waits_s", rejoin.TELL_S)
+    replays.TELL_S = ORDERS.get("waits_s", replays.TELL_S)
     do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
     pieces = transfer._pieces
     transfer.PIECE_BYTES = ORDERS.get("piece_bytes", transfer.PIECE_BYTES)

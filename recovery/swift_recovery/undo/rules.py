@@ -38,7 +38,7 @@ sum that cancels keeps the rounding of its parts:
 Step and undo round b m, w e and their sum, and e itself twice; the quotient is the last. In the momentum of RMSprop, e
 and wd are divided by the root. Adadelta's average of updates: u (8 |m| + 17 |m'|) / b. The mean of ASGD is one of
 e = p'; while it does not average yet, it is p, which foreach reaches by a sum: |p - undone p| + |ax - p|. The division
-by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`): nothing of its past has an effect any more.
+by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`). Longer than a module should be: one table.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import Any
 
-from swift_agent.worker.data.batches import Draws, Group
+from swift_agent.worker.data.draws import Draws, Group
 from swift_agent.worker.tracked.loop_state import Place
 
 

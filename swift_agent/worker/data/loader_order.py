@@ -19,7 +19,7 @@ from typing import Any
 from swift_agent import native
 from swift_recovery.state.randomness import SeedSeries, compiled_seeder, seed_series
 
-_FETCH_TAG = 6  # see `loop_state.Seeds`
+_FETCH_TAG = 6  # see `tracked.seeds`
 Key = tuple[int, int]
 """The job's seed, and a rank."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from swift_agent.torch_private import groups
 from swift_agent.worker.groups import backend_swap, gloo_sockets
@@ -99,3 +102,22 @@ def record(library: Any, pg: Any, kinds: dict[str, str], arguments: dict[str, An
             group.exchanges.append(backend_swap.PythonExchange(pg, name, description, kind, devices))
     group.set_default()
     return group
+
+
+def split_group(
+    parent_pg: Any = None, split_ranks: list[list[int]] | None = None, timeout: timedelta | None = None,
+    pg_options: Any = None, group_desc: str | None = None, backend: Any = None,
+) -> Any:  # fmt: skip
+    """Stands in for `dist.split_group`: makes the same group with `new_group`, which can be connected again."""
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    parent = parent_pg if parent_pg is not None else dist.group.WORLD
+    members = groups.global_ranks(parent)
+    for split in split_ranks:
+        ranks = [members[rank] for rank in sorted(split)]
+        if dist.get_rank() in ranks:
+            return dist.new_group(
+                ranks, timeout=timeout, backend=backend or dist.get_backend(parent), pg_options=pg_options,
+                use_local_synchronization=True, group_desc=group_desc,
+            )  # fmt: skip
+    return None

@@ -19,7 +19,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
@@ -28,22 +27,11 @@ from swift_agent.torch_private import groups as torch_private
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups import backend_swap, connecting, transfer
-from swift_agent.worker.groups.group import Group, kinds_of, record
+from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed, WornOut
+from swift_agent.worker.groups.group import Group, kinds_of, record, split_group
 from swift_agent.worker.groups.stopping import Stop, in_background
 
 logger = logging.getLogger(__name__)
-
-
-class GroupsAborted(RuntimeError):
-    """The groups were stopped (`abort`), or stopped while they were being connected. `rebuild` makes them usable."""
-
-
-class RebuildFailed(RuntimeError):
-    """Connecting the groups failed or took too long; they are stopped. Call `rebuild` with a larger generation."""
-
-
-class WornOut(RebuildFailed):
-    """Nothing can be connected in this process any more: it must be replaced."""
 
 
 class ProcessGroups:
@@ -376,41 +364,9 @@ class ProcessGroups:
             for one in everything:
                 one.end_local()
 
-    def isend(self, tensor: torch.Tensor, dst_rank: int) -> transfer.Transfer:
-        """Start sending a contiguous tensor on the default group; its memory must stay until `wait()` returns."""
-        return transfer.isend(tensor, dst_rank)
-
-    def irecv(self, tensor: torch.Tensor, src_rank: int) -> transfer.Transfer:
-        """Start receiving into a contiguous tensor of the sender's size; filled when `wait()` returns."""
-        return transfer.irecv(tensor, src_rank)
-
-    def send(self, tensor: torch.Tensor, dst_rank: int) -> None:
-        transfer.isend(tensor, dst_rank).wait()
-
-    def recv(self, tensor: torch.Tensor, src_rank: int) -> None:
-        transfer.irecv(tensor, src_rank).wait()
-
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's list (of the same length everywhere, signed 64-bit), by rank of the default group."""
         return transfer.all_gather_ints(values)
-
-    def split_group(
-        self, parent_pg: Any = None, split_ranks: list[list[int]] | None = None, timeout: timedelta | None = None,
-        pg_options: Any = None, group_desc: str | None = None, backend: Any = None,
-    ) -> Any:  # fmt: skip
-        """Stands in for `dist.split_group`: makes the same group with `new_group`, which can be connected again."""
-        if not split_ranks:
-            raise ValueError("split_ranks cannot be None or empty")
-        parent = parent_pg if parent_pg is not None else dist.group.WORLD
-        members = torch_private.global_ranks(parent)
-        for split in split_ranks:
-            ranks = [members[rank] for rank in sorted(split)]
-            if dist.get_rank() in ranks:
-                return dist.new_group(
-                    ranks, timeout=timeout, backend=backend or dist.get_backend(parent), pg_options=pg_options,
-                    use_local_synchronization=True, group_desc=group_desc,
-                )  # fmt: skip
-        return None
 
 
 _installed: ProcessGroups | None = None
@@ -437,7 +393,7 @@ def install() -> ProcessGroups:
     library = native.load()
     _installed = ProcessGroups(library)
     torch_private.wrap_group_creation(_installed._create)
-    torch_private.wrap_split_group(_installed.split_group)
+    torch_private.wrap_split_group(split_group)
     torch_private.have_fakes_pass_monitored_barriers()
     torch_messages.watch_symmetric_memory()
     logger.info("process groups are exchanged %s", "natively" if library else "in Python (native backend not built)")

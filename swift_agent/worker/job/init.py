@@ -27,7 +27,8 @@ from swift_agent.wire.environment import ENV_GENERATION, ENV_LOCAL_RANK, ENV_RUN
 from swift_agent.wire.root_cause import place_of
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.groups import process_groups
-from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed
+from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed
+from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job import second_init, set_up
 from swift_agent.worker.job.job import Job
 from swift_agent.worker.job.set_up import SetUp
@@ -35,7 +36,8 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.peer_errors import is_communication_error, is_own
 from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.loop.unprotected import Unprotected
-from swift_agent.worker.tracked.loop_state import Place, RngMode, Seeds
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.seeds import RngMode, Seeds
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 

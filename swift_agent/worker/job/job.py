@@ -20,34 +20,23 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils.data import DataLoader
 
 from swift_agent.errors import UsageError
-from swift_agent.torch_private import pipelining
-from swift_agent.wire.channel import ENV_SOCKET
-from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES, nodes_of
-from swift_agent.wire.given import Given, GivenPage
 from swift_agent.worker.data import accelerated, own_epochs
-from swift_agent.worker.data.batches import Draws, Looping, Passes
+from swift_agent.worker.data.batches import Looping, Passes, group_size
+from swift_agent.worker.data.draws import Draws
 from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.data.made_before import MadeBefore
-from swift_agent.worker.job import restarts
+from swift_agent.worker.job import first_point, restarts
 from swift_agent.worker.job.set_up import SetUp
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.outside import Outside
 from swift_agent.worker.loop.unprotected import Running
-from swift_agent.worker.rejoin.witness import Witnesses, witnesses_of
-from swift_agent.worker.tracked import tracked as tracking
-from swift_agent.worker.tracked import unsupported
 from swift_agent.worker.tracked.loop_state import Place
-from swift_agent.worker.tracked.tracked import Tracked
-from swift_logging_store.stores.contract import StoreUnknown
-from swift_logging_store.stores.open import open_store
-from swift_recovery.checkpoint.directory import CheckpointDirectory
+from swift_agent.worker.tracked.named import Named, make_deterministic
 from swift_recovery.checkpoint.writer import Settings
 
 P = ParamSpec("P")
@@ -79,10 +68,7 @@ class Job:
     ) -> None:  # fmt: skip
         self.rank, self.local_rank, self.world_size, self.device = rank, local_rank, world_size, device
         self._place, self._running, self._supervisor = place, running, supervisor
-        self._pending: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "others": {}}
-        self._replicas: Sequence[int] | None = None
-        self._overlap_update = self._exact = self._is_stage = False
-        self._log_messages: bool | None = None
+        self._named = Named()
         self._checkpoints: Settings | None = None
         self._begun = False
         self._loops = 0
@@ -95,8 +81,8 @@ class Job:
         self._inputs = Inputs(place, None, MadeBefore() if watches else None, self._note, self._unfit)
         self._draws = Draws(place, self._inputs.drawn)
         self._passes = Passes(
-            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note, self._is_state,
-            self._is_elsewhere,
+            place, running, self._draws, self._inputs, self._begin, self.world_size, self._note,
+            self._named.has_state, self._is_elsewhere,
         )  # fmt: skip
         own_epochs.watch()
 
@@ -160,30 +146,11 @@ class Job:
         if self._begun:
             raise UsageError("job.track() after the first iteration: name all state before the training loop begins.")
         if deterministic:
-            tracking.make_deterministic()
-        named = tracking.named
-        models = named("model", model)
-        modules = {name: pipelining.pipeline_stage(one) for name, one in models.items()}
-        self._is_stage = self._is_stage or any(module is not None for module in modules.values())
-        self._log_messages = self._log_messages if log_messages is None else log_messages
-        self._pending["models"].update({name: modules[name] or one for name, one in models.items()})
-        for name, one in named("optimizer", optimizer).items():
-            self._pending["optimizers"][name] = unsupported.unwrapped_optimizer(one)
-            if scaler is None and (found := unsupported.scaler_of(one)) is not None:
-                self._pending["others"].setdefault("scaler", found)
-        objects = {"scheduler": scheduler, "scaler": scaler, **others}
-        for name, value in objects.items():
-            for one_name, one in named(name, value).items():
-                # An average's parameters come from a replica, as those of any model.
-                self._pending["models" if isinstance(one, torch.nn.Module) else "others"][one_name] = one
-        # What `job.batches` positions has a state of this rank only; of anything else that is all there is.
-        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if has_state and not isinstance(loader, DataLoader):
-            self._pending["others"]["loader"] = loader
-        if replicas is not None:
-            self._replicas = sorted(replicas)
-        self._overlap_update, self._exact = self._overlap_update or overlap_update, self._exact or exact
-        tracking.check(self._pending, overlap_update=self._overlap_update, replicas=self._replicas)
+            make_deterministic()
+        self._named.add(
+            model, optimizer, scheduler, loader, scaler, others, replicas=replicas, overlap_update=overlap_update,
+            exact=exact, log_messages=log_messages,
+        )  # fmt: skip
 
     def checkpoint(self, directory: str | os.PathLike[str], *, every: int, keep: int = 2) -> None:
         """Take a checkpoint of all tracked state before each iteration whose number *every* divides, while training
@@ -197,53 +164,26 @@ class Job:
 
         Raises `UsageError` for what cannot be, and after the first iteration.
         """
-        mistakes = []
-        if self._begun:
-            mistakes.append("call it before the training loop begins")
+        mistakes = ["call it before the training loop begins"] if self._begun else []
         if self._checkpoints is not None:
             mistakes.append("it was called before")
-        for name, number in (("every", every), ("keep", keep)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                mistakes.append(f"{name}={number!r} is no number of at least 1")
-        try:
-            store = open_store(os.fspath(directory))
-        except StoreUnknown as error:
-            mistakes.append(str(error))
-        if mistakes:
-            raise UsageError("job.checkpoint(): " + "; ".join(mistakes))
+        settings = restarts.checkpoints(directory, every, keep, mistakes)
         if self._supervisor is None:
             warnings.warn("without swift-run no checkpoints are written, and none is loaded", stacklevel=2)
         else:
             self._close_at_exit()
-        self._checkpoints = Settings(CheckpointDirectory(store), every, keep)
+        self._checkpoints = settings
 
     def _begin(self) -> None:
         """The first point of the loop."""
         if self._begun:
             return
         self._begun = True
-        if not self._pending["models"]:
-            raise UsageError(
-                "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
-            )
         self._place.seeds.settle()
-        logs = self._is_stage if self._log_messages is None else self._log_messages
-        tracked = Tracked(
-            self._pending, self._replicas, self.world_size, self._supervisor, overlap_update=self._overlap_update,
-            exact=self._exact, stage_of=self.rank if self._is_stage else None,
-            logs=Path(os.environ[ENV_MESSAGE_LOG]) if self._supervisor and logs else None, rank=self.rank,
-            checkpoints=self._checkpoints, in_place=self._running,
+        tracked = first_point.tracked(
+            self._named, self._checkpoints, self._running, self._supervisor, self.rank, self.world_size,
+            draws_alone=self._place.seeds.keeps_generators,
         )  # fmt: skip
-        if os.environ.get(ENV_SIZES) and self._supervisor and len(tracked.replicas) != self.world_size:
-            raise UsageError(
-                f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "
-                "state; give one number of nodes, or all ranks to track(replicas=...)."
-            )
-        if self._checkpoints is not None and self._place.seeds.keeps_generators and len(tracked.replicas) > 1:
-            raise UsageError(
-                "job.checkpoint(): with swift.init(rng='user') each rank has generators of its own, and one rank of a "
-                "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
-            )
         accelerated.watch(self._draws, self._place)
         self._place.hold(tracked)
         if self._set_up is not None:
@@ -254,7 +194,13 @@ class Job:
             seeded = not self._place.seeds.keeps_generators
             for text in restarts.told(tracked, self._start, self._place.here.iteration, seeded=seeded):
                 self._note(text)
-        self._running.begin(tracked, self._watch_inputs(tracked))
+        witnesses = None
+        if self._supervisor is not None:
+            witnesses = first_point.watch_inputs(
+                self._inputs, tracked, self._running, self.rank, self.world_size, self._note,
+                is_replacement=self.is_replacement,
+            )  # fmt: skip
+        self._running.begin(tracked, witnesses)
         begin = "the newest checkpoint" if self._checkpoints is not None else "what the script loads"
         # Where any loss has all workers start again, which is told, a section would not help.
         note = self._supervisor.note if self._supervisor is not None and not tracked.has_shards_alone else None
@@ -262,31 +208,6 @@ class Job:
         Outside(self._place, self._running, note, begin, unfit).watch()
         if self.is_replacement and self._place.carries and not self._place.remakes:
             self._unfit(self._place.carries)
-
-    def _watch_inputs(self, tracked: Tracked) -> Witnesses | None:
-        if self._supervisor is None:
-            return None
-        # In a job of a range of sizes the process before had other data.
-        has_sizes = bool(os.environ.get(ENV_SIZES))
-        node = int(os.environ["GROUP_RANK"]), int(os.environ[ENV_LOCAL_RANK])
-        others = [] if has_sizes else witnesses_of(*node, nodes_of(os.environ))
-        if tracked.messages is not None:  # a stage without replicas is given messages
-            return Witnesses(None, self.rank, others, self.world_size, self._note)
-        is_replacement = self.is_replacement and not has_sizes
-        path = Path(os.environ[ENV_SOCKET]).parent / f"given.{self.rank}"
-        page = None
-        try:
-            page = GivenPage(path, is_replacement=is_replacement)
-        except OSError as error:
-            self._note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
-        witnesses = Witnesses(page, self.rank, others, self.world_size, self._note)
-        models, optimizers, checks = tracked.state.models, tracked.state.optimizers, self._running.checks
-        say_own = checks.own_data.given if checks is not None else None
-        self._inputs.watch(models.values(), Given(page), witnesses.show, optimizers.values(), say_own)
-        return witnesses
-
-    def _is_state(self, loader: Any) -> bool:
-        return any(loader is one for one in self._pending["others"].values())
 
     def _note(self, text: str) -> None:
         if self._supervisor is not None:
@@ -340,7 +261,7 @@ class Job:
         epoch (of `job.epochs`, else of the pass). A `DistributedSampler` that the script tells by itself keeps its own;
         without `job.epochs` the loop is in that epoch then.
         """
-        return self._passes.over(loader, _checked(group))
+        return self._passes.over(loader, group_size(group))
 
     @overload
     def loader(self, loader: Iterable[T], *, group: None = None) -> Looping[T]: ...
@@ -351,7 +272,7 @@ class Job:
     def loader(self, loader: Iterable[Any], *, group: int | None = None) -> Looping[Any]:
         """*loader* for code that iterates it by itself, pass after pass: `for batch in it` is `job.batches(loader)`,
         `len(it)` the number of batches (of groups), and all else is the loader's."""
-        return Looping(self._passes, loader, _checked(group))
+        return Looping(self._passes, loader, group_size(group))
 
     def iterations(self, num_iterations: int, *, start: int | None = None) -> Iterator[int]:
         """Numbers of iterations up to *num_iterations*, from the current one on: a loop without a loader.
@@ -473,9 +394,3 @@ class Job:
     def _fail(self) -> None:
         """The script has failed by itself: `close` shall wait for nobody."""
         self._failed = True
-
-
-def _checked(group: int | None) -> int | None:
-    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-        raise UsageError(f"group={group!r} is no number of batches of at least 1")
-    return group

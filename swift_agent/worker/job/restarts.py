@@ -1,14 +1,20 @@
-"""What a restart of all workers would begin with, in words, for the start of a run: the newest checkpoint, a snapshot
-of the script's own, or iteration 0.
+"""What a restart of all workers would begin with: the checkpoints that the script asks for, a snapshot of its own, or
+iteration 0; said in words at the start of a run.
 
 This module must never look for checkpoints or load one: it says what the script's calls and its optimizers show.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
+from swift_agent.errors import UsageError
 from swift_agent.worker.tracked.tracked import Tracked
+from swift_logging_store.stores.contract import StoreUnknown
+from swift_logging_store.stores.open import open_store
+from swift_recovery.checkpoint.directory import CheckpointDirectory
+from swift_recovery.checkpoint.writer import Settings
 
 _STARTS_OVER = (
     "no job.checkpoint: should all workers have to start again (nobody is left who holds the state of a lost rank, or "
@@ -29,6 +35,20 @@ _DRAWS_AGAIN = (
     "what the run before would have trained. A checkpoint of job.checkpoint(DIRECTORY, every=N) has the number of the "
     "iteration, job.iterations(n, start=...) is given it"
 )
+
+
+def checkpoints(directory: str | os.PathLike[str], every: int, keep: int, mistakes: list[str]) -> Settings:
+    """What `Job.checkpoint` is asked for. Raises `UsageError` for *mistakes*, and for what cannot be."""
+    for name, number in (("every", every), ("keep", keep)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            mistakes.append(f"{name}={number!r} is no number of at least 1")
+    try:
+        store = open_store(os.fspath(directory))
+    except StoreUnknown as error:
+        mistakes.append(str(error))
+    if mistakes:
+        raise UsageError("job.checkpoint(): " + "; ".join(mistakes))
+    return Settings(CheckpointDirectory(store), every, keep)
 
 
 def what_a_restart_begins_with(tracked: Tracked, start: int | None) -> str:

@@ -27,10 +27,9 @@ from swift_agent.worker.line.go import Go
 from swift_agent.worker.line.in_script import imported_packages
 from swift_agent.worker.loop.dry_runs import DryRuns
 from swift_agent.worker.loop.passed_over import PassedOver
-from swift_agent.worker.loop.peer_errors import cause_of, is_communication_error, own
+from swift_agent.worker.loop.peer_errors import NotLogged, cause_of, is_communication_error, only_logged, own
 from swift_agent.worker.loop.recovery import Recovery
-from swift_agent.worker.loop.ways_out import NOT_LOGGED, WaysOut
-from swift_agent.worker.messages.collective_counts import REFUSED
+from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
@@ -97,8 +96,8 @@ class Iterations:
                 # The rest of the iteration that its predecessor was in.
                 self._out.give_up(f"iteration {number} cannot be repeated from logs: {error}")
             except Exception as error:
-                if REFUSED in str(error):
-                    self._out.give_up(str(error).partition("\n")[0])
+                if refusal := tracked.refusal(error):
+                    self._out.give_up(refusal)
                 if not self._recovery.was_cut(error):
                     # Also if a peer fails before it has come out of the script: as when all raise the same.
                     own(error)
@@ -181,7 +180,7 @@ class Iterations:
                     return ""
                 if self._supervisor.enter_update(go.generation):
                     return "update"
-            elif self._tracked.unwinds or not self._recovery.rejoin.accepts(self._supervisor.peek_go()):
+            elif self._tracked.unwinds or not self._recovery.may_stay():
                 return ""
             elif self._recovery.run(staying=True):
                 return "agree"
@@ -221,7 +220,7 @@ class Iterations:
         place.seeds.for_iteration(number)
         place.enter("iteration")
         try:
-            with self._groups.refused(NOT_LOGGED, among=messages.repeating), tracked.updates.repeating():
+            with only_logged(self._groups, among=messages.repeating), tracked.updates.repeating():
                 tracked.begin(number)
                 result = call()
         except Exception as raised:
@@ -231,7 +230,7 @@ class Iterations:
                 raise
             if isinstance(error, LostLog):
                 self._out.have_replaced(f"iteration {number} cannot be repeated: {error}")
-            if not place.replays_alone and NOT_LOGGED not in str(error) and self._recovery.was_cut(error):
+            if not (place.replays_alone or isinstance(error, NotLogged)) and self._recovery.was_cut(error):
                 self._out.have_replaced(f"iteration {number}, which it repeated together with others, was cut")
             self._out.give_up(f"iteration {number} cannot be repeated from logs: {error}")
         finally:
@@ -247,12 +246,6 @@ class Iterations:
         else:
             if tracked.carry_gradients(may_refuse=False):  # whether they are needed is not known
                 place.carry_gradients()
-            try:
-                self._recovery.rejoin.end_replay()
-            except LostLog as error:
-                self._out.have_replaced(str(error))
-            except CannotReplay as error:
-                self._out.give_up(str(error))
             self._recovery.end_replay(logs_s=messages.waited_s)
         return result
 

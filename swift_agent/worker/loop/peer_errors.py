@@ -7,16 +7,24 @@ script's own errors must never be held back to ask it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Iterator
 
 from swift_agent.errors import PeerFailure, SwiftError
-from swift_agent.torch_private.errors import is_of_connection
-from swift_agent.worker.groups.process_groups import GroupsAborted, RebuildFailed
+from swift_agent.torch_private.errors import is_of_connection, was_raised_for
+from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed
+from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_logging_store.errors import LinkLost
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay
 
 # On an error that no peer's failure explains.
 _OWN = "_swift_is_own"
+# Of a collective that a replacement, which repeats iterations, makes where no message was logged.
+NOT_LOGGED = "no log has what this collective gave"
+
+
+class NotLogged(CannotReplay):
+    """It was refused."""
 
 
 def own(error: BaseException) -> None:
@@ -54,3 +62,17 @@ def is_communication_error(error: BaseException) -> bool:
     if error.__cause__ not in (None, error) and is_communication_error(error.__cause__):
         return True
     return is_of_connection(error)
+
+
+@contextlib.contextmanager
+def only_logged(groups: ProcessGroups, *, among: Collection[int] = ()) -> Iterator[None]:
+    """Inside, what no log has is refused, but to groups of ranks *among* those. `NotLogged` is raised then: in place of
+    what came out, or as its cause."""
+    try:
+        with groups.refused(NOT_LOGGED, among=among):
+            yield
+    except Exception as error:
+        cause = cause_of(error)
+        if is_communication_error(cause) and was_raised_for(cause, NOT_LOGGED):
+            raise NotLogged(str(cause)) from error
+        raise

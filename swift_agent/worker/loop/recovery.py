@@ -16,7 +16,8 @@ from swift_agent.errors import CannotConnect, ReplicaMismatch, UsageError
 from swift_agent.wire import messages as msg
 from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.checks.lookout import Lookout
-from swift_agent.worker.groups.process_groups import ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.groups.errors import RebuildFailed, WornOut
+from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.checkpointing import Checkpointing
 from swift_agent.worker.loop.dry_runs import DryRuns
@@ -49,7 +50,7 @@ class Recovery:
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
         self._dry_runs, self._out, self._checks, self._lookout = dry_runs, out, checks, lookout
         self._checkpointing, self._comparison, self._witnesses = checkpointing, comparison, witnesses
-        self.rejoin = Rejoin(place, supervisor, groups, tracked, device, self.wait_quiet, witnesses)
+        self._rejoin = Rejoin(place, supervisor, groups, tracked, device, self.wait_quiet, witnesses)
         self.phases_s: dict[str, float] = phases_s or {}
         """Of the recovery that nobody was told of yet."""
         self.is_untold = 0
@@ -88,7 +89,7 @@ class Recovery:
         aside = messages.aside() if messages is not None else contextlib.nullcontext()
         try:
             with aside, self._looking_away():
-                if not self.rejoin.run(staying=staying):
+                if not self._rejoin.run(staying=staying):
                     return False
         except (CutReplay, LostLog) as error:
             self._out.have_replaced(str(error))
@@ -100,21 +101,25 @@ class Recovery:
         except ReplicaMismatch as error:
             self._out.restart_all(f"{error}")
         if self._checkpointing is not None:
-            self._checkpointing.recovered(self.rejoin.iteration)
+            self._checkpointing.recovered(self._rejoin.iteration)
         if self._witnesses is not None:
             self._witnesses.begin()
         place = self._place
         place.has_recovered = True
         self._checks.recovered()
         place.has_to_remake = place.remakes or place.lacks
-        self.compare_from(self.rejoin.iteration, undisturbed=False)
+        self.compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:
             self.compare(self._place.here.iteration)
-        self.phases_s |= self.rejoin.phases_s
+        self.phases_s |= self._rejoin.phases_s
         self.is_untold = self._supervisor.generation
         self._began_s = self._told_s = time.monotonic()
         self._repeats_from = self._place.here.iteration
         return True
+
+    def may_stay(self) -> bool:
+        """Whether the plan to come has this worker stay where it is, in the middle of its iteration."""
+        return self._rejoin.accepts(self._supervisor.peek_go())
 
     @contextlib.contextmanager
     def _looking_away(self) -> Iterator[None]:
@@ -157,7 +162,13 @@ class Recovery:
         self.compare_at = self._comparison.due
 
     def end_replay(self, *, logs_s: float) -> None:
-        """All iterations are repeated; for so long it has waited for logs."""
+        """All iterations are repeated, which the others are told; for so long it has waited for logs."""
+        try:
+            self._rejoin.end_replay()
+        except LostLog as error:
+            self._out.have_replaced(str(error))
+        except CannotReplay as error:
+            self._out.give_up(str(error))
         now_s = time.monotonic()
         self.phases_s |= {"logs": logs_s, "replay": now_s - self._began_s - logs_s}
         self._began_s = now_s

@@ -12,9 +12,9 @@ from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.dry_runs import DryRuns
-from swift_agent.worker.loop.peer_errors import is_communication_error, own
+from swift_agent.worker.loop.peer_errors import NOT_LOGGED, is_communication_error, own
 from swift_agent.worker.loop.recovery import Recovery
-from swift_agent.worker.loop.ways_out import NOT_LOGGED, WaysOut
+from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.errors import CannotReplay

@@ -17,9 +17,6 @@ from swift_agent.worker.line import in_script
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.tracked.loop_state import Place
 
-# Of a collective that a replacement, which repeats iterations, makes where no message was logged.
-NOT_LOGGED = "no log has what this collective gave"
-
 
 class WaysOut:
     """One per worker. *begin_with*: what all workers would begin with that are started again."""

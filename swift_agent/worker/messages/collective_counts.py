@@ -13,9 +13,10 @@ import contextlib
 from collections.abc import Iterator
 
 from swift_agent import native
+from swift_agent.torch_private.errors import was_raised_for
 
-REFUSED = "a collective in the rest of an iteration that others may have passed over"
-"""What the compiled library says."""
+# What the compiled library says.
+_REFUSED = "a collective in the rest of an iteration that others may have passed over"
 
 
 class Collectives:
@@ -63,9 +64,14 @@ class Collectives:
             self.has_any = True
 
     def refuse(self) -> None:
-        """The script's, until the iteration is over: an error whose text has `REFUSED`."""
+        """The script's, until the iteration is over: `refusal` knows what they raise."""
         self._refuses = True
         self._set(True)
+
+    @staticmethod
+    def refusal(error: Exception) -> str:
+        """In words, if a collective was refused and raised *error*; else ''."""
+        return str(error).partition("\n")[0] if was_raised_for(error, _REFUSED) else ""
 
     def _set(self, refuses: bool) -> None:
         if self._library is not None:

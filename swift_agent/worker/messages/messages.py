@@ -265,8 +265,12 @@ class Messages:
         return self._collectives.has_any
 
     def refuse_collectives(self) -> None:
-        """In the rest of this iteration (`collective_counts.REFUSED`)."""
+        """In the rest of this iteration."""
         self._collectives.refuse()
+
+    def refusal(self, error: Exception) -> str:
+        """In words, if *error* comes from that; else ''."""
+        return self._collectives.refusal(error)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

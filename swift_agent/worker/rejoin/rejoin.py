@@ -14,14 +14,11 @@ This module must never decide who gets what from whom; that is the plan's.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,33 +28,27 @@ from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, Swif
 from swift_agent.torch_private.ddp import Layout
 from swift_agent.wire import messages as msg
 from swift_agent.wire.store_client import StoreClient
-from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed, WornOut
+from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.rejoin import handover
+from swift_agent.worker.rejoin.replays import Replays
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
 from swift_agent.worker.updates.parts import Resumption
-from swift_logging_store.errors import LogError
 from swift_recovery.checkpoint.writer import CheckpointError
-from swift_recovery.errors import CannotReplay, CutReplay, StateError, TransferError
+from swift_recovery.errors import CannotReplay, TransferError
 from swift_recovery.planning.plan import Plan
-from swift_recovery.replay import serving
-from swift_recovery.replay.source import Connect
 from swift_recovery.state.deviation import Fingerprint, all_differences, describe
 from swift_recovery.transfer import node_file
 from swift_recovery.transfer.replica import GroupLink, receive, receive_state, send_state
 
-log = logging.getLogger(__name__)
-
 # The longest that connections take once all ranks have come.
 CONNECT_TIMEOUT = timedelta(minutes=10)
-_POLL_S = 0.005
-# Between two words about who is waited for.
-TELL_S = 60.0
 
 
 class Rejoin:
@@ -74,9 +65,7 @@ class Rejoin:
         self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
-        self._stays = False  # those whose messages this replacement has taken
-        self._restored = 0  # the checkpoint that this replacement began with
-        self._log_server = serving.LogServer(supervisor.note)
+        self._replays = Replays(place, supervisor, groups, tracked)
 
     def run(self, *, staying: bool = False) -> bool:
         """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
@@ -106,6 +95,11 @@ class Rejoin:
                 if self._place.replays and self._place.replays_alone:
                     self.iteration = self._place.replays_before
                     return True
+
+    def end_replay(self) -> None:
+        """This replacement has repeated all iterations before that of the others, and tells them. Raises `LostLog`,
+        `CannotReplay`."""
+        self._replays.end()
 
     def _hears_of_another(self, error: Exception) -> bool:
         """Whether there is, or will be, another generation to enter; False: the error is this process's own."""
@@ -142,41 +136,14 @@ class Rejoin:
         self._compare()
         self._supervisor.send(msg.Holds())
         clock.mark("verify")
-        self._go_on_with_messages(go)
-        self._wait_for_replays(plan)
+        self._replays.go_on(go)
+        self._replays.wait(plan)
         if plan.replays:
             clock.mark("others repeat")
-        self._log_server.close()
+        self._replays.close()
         self._pay_debt(plan.iteration)
         place.dry_sections = max(place.dry_sections, plan.sections)
         self.phases_s, self.iteration = clock.phases_s, plan.iteration
-
-    def _go_on_with_messages(self, go: Go) -> None:
-        """All logs have gone to who repeats iterations, and nothing else is under way: now what was cut goes on."""
-        messages, plan, rank = self._tracked.messages, go.plan, self._place.rank
-        if messages is None:
-            PrefixStore("told", self._groups.store).set(str(rank), "null")
-            return
-        compared = PrefixStore("digests", self._groups.store)
-        if rank not in plan.replays:
-            for other in plan.replays:
-                compared.set(f"{rank}/{other}", messages.digests(other))  # type: ignore[arg-type]
-        else:
-            for other in set(range(dist.get_world_size())).difference(plan.replays):
-                messages.compare_with(compared.get(f"{other}/{rank}"))
-        store = PrefixStore("told", self._groups.store)
-        if not plan.stays and not self._place.replays:
-            messages.start_over()  # first: this rank does not have what it throws away
-        if rank not in plan.replays:
-            store.set(str(rank), json.dumps(messages.told(plan.iteration)))
-        others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
-        told = {other: json.loads(store.get(str(other))) for other in others}
-        if None in told.values():
-            return  # some ranks log nothing, so nobody repeats or stays
-        try:
-            messages.rejoin(told, plan.replays, plan.iteration, go.generation)
-        except LogError as error:
-            raise CannotReplay(f"rank {rank} cannot read what it has sent: {error}") from None
 
     def _agree_on_layouts(self, plan: Plan, mine: list[Layout | None] | None) -> list[Layout | None]:
         """All ranks must reduce the same buckets in the same order, else sums differ, or gloo ends the process."""
@@ -217,7 +184,7 @@ class Rejoin:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         if place.rank in plan.loads:
             place.take_over(node_file.load(go.kept, plan.iteration, self._tracked.state), plan.iteration)
-        self._replay(plan)
+        self._replays.exchange(plan)
         self._expect(plan)
         self._mend(plan)
         targets = plan.targets_of(place.rank)
@@ -235,126 +202,6 @@ class Rejoin:
             place.roll_forward(plan.iteration, receive(state, link, staged=True).commit)
         else:
             place.take_over(receive_state(state, link, staged=False), plan.iteration)
-
-    def _replay(self, plan: Plan) -> None:
-        """Logs go from who has them to who repeats iterations, beside all that follows."""
-        place, messages = self._place, self._tracked.messages
-        if not plan.replays:
-            return
-        assert messages is not None
-        store = self._groups.store
-        if place.rank not in plan.replays:
-            if place.replays:
-                raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
-            try:
-                for rank in plan.replays:
-                    # Who stays in an iteration gives what it has sent in that, too.
-                    gift = messages.gift(rank, plan.iteration + plan.stays, plan.replays)
-                    where = self._log_server.serve(rank, store.local_address, gift) if gift is not None else ""
-                    offer = {"beginning": messages.beginnings.to_json(), "where": where}
-                    PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))
-            except (LogError, OSError) as error:
-                raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
-            # To load a checkpoint may take longer than an operation of the groups has time.
-            self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
-            return
-        if place.here.iteration > self._restored or self._tracked.updates.mixed:
-            # It was cut while it repeated them together with others, and cannot begin again.
-            raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
-        if not self._groups.is_native:
-            raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
-        messages.drop_replay()  # of an attempt that was cut
-        links: dict[int, Connect] = {}
-        for rank in set(range(dist.get_world_size())).difference(plan.replays):
-            offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
-            messages.beginnings.hear(offer["beginning"])
-            if offer["where"]:
-                links[rank] = partial(serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
-        messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
-        begin = self._restore(plan)
-        messages.beginnings.check(place.rank, has_checkpoint=begin > 0)
-        if begin == messages.beginnings.all_began_at and self._tracked.pipelines is not None:
-            # The first steps since then are in the logs, or come.
-            self._tracked.pipelines.give({})
-        is_alone = len(plan.replays) == 1
-        if begin == plan.iteration or not is_alone:
-            # Or this rank would hold a state, and lack messages of the iteration that was cut; or others who repeat
-            # theirs would wait for it in an operation of the groups, which has a timeout.
-            messages.wait_taken()
-        PrefixStore("loaded", store).set(str(place.rank), "")
-        self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
-        messages.begin_replay(plan.replays)
-        place.begin_replay(plan.iteration, alone=is_alone)
-        self._stays = plan.stays
-        if begin == plan.iteration:
-            self.end_replay()
-
-    def _restore(self, plan: Plan) -> int:
-        """Begin with the newest checkpoint that is not after the plan's iteration; its iteration, 0 if there is none.
-        The first of those who repeat says which: all must begin with the same."""
-        place, tracked, checkpoints = self._place, self._tracked, self._tracked.checkpoints
-        if checkpoints is None:
-            return 0
-        store = PrefixStore("replay from", self._groups.store)
-        if place.rank == plan.replays[0]:
-            try:
-                # What others know to count they have begun with, or have seen it come. What is found may be newer, but
-                # also what could not be loaded then; or older, where what counts is not seen by all nodes at once.
-                begin = plan.checkpoint if plan.checkpoint <= plan.iteration else 0
-                if not checkpoints.is_there(begin):
-                    begin = max(checkpoints.find(before=plan.iteration + 1), begin)
-                store.set("iteration", str(begin))
-            except CheckpointError as error:
-                raise CannotReplay(str(error)) from None
-        while not store.check(["iteration"]):
-            self._supervisor.check()
-            time.sleep(_POLL_S)
-        iteration = int(store.get("iteration"))
-        if iteration == self._restored:
-            return iteration  # of an earlier attempt, or there is none
-        try:
-            extra = checkpoints.load(iteration, tracked.state)
-        except (OSError, StateError) as error:
-            raise CannotReplay(f"the checkpoint of iteration {iteration} cannot be loaded: {error}") from None
-        assert tracked.messages is not None
-        tracked.messages.restore(extra["place"].get("messages"), iteration)
-        place.begin_with(extra["place"], iteration, repeats=True)
-        self._restored = iteration
-        return iteration
-
-    def _wait_for_replays(self, plan: Plan) -> None:
-        """Not in an operation of the next iteration, which would come to its timeout."""
-        messages = self._tracked.messages
-        if self._place.rank in plan.replays or messages is None:
-            return
-        self._wait_for("replayed", plan.replays, "repeat iterations")
-        for rank in plan.replays:
-            sent = PrefixStore("replayed", self._groups.store).get(str(rank))
-            messages.follow(json.loads(sent), plan.iteration)
-
-    def _wait_for(self, what: str, ranks: Collection[int], doing: str) -> None:
-        """Of each of *ranks*. Without a limit: whoever is lost is reported by its agent. One rank says for whom all
-        others wait."""
-        store = PrefixStore(what, self._groups.store)
-        tells = self._place.rank == min(set(range(dist.get_world_size())).difference(ranks), default=-1)
-        told_s = time.monotonic()
-        for rank in ranks:
-            while not store.check([str(rank)]):
-                self._supervisor.check()
-                if tells and time.monotonic() - told_s >= TELL_S:
-                    told_s = time.monotonic()
-                    missing = [str(one) for one in ranks if not store.check([str(one)])]
-                    self._supervisor.note(f"others wait for ranks that {doing}: {', '.join(missing)}")
-                time.sleep(_POLL_S)
-
-    def end_replay(self) -> None:
-        """This replacement has repeated all iterations before that of the others, and tells them; a generation that was
-        stopped meanwhile is none of its business. Raises `LostLog`, `CannotReplay`."""
-        messages = self._tracked.messages
-        assert messages is not None
-        messages.end_replay(stays=self._stays)
-        with contextlib.suppress(RuntimeError):
-            PrefixStore("replayed", self._groups.store).set(str(self._place.rank), json.dumps(messages.sent_before()))
 
     def _expect(self, plan: Plan) -> None:
         """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""

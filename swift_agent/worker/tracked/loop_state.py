@@ -13,109 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from swift_agent import native
 from swift_agent.errors import SwiftError
+from swift_agent.worker.tracked.position import Position, Units
+from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.planning.reports import RankReport, Status
 from swift_recovery.state.by_hand import copies_of, put_back
-from swift_recovery.state.randomness import SeedSeries, compiled_seeder, seed_series
 from swift_recovery.state.sharded import local_of
 from swift_recovery.state.snapshot import Snapshot, put_gradients
-
-RngMode = Literal["iteration", "user"]
-
-
-class Seeds:
-    """Seeds of one rank, a series for each purpose: its functions seed all generators. With mode "user" generators are
-    left alone, and kept in snapshots instead.
-    """
-
-    def __init__(self, mode: RngMode, seed: int | None, rank: int) -> None:
-        self.keeps_generators = mode == "user"
-        self._seed, self._rank = seed, rank
-        self.for_iteration: SeedSeries = _leave_alone
-        self.for_data: SeedSeries = _leave_alone
-        self.for_pass: SeedSeries = _leave_alone
-        self.for_section: SeedSeries = _leave_alone
-        self.for_batch: SeedSeries = _leave_alone
-        self.for_inside: SeedSeries = _leave_alone
-        self.common = 0
-        """Rank 0's `number`, the same on all ranks."""
-
-    @property
-    def number(self) -> int:
-        """Of the seed, within 62 bits; 0 where generators are left alone."""
-        return 0 if self.keeps_generators else (self._seed or 0) & ((1 << 62) - 1)
-
-    def settle(self) -> None:
-        """Training begins: without a seed of its own the job takes the script's."""
-        if self._seed is None:
-            self._seed = torch.initial_seed()
-        if self.keeps_generators:
-            return
-        library = native.load()
-        seeder = compiled_seeder(library.Seeder) if library else None
-        seed, rank = self._seed, self._rank
-        # The numbers are tags: with others the same job would draw other numbers.
-        self.for_iteration = seed_series(seed, rank, 1, seeder)
-        self.for_data = seed_series(seed, rank, 2, seeder)
-        self.for_pass = seed_series(seed, rank, 3, seeder)
-        self.for_section = seed_series(seed, rank, 4, seeder)
-        self.for_batch = seed_series(seed, rank, 5, seeder)
-        # 6: where batches are loaded, see `loader_order`.
-        self.for_inside = seed_series(seed, rank, 7, seeder)
-
-    @property
-    def key(self) -> tuple[int, int] | None:
-        """Of seeds for where batches are loaded; None where generators are left alone."""
-        return None if self.keeps_generators else (self._seed or 0, self._rank)
-
-
-def _leave_alone(index: int) -> None: ...
-
-
-@dataclass(slots=True)
-class Position:
-    """Where the loop stands: all that a replacement needs to start its script at the same point.
-
-    *passes* counts finished passes over a loader, *batch* the batches taken in the current one, *sections* the finished
-    `@job.resilient` calls. The `epoch_*` fields are the counts at the begin of the current epoch, that of `job.epochs`,
-    or (*is_told*) the one that the script has told its sampler. *peeks*: the passes of this epoch that the script has
-    left after one batch, which no iteration has used, and the last one before.
-    """
-
-    iteration: int = 0
-    epoch: int = 0
-    passes: int = 0
-    batch: int = 0
-    sections: int = 0
-    epoch_passes: int = 0
-    epoch_sections: int = 0
-    is_told: bool = False
-    peeks: tuple[int, ...] = ()
-
-    def begin_epoch(self, epoch: int, *, is_told: bool) -> None:
-        self.epoch, self.is_told = epoch, is_told
-        self.epoch_passes, self.epoch_sections = self.passes, self.sections
-        self.peeks = self.peeks[-1:]  # that there are some
-
-
-@dataclass(frozen=True)
-class Units:
-    """What a batch of a `Position` is: so many ranks take one of so many samples each, 0 where that is not known."""
-
-    num_ranks: int = 1
-    num_samples: int = 0
-
-    def batches_of(self, other: Units, count: int) -> int:
-        """How many batches of ours are past the first *count* of *other*: as few as leave none of those samples."""
-        per_batch, theirs = self.num_samples or 1, other.num_samples or 1
-        if not self.num_samples or not other.num_samples:
-            per_batch = theirs = 1
-        return -(-count * other.num_ranks * theirs // (self.num_ranks * per_batch))
 
 
 @dataclass
@@ -334,19 +242,15 @@ class Place:
         # A replacement that has not come to where they are passes on what it was told.
         offered["begun"] = list(self.begun if self._catch_up is None else self.begun_by_others or ("", 0, 0))
         assert self.tracked is not None
-        if self.tracked.pipelines is not None:
-            offered["pipelines"] = self.tracked.pipelines.offer()
-        if self.tracked.messages is not None:
-            offered["messages"] = self.tracked.messages.counts()
-        return offered
+        return offered | self.tracked.offer()
 
     def take_over(self, offer: Mapping[str, Any], iteration: int, *, from_checkpoint: bool = False) -> None:
         """The state of another rank before *iteration* has arrived: continue from its point. A replacement also takes
         its place in the loop.
         """
         assert self.tracked is not None
-        if self.tracked.messages is not None and not from_checkpoint:
-            self.tracked.messages.take_over(offer.get("messages"))
+        if not from_checkpoint:
+            self.tracked.count_on(offer)
         target, start = Position(**offer["position"]), offer["start"]
         target.peeks = tuple(target.peeks)
         self.seeds.common = offer.get("common_seed", self.seeds.common)
@@ -360,16 +264,14 @@ class Place:
         rng = self.seeds.keeps_generators
         self.point.install(offer["point"], rng=rng)
         with self.lock:
-            self.tracked.updates.mixed = False
-            self.tracked.updates.settle()
+            self.tracked.settle()
             if self.status == "empty":
                 self.here = replace(
                     target, passes=target.epoch_passes, sections=target.epoch_sections, batch=0, peeks=()
                 )
                 self.is_before_epoch = target.is_told
                 self.target, self.target_units = target, Units(**offer["units"])
-                if self.tracked.pipelines is not None:
-                    self.tracked.pipelines.give(offer.get("pipelines", {}))
+                self.tracked.give_first_steps(offer.get("pipelines", {}))
                 self.dry_iterations, self._catch_up = iteration, start
                 what, iterations, sections = offer.get("begun", ("", 0, 0))
                 is_told = start is not None and what and not from_checkpoint
@@ -419,8 +321,7 @@ class Place:
             self._carry(offer)
             self.here.iteration = iteration
             self.owed = None
-            self.tracked.updates.mixed = False
-            self.tracked.updates.settle()
+            self.tracked.settle()
         self._have_arrived()
         # The point is before the update: a replacement that gets it makes a dry run of the iteration, and catches up.
         self.keep_start()
@@ -443,8 +344,7 @@ class Place:
         with self.lock:
             install()
             mine.restore(buffers=False)
-            self.tracked.updates.mixed = False
-            self.tracked.updates.settle()
+            self.tracked.settle()
         self._have_arrived()
 
     def next_iteration(self) -> int:

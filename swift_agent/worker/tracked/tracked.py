@@ -27,14 +27,14 @@ from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.cpp_messages import check_ways
 from swift_agent.worker.messages.messages import Messages
-from swift_agent.worker.tracked import ddp_buckets, unsupported
+from swift_agent.worker.tracked import ddp_buckets
+from swift_agent.worker.tracked.named import Pending, check, ddps_of
 from swift_agent.worker.tracked.pipeline_steps import Pipelines
-from swift_agent.worker.updates import left_behind, overlap_checks, overlapped, touched
+from swift_agent.worker.updates import left_behind, overlapped, touched
 from swift_agent.worker.updates.carried import CarriedGradients, GradientWatch
 from swift_agent.worker.updates.touched import ChangedWithoutStep, TouchedParameters
 from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.checkpoint.writer import Checkpoints, Settings
-from swift_recovery.errors import StateError
 from swift_recovery.state import stateful
 from swift_recovery.state.checksum import checksum
 from swift_recovery.state.sharded import is_sharded, local_of, replicas_of
@@ -43,69 +43,6 @@ from swift_recovery.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-Pending = Mapping[str, Mapping[str, Any]]
-
-# What torch asks for to make matrix products on CUDA the same each time; cuBLAS looks at it once.
-_CUBLAS, _CUBLAS_FIXED = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-
-
-def named(kind: str, value: Any) -> dict[str, Any]:
-    """`one` -> {kind: one}, `[a, b]` -> {kind.0: a, kind.1: b}, a dict of names stays; None is nothing."""
-    if value is None:
-        return {}
-    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
-        return {f"{kind}.{name}": item for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {f"{kind}.{index}": item for index, item in enumerate(value)}
-    return {kind: value}
-
-
-def check(pending: Pending, *, overlap_update: bool = False, replicas: Sequence[int] | None = None) -> None:
-    """Raise `UsageError` naming everything that could not be recovered, or not updated in the backward."""
-    alone = replicas is not None and len(replicas) == 1
-    mistakes = []
-    for name, model in pending["models"].items():
-        if not isinstance(model, nn.Module):
-            mistakes.append(unsupported.no_module(name, model))
-    for name, optimizer in pending["optimizers"].items():
-        mistakes += unsupported.mistakes_of_optimizer(name, optimizer)
-    for name, other in pending["others"].items():
-        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-            mistakes.append(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
-            continue
-        try:
-            other.state_dict()
-        except Exception as error:  # of its own kind
-            why = f"{type(error).__name__}: {error}"
-            mistakes.append(f"{name} is a {type(other).__name__} whose state_dict() fails ({why}): leave it out")
-    if not mistakes:
-        mistakes += unsupported.mistakes_of_models(pending["models"], pending["others"].values(), alone=alone)
-    if not mistakes and pending["models"]:
-        try:
-            # Describing it once finds what cannot be sent, while nothing is lost yet.
-            TrainingState(pending["models"], pending["optimizers"], pending["others"]).collect()
-        except StateError as error:
-            mistakes.append(str(error))
-    if overlap_update and pending["models"] and not mistakes:
-        ddps = _ddps(pending)
-        if not ddps:
-            mistakes.append("overlap_update without DistributedDataParallel: there is no reduction to overlap with")
-        mistakes += overlap_checks.mistakes(ddps, pending["optimizers"], pending["others"])
-    if mistakes:
-        raise UsageError("job.track(): " + "; ".join(mistakes))
-
-
-def make_deterministic() -> None:
-    """The same operations give the same bits from now on, or raise an error that names the one that does not."""
-    if _CUBLAS not in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UsageError(
-            f"job.track(deterministic=True): CUDA is in use already, and cuBLAS has begun without {_CUBLAS}. Set "
-            f"{_CUBLAS}={_CUBLAS_FIXED} where you start swift-run."
-        )
-    os.environ.setdefault(_CUBLAS, _CUBLAS_FIXED)
-    torch.backends.cudnn.benchmark = False  # it may choose another kernel in another process
-    torch.use_deterministic_algorithms(True)
 
 
 class Tracked:
@@ -122,7 +59,7 @@ class Tracked:
         if and where they are taken. *in_place*: asked when a peer fails in the middle of an iteration."""
         check(pending, overlap_update=overlap_update, replicas=replicas)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
-        ddps, optimizers = _ddps(pending), pending["optimizers"]
+        ddps, optimizers = ddps_of(pending), pending["optimizers"]
         has_shards = any(map(is_sharded, self.state.parameters()))
         if replicas is None and stage_of is not None and not ddps and not has_shards:
             replicas = [stage_of]
@@ -189,6 +126,10 @@ class Tracked:
         if self.messages is None:
             return ""
         return "have DDP in their stage" if self.keepers else self.messages.unwinds(updated=self.updates.updated)
+
+    def refusal(self, error: Exception) -> str:
+        """In words, if *error* comes from a collective that this rank, past its update, was not to make; else ''."""
+        return "" if self.messages is None else self.messages.refusal(error)
 
     def begin(self, iteration: int, *, dry_run: bool = False) -> None:
         """Iteration number *iteration* begins."""
@@ -258,6 +199,26 @@ class Tracked:
             self.messages.rewind()
         if self.pipelines is not None:
             self.pipelines.rewind()
+
+    def settle(self) -> None:
+        """The state here is that of an iteration, whole."""
+        self.updates.mixed = False
+        self.updates.settle()
+
+    def offer(self) -> dict[str, Any]:
+        """What who takes over the state of this rank needs besides: of first steps, and of messages."""
+        offered = {} if self.pipelines is None else {"pipelines": self.pipelines.offer()}
+        return offered if self.messages is None else {**offered, "messages": self.messages.counts()}
+
+    def count_on(self, offer: Mapping[str, Any]) -> None:
+        """Go on with the messages of the rank that has made this `offer`."""
+        if self.messages is not None:
+            self.messages.take_over(offer.get("messages"))
+
+    def give_first_steps(self, steps: Mapping[str, Any]) -> None:
+        """A replacement's, by an `offer`; {}: all stages make them together, or they are in logs."""
+        if self.pipelines is not None:
+            self.pipelines.give(steps)
 
     def reset_shards(self) -> None:
         """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered
@@ -335,11 +296,6 @@ class Tracked:
 
     def checksum(self) -> int:
         return checksum(self.state.replicated_tensors())
-
-
-def _ddps(pending: Pending) -> list[DistributedDataParallel]:
-    modules = {id(module): module for model in pending["models"].values() for module in model.modules()}
-    return [module for module in modules.values() if isinstance(module, DistributedDataParallel)]
 
 
 @contextlib.contextmanager

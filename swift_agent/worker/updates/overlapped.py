@@ -224,10 +224,10 @@ class OverlappedUpdates(UpdateTracker):
             return
         self._check_used(name)
         # A parameter without a gradient is skipped by every optimizer.
-        self._hide(name)
+        self._gradients.hide(name)
 
     def _after(self, name: str) -> None:
-        self._unhide()
+        self._gradients.unhide()
         if not self._dry:
             self._stepped.append(name)
 

@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from swift_agent.errors import PeerFailure, UsageError
+from swift_agent.errors import UsageError
 from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.line.fence import Fence
+from swift_agent.worker.updates.around_steps import Gradients, Kept, cuda_device, wait_until_reduced
 from swift_agent.worker.updates.closures import StepClosure, closure_of, is_torchs_own, with_closure
-from swift_recovery.undo.patch import copy_of, put_back
-
-_POLL_S = 20e-6
 
 
 class UpdateTracker:
@@ -51,11 +45,10 @@ class UpdateTracker:
         self._in_iteration = False
         self._dry = False
         self._stepped: list[str] = []
-        self._kept: dict[str, _Kept] = {}
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._kept: dict[str, Kept] = {}
+        self._gradients = Gradients(self._optimizers)
         # Whether a backward follows an optimizer's step before the last step; unknown counts as yes.
         self._apart: dict[str, bool] = {}
-        self._seen: dict[str, list[_Seen]] = {}
         self._in_step = False
         self._running = ""
         self._closing: StepClosure | None = None
@@ -63,9 +56,9 @@ class UpdateTracker:
         self._within = {name: agree is None and not is_torchs_own(each) for name, each in optimizers.items()}
         # The usual case has nothing to keep, and must cost next to nothing.
         self._is_simple = (
-            len(optimizers) == 1 and agree is None and not any(map(_cuda_device, optimizers.values()))
+            len(optimizers) == 1 and agree is None and not any(map(cuda_device, optimizers.values()))
         )  # fmt: skip
-        self._devices = {name: _cuda_device(optimizer) for name, optimizer in optimizers.items()}
+        self._devices = {name: cuda_device(optimizer) for name, optimizer in optimizers.items()}
         self.updated = False
         self.reduced = False
         """The gradients of the iteration are complete, and none of its steps was made."""
@@ -194,7 +187,7 @@ class UpdateTracker:
     def cut(self) -> None:
         """The iteration was interrupted: take back the steps of a half-done update. Afterwards `updated` says whether
         this rank holds the state after the iteration, `mixed` whether it holds none."""
-        self._unhide()
+        self._gradients.unhide()
         begun = [*self._stepped, self._running] if self._running else self._stepped
         if not self._dry and not self.updated:
             for name in begun:
@@ -254,7 +247,7 @@ class UpdateTracker:
             if not self._dry:
                 self._before(name)
             # Its step may fail without gradients, so a dry run's is made, and taken back.
-            self._kept[name] = _Kept(optimizer, every=True)
+            self._kept[name] = Kept(optimizer, every=True)
             self._closing = StepClosure(optimizer, closure, None, self._in_between(name))
         return with_closure(self._closing, args, named)
 
@@ -308,7 +301,7 @@ class UpdateTracker:
         if self._finishing:
             return
         if self._dry:
-            self._hide(name)
+            self._gradients.hide(name)
             return
         if not self._in_iteration:
             if self._fence is not None:
@@ -334,7 +327,7 @@ class UpdateTracker:
             self._in_step = True
         self._running = name
         if self._must_keep(name):
-            self._kept[name] = _Kept(self._optimizers[name])
+            self._kept[name] = Kept(self._optimizers[name])
 
     def _reach_agreement(self, name: str) -> None:
         """Once in an iteration: before its first step, if no backward follows before the last one, else before that."""
@@ -363,7 +356,7 @@ class UpdateTracker:
             return
         self._check_closed(name)
         if self._dry:
-            self._unhide()
+            self._gradients.unhide()
             if name in self._kept:
                 self._kept.pop(name).put_back(self._optimizers[name])
             return
@@ -373,7 +366,7 @@ class UpdateTracker:
             self.updated = True
         self.reduced = False
         if self._fence is not None:
-            self._note_gradients()
+            self._gradients.note(other for other in self._optimizers if other not in self._stepped)
             # An update that cannot be taken back is not open to a report, or to the fence, before it is whole.
             if self.updated or (not self._goes_on and all(step in self._kept for step in self._stepped)):
                 self._leave_step()
@@ -388,84 +381,15 @@ class UpdateTracker:
             return False
         return self._apart.get(name, True)
 
-    def _note_gradients(self) -> None:
-        """Remember what the gradients of the optimizers to come look like after a step."""
-        waiting = [name for name in self._optimizers if name not in self._stepped]
-        self._seen = {name: [_Seen(grad) for grad in self._gradients(name)] for name in waiting}
-
     def _notice_backward(self, name: str) -> bool:
         """Gradients that moved since the last step mean that a backward, which may be cut, lies between the steps."""
-        if self._stepped and self._have_moved(name):
+        if self._stepped and self._gradients.have_moved(name):
             self._apart.update(dict.fromkeys(self._stepped, True))
             return True
         return False
 
-    def _have_moved(self, name: str) -> bool:
-        seen, now = self._seen.get(name, []), self._gradients(name)
-        return len(seen) != len(now) or not all(one.is_still(grad) for one, grad in zip(seen, now, strict=True))
-
-    def _gradients(self, name: str) -> list[Tensor | None]:
-        return [p.grad for group in self._optimizers[name].param_groups for p in group["params"]]
-
-    # ---- reductions ----
-
     def _wait_for_gradients(self, name: str) -> None:
-        """CUDA: an aborted NCCL collective just ends, with garbage in its output. So the step is launched only when
-        every reduction before it is known to be complete; the host waits for the device here, and gives up if
-        stopped."""
         device = self._devices[name]
-        if device is None:
-            return
-        assert self._fence is not None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        while not event.query():  # type: ignore[no-untyped-call]
-            if self._fence.interrupted:
-                raise PeerFailure("stopped while gradients were being reduced")
-            time.sleep(_POLL_S)
-
-    # ---- dry run ----
-
-    def _hide(self, name: str) -> None:
-        # A parameter without a gradient is skipped by every optimizer.
-        for group in self._optimizers[name].param_groups:
-            for parameter in group["params"]:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def _unhide(self) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
-
-
-def _cuda_device(optimizer: Optimizer) -> torch.device | None:
-    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    return next((device for device in devices if device.type == "cuda"), None)
-
-
-class _Seen:
-    """What a gradient was. Known again by a weak reference: where one is freed the next one often has its address."""
-
-    def __init__(self, grad: Tensor | None) -> None:
-        self._grad = None if grad is None else weakref.ref(grad)
-        self._version = 0 if grad is None else grad._version
-
-    def is_still(self, grad: Tensor | None) -> bool:
-        """Whether it is *grad*, unchanged."""
-        if self._grad is None or grad is None:
-            return self._grad is None and grad is None
-        return self._grad() is grad and grad._version == self._version
-
-
-class _Kept:
-    """Parameters and state of one optimizer before its step."""
-
-    def __init__(self, optimizer: Optimizer, *, every: bool = False) -> None:
-        """Of parameters with a gradient, or of *every* one."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if every or p.grad is not None]
-        self._copies = [(parameter, copy_of(optimizer, parameter)) for parameter in parameters]
-
-    def put_back(self, optimizer: Optimizer) -> None:
-        for parameter, copy in self._copies:
-            put_back(optimizer, parameter, copy)
+        if device is not None:
+            assert self._fence is not None
+            wait_until_reduced(device, self._fence)

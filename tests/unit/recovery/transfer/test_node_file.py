@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from swift_agent.worker.data import positions
-from swift_agent.worker.tracked.loop_state import Place, Seeds, Units
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.position import Units
+from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.errors import StateError
 from swift_recovery.transfer import node_file

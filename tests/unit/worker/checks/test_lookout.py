@@ -23,7 +23,7 @@ from swift_agent.wire.store_server import StoreServer
 from swift_agent.worker.checks import lookout
 from swift_agent.worker.checks.lookout import STILL_S, Lookout
 from swift_agent.worker.checks.meetings import Meetings
-from swift_agent.worker.tracked.loop_state import Position
+from swift_agent.worker.tracked.position import Position
 
 
 class Rank:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from swift_agent.worker.data import accelerated
-from swift_agent.worker.data.batches import Draws, Group
+from swift_agent.worker.data.draws import Draws, Group
 from swift_agent.worker.job.job import Job
 from swift_agent.worker.loop.unprotected import Unprotected
-from swift_agent.worker.tracked.loop_state import Place, Seeds
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.updates import left_behind
 
 pytest.importorskip("accelerate")

@@ -23,12 +23,15 @@ from torch import nn
 
 from swift_agent.errors import UsageError
 from swift_agent.wire.given import NUM_SLOTS, Given, GivenPage, fingerprint, fingerprint_of_indices
-from swift_agent.worker.data.batches import Batches, Draws, Looping, Passes
+from swift_agent.worker.data.batches import Batches, Looping, Passes
+from swift_agent.worker.data.draws import Draws
 from swift_agent.worker.data.given_again import GivenAgain
 from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.data.loader_order import Fetch
 from swift_agent.worker.data.made_before import MadeBefore
-from swift_agent.worker.tracked.loop_state import Place, Position, Seeds, Units
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.position import Position, Units
+from swift_agent.worker.tracked.seeds import Seeds
 
 
 @dataclasses.dataclass

@@ -30,11 +30,14 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from swift_agent.errors import UsageError
-from swift_agent.worker.data.batches import Batches, Draws, Passes
+from swift_agent.worker.data.batches import Batches, Passes
+from swift_agent.worker.data.draws import Draws
 from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.data.loader_order import Pass
 from swift_agent.worker.data.positions import Feeds
-from swift_agent.worker.tracked.loop_state import Place, Position, Seeds, Units
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.position import Position, Units
+from swift_agent.worker.tracked.seeds import Seeds
 
 NUM_SAMPLES, BATCH, NUM_PASSES = 22, 3, 3
 

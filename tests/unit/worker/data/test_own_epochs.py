@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorData
 
 from swift_agent.worker.data import own_epochs
 from swift_agent.worker.data.batches import Looping, Passes
-from swift_agent.worker.tracked.loop_state import Position
+from swift_agent.worker.tracked.position import Position
 from tests.unit.worker.data.test_inputs import Script
 
 NUM_BATCHES = 3

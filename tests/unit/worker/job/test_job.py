@@ -17,7 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from swift_agent.errors import UsageError
 from swift_agent.worker.job import restarts
 from swift_agent.worker.job.job import Job, JobPosition
-from swift_agent.worker.tracked.loop_state import Place, Position, Seeds, Units
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.named import Named
+from swift_agent.worker.tracked.position import Position, Units
+from swift_agent.worker.tracked.seeds import Seeds
 
 
 def number(iteration: int, owed: bool, inside: str, dry_run: int | None = None) -> int:
@@ -44,9 +47,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     was, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     made = Job.__new__(Job)
-    made._begun = made._is_stage = made._overlap_update = made._exact = False
-    made._log_messages = made._replicas = None
-    made._pending = {"models": {}, "optimizers": {}, "others": {}}
+    made._begun, made._named = False, Named()
     yield made
     torch.use_deterministic_algorithms(was)
     torch.backends.cudnn.benchmark = benchmark
@@ -79,7 +80,7 @@ def test_a_loader_is_no_state_and_what_cannot_give_its_state_is_named(job: Job) 
     """Accelerate's loaders have a state_dict that fails, unless it is a stateful loader that they are around."""
     loader = prepare_data_loader(DataLoader(TensorDataset(torch.zeros(4))), num_processes=1, process_index=0)
     job.track(model=nn.Linear(2, 2), loader=loader)
-    assert not job._pending["others"]
+    assert not job._named.pending["others"]
     with pytest.raises(UsageError, match=r"DataLoaderShard whose state_dict\(\) fails \(AttributeError.*: leave it"):
         job.track(data=loader)
 

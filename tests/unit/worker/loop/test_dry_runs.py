@@ -21,7 +21,8 @@ from swift_agent.worker.loop.passed_over import PassedOver
 from swift_agent.worker.loop.protected import Protected
 from swift_agent.worker.loop.sections import Sections
 from swift_agent.worker.loop.ways_out import WaysOut
-from swift_agent.worker.tracked.loop_state import Place, Seeds
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.state import by_hand
 

@@ -18,7 +18,8 @@ from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.checks.checks import Checks
-from swift_agent.worker.groups.process_groups import GroupsAborted, ProcessGroups, RebuildFailed, WornOut
+from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed, WornOut
+from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job import init, restarts
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.dry_runs import DryRuns
@@ -29,7 +30,9 @@ from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.fingerprints import Fingerprints
-from swift_agent.worker.tracked.loop_state import Place, Position, Seeds
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.position import Position
+from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.errors import LostLog
 from swift_recovery.planning.plan import Plan
@@ -230,7 +233,7 @@ def test_who_cannot_be_connected_fails_by_itself(cause: Exception, by_itself: bo
     recovery.wait_quiet = lambda: None
     recovery._dry_runs = SimpleNamespace(leave=lambda: None)
     recovery._tracked, recovery._lookout = SimpleNamespace(messages=None), None
-    recovery.rejoin = SimpleNamespace(run=run)
+    recovery._rejoin = SimpleNamespace(run=run)
     recovery._out = SimpleNamespace(have_replaced=replaced)
     with pytest.raises(SystemExit):
         recovery.run()
@@ -272,7 +275,7 @@ def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytes
 
     compared: list[int] = []
     monkeypatch.setattr(recovery, "wait_quiet", lambda: None)
-    monkeypatch.setattr(recovery, "rejoin", SimpleNamespace(run=rejoin, iteration=7, phases_s={}))
+    monkeypatch.setattr(recovery, "_rejoin", SimpleNamespace(run=rejoin, iteration=7, phases_s={}))
     monkeypatch.setattr(comparison, "take", compared.append)
     recovery.run()
     assert compared == [8]  # the others: after iteration 7, when they have made it

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.errors import UsageError
-from swift_agent.worker.tracked import tracked
+from swift_agent.worker.tracked import named
 from swift_agent.worker.tracked.unsupported import scaler_of, unwrapped_optimizer
 from tests.support.job import ROOT
 
@@ -74,7 +74,7 @@ def test_one_over_parameters_of_its_own_stays() -> None:
     master = Master()
     assert unwrapped_optimizer(master) is master
     with pytest.raises(UsageError, match=r"not a torch\.optim\.Optimizer; track the one that it wraps"):
-        tracked.check({"models": {}, "optimizers": {"optimizer": master}, "others": {}})
+        named.check({"models": {}, "optimizers": {"optimizer": master}, "others": {}})
 
 
 def test_one_that_never_calls_its_hooks_is_told_what_to_track() -> None:
@@ -92,7 +92,7 @@ def test_one_that_never_calls_its_hooks_is_told_what_to_track() -> None:
     net = nn.Linear(2, 1)
     base = torch.optim.SGD(net.parameters(), lr=0.1)
     assert "a Lookahead whose steps have no hooks: track its ._base_optimizer" in refused(net, Lookahead(base))
-    tracked.check({"models": {"model": net}, "optimizers": {"optimizer": base}, "others": {}})
+    named.check({"models": {"model": net}, "optimizers": {"optimizer": base}, "others": {}})
 
 
 def test_what_is_no_module_is_told_what_to_track() -> None:
@@ -100,7 +100,7 @@ def test_what_is_no_module_is_told_what_to_track() -> None:
         module = nn.Linear(2, 1)
 
     with pytest.raises(UsageError, match=r"model is a Engine, not a torch\.nn\.Module: track its \.module"):
-        tracked.check({"models": {"model": Engine()}, "optimizers": {}, "others": {}})
+        named.check({"models": {"model": Engine()}, "optimizers": {}, "others": {}})
 
 
 def test_a_wrapper_gives_its_scaler() -> None:
@@ -114,13 +114,13 @@ def test_a_wrapper_gives_its_scaler() -> None:
 def refused(model: nn.Module, optimizer: Any = None, **others: Any) -> str:
     optimizers = {"optimizer": optimizer or torch.optim.SGD(model.parameters(), lr=0.1)}
     with pytest.raises(UsageError) as raised:
-        tracked.check({"models": {"model": model}, "optimizers": optimizers, "others": others})
+        named.check({"models": {"model": model}, "optimizers": optimizers, "others": others})
     return str(raised.value)
 
 
 def accepted(model: nn.Module, **others: Any) -> None:
     optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    tracked.check({"models": {"model": model}, "optimizers": optimizers, "others": others})
+    named.check({"models": {"model": model}, "optimizers": optimizers, "others": others})
 
 
 def test_fsdp1(world: None) -> None:
@@ -150,7 +150,7 @@ def test_averaging_now_and_then(world: None) -> None:
     accepted(model)
     averager = PeriodicModelAverager(period=4)
     assert "with a PeriodicModelAverager ranks hold different parameters" in refused(model)
-    tracked.check({"models": {"model": model}, "optimizers": {}, "others": {}}, replicas=[0])
+    named.check({"models": {"model": model}, "optimizers": {}, "others": {}}, replicas=[0])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "is a PostLocalSGDOptimizer" in refused(model, PostLocalSGDOptimizer(sgd, averager))
     del averager
@@ -207,7 +207,7 @@ before = net.weight.detach().clone()
 for _ in job.iterations(2):
     train(torch.randn(3, 4))
 assert not torch.equal(net.weight, before)
-assert job._pending["optimizers"]["optimizer"] is inner and type(inner) is torch.optim.SGD
+assert job._named.pending["optimizers"]["optimizer"] is inner and type(inner) is torch.optim.SGD
 print("tracked", job.iteration_number)
 """
 

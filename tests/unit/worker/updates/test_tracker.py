@@ -19,7 +19,8 @@ from swift_agent.wire.channel import Channel
 from swift_agent.worker.in_place import Way
 from swift_agent.worker.line import agent_line
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.updates.tracker import UpdateTracker, _Seen
+from swift_agent.worker.updates.around_steps import _Seen
+from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.planning.plan import Plan
 from tests.support.asked import Asked
 

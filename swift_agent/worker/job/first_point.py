@@ -1,0 +1,74 @@
+"""The first point of the loop: what the script has named becomes what is tracked, and its inputs are watched from then
+on.
+
+This module must never communicate: what ranks have to agree on when the loop begins is `protected`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from swift_agent.errors import UsageError
+from swift_agent.wire.channel import ENV_SOCKET
+from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES, nodes_of
+from swift_agent.wire.given import Given, GivenPage
+from swift_agent.worker.data.inputs import Inputs
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.unprotected import Running
+from swift_agent.worker.rejoin.witness import Witnesses, witnesses_of
+from swift_agent.worker.tracked.named import Named
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_recovery.checkpoint.writer import Settings
+
+
+def tracked(
+    named: Named, checkpoints: Settings | None, running: Running, supervisor: Supervisor | None, rank: int,
+    world_size: int, *, draws_alone: bool,
+) -> Tracked:  # fmt: skip
+    """*draws_alone*: each rank has generators of its own. Raises `UsageError` for what cannot be recovered."""
+    if not named.pending["models"]:
+        raise UsageError(
+            "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
+        )
+    logs = Path(os.environ[ENV_MESSAGE_LOG]) if supervisor and named.logs_messages else None
+    made = Tracked(
+        named.pending, named.replicas, world_size, supervisor, overlap_update=named.overlap_update, exact=named.exact,
+        stage_of=rank if named.is_stage else None, logs=logs, rank=rank, checkpoints=checkpoints, in_place=running,
+    )  # fmt: skip
+    if os.environ.get(ENV_SIZES) and supervisor and len(made.replicas) != world_size:
+        raise UsageError(
+            f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "
+            "state; give one number of nodes, or all ranks to track(replicas=...)."
+        )
+    if checkpoints is not None and draws_alone and len(made.replicas) > 1:
+        raise UsageError(
+            "job.checkpoint(): with swift.init(rng='user') each rank has generators of its own, and one rank of a "
+            "replica set writes the checkpoint: leave generators to the job (rng='iteration')."
+        )
+    return made
+
+
+def watch_inputs(
+    inputs: Inputs, tracked: Tracked, running: Running, rank: int, world_size: int, note: Callable[[str], None], *,
+    is_replacement: bool,
+) -> Witnesses:  # fmt: skip
+    """Under an agent. What iterations are given is kept for a replacement: on this node, and on others."""
+    # In a job of a range of sizes the process before had other data.
+    has_sizes = bool(os.environ.get(ENV_SIZES))
+    node = int(os.environ["GROUP_RANK"]), int(os.environ[ENV_LOCAL_RANK])
+    others = [] if has_sizes else witnesses_of(*node, nodes_of(os.environ))
+    if tracked.messages is not None:  # a stage without replicas is given messages
+        return Witnesses(None, rank, others, world_size, note)
+    path = Path(os.environ[ENV_SOCKET]).parent / f"given.{rank}"
+    page = None
+    try:
+        page = GivenPage(path, is_replacement=is_replacement and not has_sizes)
+    except OSError as error:
+        note(f"what iterations are given cannot be kept for a replacement to compare: {error}")
+    witnesses = Witnesses(page, rank, others, world_size, note)
+    models, optimizers, checks = tracked.state.models, tracked.state.optimizers, running.checks
+    say_own = checks.own_data.given if checks is not None else None
+    inputs.watch(models.values(), Given(page), witnesses.show, optimizers.values(), say_own)
+    return witnesses
