@@ -704,6 +704,10 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
     cut = 3
     with pytest.raises(Exception):  # noqa: B017 - torch wraps it, or not
         step()
+    for stage in stages[1:]:
+        (info,) = stage.args_recv_info[3]
+        if hasattr(info, "allocate_buffer"):  # from torch 2.15 on there is memory left where a receive was cut
+            info.allocate_buffer("cpu")
     pipelining.reset_schedule(schedule, first=False)
     assert all(map(torch.equal, reference, step()))
     pipelining.reset_schedule(schedule, first=True)
