@@ -5,7 +5,7 @@
     swiftctl explain JOB [GENERATION]    why it has this generation and this plan
     swiftctl drain JOB NODE              a spare takes the place of a node                          (ctl_drain)
     swiftctl stop JOB                    end a job                                                  (ctl_steer)
-    swiftctl gc [--yes]                  remove the records of jobs that nobody runs                (ctl_steer)
+    swiftctl gc [--yes]                  remove the records of jobs that no node runs               (ctl_steer)
     swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
     swiftctl replay JOURNAL              do today's cores decide as an agent's did?                 (ctl_replay)
     swiftctl native build                compile the optional native forwarder

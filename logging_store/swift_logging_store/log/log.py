@@ -5,7 +5,7 @@ and comes back, two segments at a time, for each reader. A log that lacks someth
 iterations; so when there is no room left, or the disk fails, it is given up as a whole, until the next checkpoint.
 Training never waits for the store; a reader does.
 
-Must never decide who is given what was sent.
+Must never decide which rank is given what was sent.
 """
 
 from __future__ import annotations

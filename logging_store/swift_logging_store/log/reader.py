@@ -104,8 +104,8 @@ class LogReader:
         return sequence in self._index.get(channel, ())
 
     def newest(self) -> Iterator[tuple[Channel, int, int]]:
-        """Channel, number and iteration of each message, in the order in which they were written; of one that is there
-        more than once the last."""
+        """Channel, number and iteration of each message, in the order in which they were written; if one is there more
+        than once, the last."""
         for file in self._files:
             for entry in file.segment.entries:
                 if self._index[entry.channel][entry.sequence][-1][1] is entry:

@@ -126,7 +126,8 @@ class HdfsStore:
 
     def write(self, path: str, content: Callable[[BinaryIO], T]) -> T:
         """What a dead data node spoils is written again, as another file: to as many nodes as the filesystem wants,
-        then to one at a time, from which the name node has the others get it. So is what was cut from the name node."""
+        then to one at a time, from which the name node has the others get it. What was cut from the name node is
+        written again, too."""
         num_refused = num_late = num_cut = 0
         while True:
             try:

@@ -164,7 +164,7 @@ class CheckpointDirectory:
             return
         claim = history.new_claim(timeline, begins)
         self.store.put(claim.name, json.dumps(claim.to_json()).encode())
-        self._history().check(timeline)  # two who begin at once both see the other, or one does
+        self._history().check(timeline)  # two that begin at once both see the other, or one does
 
     def check(self, timeline: Timeline) -> None:
         """Raises `Superseded` if a later generation has begun."""

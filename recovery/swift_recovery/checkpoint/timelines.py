@@ -11,8 +11,8 @@ a run has one more than all that it finds, so the order needs no clock, and no e
 What a timeline has written counts, but for what comes after the beginning of a later one: that is another history. So
 a process that was cut off may write what it likes: that is never read, and it takes nothing away.
 
-It may do so at any time. So a claim goes only when others that are there make dead all that it could make dead, also of
-what is yet to come: one of a later timeline that began no later, or a low-water mark. And the last claim of each run
+It may write at any time. So a claim is removed only when others make dead all that it could make dead, also of what is
+yet to come: one of a later timeline that began no later, or a low-water mark. And the last claim of each run
 stays, or the run would be taken for a new one if it came back.
 
     timeline-low.e5-1.000000000060.json          what timelines before that one have written before 60 is removed
@@ -188,13 +188,13 @@ class History:
         return found
 
     def _is_below_water(self, claim: Claim) -> bool:
-        """Of what timelines before it write nothing counts: it is dead by the claim, or by a mark."""
+        """Nothing that timelines before it write counts: it is dead by the claim, or by a mark."""
         place = self.order(claim.timeline)
         return any(claim.begins < mark.iteration and place <= self.order(mark.timeline) for mark in self.marks)
 
 
 def read(names: Iterable[str]) -> History:
-    """Of the files and directories of those names; others mean nothing."""
+    """The history in these names of files and directories; others mean nothing."""
     entries, claims, marks = [], [], []
     for name in names:
         if (found := _ENTRY.fullmatch(name)) is not None:

@@ -5,9 +5,9 @@
 
 Training waits for the copy of the state only. One rank of each replica set writes it. A checkpoint counts when rank 0
 has committed it (`swift_recovery.checkpoint.directory`), which it does once all ranks of one generation have told that
-store of the parts: a generation without all ranks, so one that has stopped, commits nothing. One of which all ranks are
-cut off together could: so rank 0 claims the directory for each generation that begins, and before it commits or removes
-anything it asks its agent whether their place is still theirs, and the directory whether a later generation has begun.
+store of the parts: a generation without all ranks, so one that has stopped, commits nothing. One whose ranks are all
+cut off together could: so rank 0 claims the directory for each generation that begins, and before it commits or
+removes anything it asks its agent whether their place is still theirs, and the directory whether a later one has begun.
 The first design has it in etcd; a worker does not speak to etcd, and a job of another day that reads the directory
 finds in it what counts.
 

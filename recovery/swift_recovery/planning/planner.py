@@ -1,4 +1,4 @@
-"""From what every rank holds to how every rank gets the state of one consensus iteration. Pure.
+"""Plans, from what every rank holds, how every rank gets the state of one consensus iteration. Pure.
 
 Order of preference per replica set: roll forward to the newest state that a survivor has finished,
 or can finish with the gradients it has, or that survivors cut in the middle of an update have together; else take a

@@ -1,4 +1,4 @@
-"""From what the nodes of a job hold to how it goes on with another number of ranks. Pure.
+"""Plans, from what the nodes of a job hold, how it goes on with another number of ranks. Pure.
 
 Old ranks mean nothing to the new ones: all hold replicas of one state, so it only matters which *node* has the newest.
 There one worker keeps it in a file, or a file of an earlier attempt has it already; the new workers of that node load

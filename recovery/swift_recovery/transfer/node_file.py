@@ -1,7 +1,7 @@
 """The state of a worker in a file of its node, for new workers of a job that changes its size.
 
 In it is what a replica would send (`swift_recovery.transfer.state_file`). The file gets its name when it is complete.
-Must never decide who keeps, and never leave half a file under that name.
+Must never decide which worker keeps its state, nor leave half a file under that name.
 """
 
 from __future__ import annotations

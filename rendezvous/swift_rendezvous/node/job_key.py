@@ -2,8 +2,8 @@
 
     secret --PBKDF2, salted with the job's id--> master --HMAC-SHA256 per label--> heartbeat key, store tokens, ...
 
-Without a secret the master is derived from the job's id alone. Then everybody can work out every key: they still keep
-two jobs from being mixed up, but prove nothing, and nothing that is said about them may claim that.
+Without a secret the master is derived from the job's id alone. Then every key can be worked out by anyone: keys still
+keep two jobs from being mixed up, but prove nothing, and nothing that is said about them may claim that.
 
 This module must never read a file or the environment, and must never let a key into a record, a message or a `repr`.
 """

@@ -34,7 +34,7 @@ class Scope(IntEnum):
 
 
 def scope_of(view: View, me: str | None) -> Scope:
-    """What a node of incarnation *me* has to follow, as far as *view* tells; None: a spectator, who wants all. Pure."""
+    """What a node of incarnation *me* has to follow, as far as *view* tells; None: a spectator, it wants all. Pure."""
     if me is None or (view.coordinator is not None and view.coordinator.incarnation == me):
         return Scope.WHOLE
     return Scope.FORMING if view.generation is None and view.result is None else Scope.MEMBER

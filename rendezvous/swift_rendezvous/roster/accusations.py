@@ -9,7 +9,7 @@ What one node says of another may be true of the link between them only. Two kin
 - A node without state, a new node that has not got it yet, cannot reach those that have it: it would cost the job the
   last copies, with nothing to lose itself. So it is given up instead, unless the kernel of the accused has closed the
   connection and refuses another one. If the accused is lost indeed its lease tells.
-  So is a node all of whose workers have ended: it has lost what it had.
+  A node all of whose workers have ended is given up, too: it has lost what it had.
 
 The record of the generation names the workers without state (`GenerationRecord.bare`). It is older than what happens
 in the generation; so an accuser says of itself whether it has the state by now (`FailureRecord.is_empty`).

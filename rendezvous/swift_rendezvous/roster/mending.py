@@ -76,7 +76,7 @@ def repairs(view: View) -> tuple[Repair, ...]:
 
 def unread_records(view: View) -> dict[str, str]:
     """name -> evidence, of records of the current generation that are all that the job waits for, that cannot be read,
-    and that their authors, who do not follow them, would not write again: another generation asks again. Pure."""
+    and that their authors, which do not follow them, would not write again: another generation asks again. Pure."""
     generation = view.generation
     if not view.damaged or generation is None or not view.tracked or view.released:
         return {}

@@ -6,9 +6,9 @@
     loss:    a node without a slot takes the place; if there is none, the rest go on without it when the last call is
              over, unless fewer than MIN would
 
-Of a job that is recovered in place all workers are started again, too, but no iteration is lost (mode `resize`): before
-it grows they stop at a common boundary (see `draining`); then each node says what its workers hold, one of those with
-the newest state keeps it in a file of its node, and the new workers go on from there. Until all of them train a failure
+A job that is recovered in place starts all workers again, too, but loses no iteration (mode `resize`): before it grows
+they stop at a common boundary (see `draining`); then each node says what its workers hold, one worker with the newest
+state keeps it in a file of its node, and the new workers go on from there. Until all of them train a failure
 leads to another such generation, in which what is newest is kept again.
 
 The last call is torchrun's: it lets several nodes that come one after the other cost one start. While it lasts workers

@@ -175,7 +175,7 @@ def _unread(view: View, name: str, revision: int, why: str) -> View:
     match name:
         case "generation":  # the fences of all writes compare with what is stored
             view = replace(view, generation_revision=revision)
-        case "coordinator":  # and so does the next election
+        case "coordinator":  # the next election compares with it, too
             view = replace(view, coordinator=None, coordinator_revision=revision)
         case "job":
             pass

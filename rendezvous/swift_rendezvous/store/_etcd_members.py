@@ -87,7 +87,7 @@ class MembersWatch:
                 channel.close()
             self._channels.clear()
 
-    # ---- who they are ----
+    # ---- which members there are ----
 
     def _refresh(self) -> bool:
         """Whether all members and an address of each are known."""

@@ -156,7 +156,7 @@ def _seen(tenure: Tenure, event: Probed) -> Tenure:
     spans, sights = dict(tenure.spans), {**tenure.sights, event.member: event.sight}
     known = spans.pop(event.member, None)
     if event.sight in PROVEN:
-        # Of one look it is not known when, between question and answer, it was true; between two it was.
+        # One look was true at an unknown time between question and answer; between two looks it was.
         goes_on = known is not None and event.asked_s - known[1] <= MAX_GAP_S
         first_s = known[0] if known is not None and goes_on else event.answered_s
         spans[event.member] = (first_s, event.asked_s)

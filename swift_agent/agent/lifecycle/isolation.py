@@ -1,7 +1,7 @@
 """When the workers of a node have to stand still, and how long a node that was given up stays away. Pure.
 
 A node that cannot reach the store cannot be told that it was given up; the others go on without it, though it may reach
-some of them.
+some of them. This module must never read a clock: times come in as arguments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The steps of `machine.reconcile`: each brings the node closer to what the records ask for. Pure.
 
-Which of them are taken, and in which order, is `machine`. A step must never carry anything out: it returns the new
+`machine` decides which of them are taken, and in which order. A step must never carry anything out: it returns the new
 state and adds to the commands. It must never read a clock: times come in as arguments.
 """
 

@@ -1,6 +1,6 @@
 """The story of one recovery: when each phase began, as the acting coordinator's agent saw it. Pure bookkeeping.
 
-Times come in as arguments (seconds of one monotonic clock).
+It must never read a clock: times come in as arguments (seconds of one monotonic clock).
 """
 
 from __future__ import annotations

@@ -67,6 +67,6 @@ def _reap(kind: int, number: int, known: Collection[int]) -> list[int]:
 def _is_there(group: int) -> bool:
     try:
         os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # gone, or of another user, whom we cannot end
+    except (ProcessLookupError, PermissionError):  # gone, or another user's, which we cannot end
         return False
     return True

@@ -1,6 +1,6 @@
 """The files of the workers of one node: their output, what of it is shown, and the errors that they leave.
 
-Where files are is decided by torch's `LogsSpecs`; its `TailLog` shows them. A disk that is full, or a directory that is
+torch's `LogsSpecs` decides where files are; its `TailLog` shows them. A disk that is full, or a directory that is
 away, is no reason to end what trains: workers then go on without files. This module must never start a process.
 """
 

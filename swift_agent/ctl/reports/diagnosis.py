@@ -1,4 +1,4 @@
-"""Is this machine fit for a job? From what was measured to verdicts and remedies. Pure.
+"""Judges whether this machine is fit for a job: from what was measured to verdicts and remedies. Pure.
 
 Must never measure anything itself: that is `doctor`. Thresholds are here, each with its reason.
 """

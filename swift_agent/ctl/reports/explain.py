@@ -1,7 +1,7 @@
 """The history of a job, and in sentences why it has a generation and a plan; made from records alone. Pure.
 
-Of an older generation only its event is left in etcd: its reason, and after a recovery its plan and phases. Of the
-current one there are also the roster, the plan and what was lost since. Must never guess: what is in no record is not
+Etcd keeps only the event of an older generation: its reason, and after a recovery its plan and phases. It has the
+roster of the current one, too, its plan and what was lost since. Must never guess: what is in no record is not
 told, or said to be missing.
 """
 

@@ -1,6 +1,6 @@
 """Looks whether this rank stands still, and tells the others where; rank 0 finds out whether any rank can still move.
 
-A thread looks every few seconds at where the loop is, and at nothing else while that moves. A rank that stands still
+A thread looks every few seconds where the loop is, and at nothing else while it moves. A rank that stands still
 says in the store of the generation where it stands, and what its script does there: whether it is in an operation of
 torch.distributed and uses no processor time, so that it waits, or not, so that it works. `standstill` says what
 follows from that; if no rank will ever move again the job is told and ended, instead of waiting for the timeout of an

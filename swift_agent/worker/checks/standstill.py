@@ -2,8 +2,8 @@
 
 All ranks go the same way: iterations and sections in the same order. A rank that has been still for a while says where
 it stands. If all of them wait, and one of them waits for what another one never comes to (it has ended its loop, or has
-gone another way), then none will ever answer. A slow rank, or one that works alone while the others wait, is no such
-case; and neither is it if all wait in the same place, where something large may be under way.
+gone another way), then none will ever answer. It is no such case if a rank is slow, or works alone while the others
+wait, or if all wait in the same place, where something large may be under way.
 
 This module must never read a clock, a stack or a store.
 """

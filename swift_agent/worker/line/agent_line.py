@@ -200,7 +200,7 @@ class Supervisor(Fence):
             return self._released
 
     def send(self, message: msg.ToAgent) -> None:
-        """Tell the agent; if it is gone, so is this process. Nothing more after `close`, when it may still ask."""
+        """Tell the agent; if it is gone this process ends. Nothing more after `close`, when it may still ask."""
         try:
             self._channel.send(written(message))
         except ChannelClosed:

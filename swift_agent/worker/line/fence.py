@@ -1,4 +1,4 @@
-"""Between what a training thread changes and the stop of its generation: nothing begins after it, nothing is cut by it.
+"""Keeps apart what a training thread changes and the stop of its generation: nothing begins after it or is cut by it.
 
     training thread:  enter .. changes .. leave        enter_step: PeerFailure
     line to the agent:            stopping ---- waits ----> aborts, reports

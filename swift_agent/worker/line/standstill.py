@@ -1,7 +1,7 @@
 """Whether this process stands still, or stood still a moment ago: paused by its agent, by a person, or by itself.
 
-A worker stops itself when it was not told in time that its place is still its own. Else its agent stops it, but the
-agent may stand still, too. This module must never end a process, nor touch training state.
+A worker stops itself when it was not told in time that its place is still its own. Normally its agent stops it, but
+the agent may stand still, too. This module must never end a process, nor touch training state.
 """
 
 from __future__ import annotations
