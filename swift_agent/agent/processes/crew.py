@@ -50,7 +50,7 @@ class Crew:
         self._state, self._on_event, self._on_end = state, on_event, on_end
         self._late_starts = LateStarts()
         self._insist: list[tuple[float, WorkerProcess]] = []
-        """Who was asked to end, and when it is killed; that is put off while it cannot hear."""
+        """Processes that were asked to end, and when each is killed; that is put off while it cannot hear."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
 
     @property

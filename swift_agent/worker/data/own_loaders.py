@@ -11,17 +11,14 @@ A whole pass between two iterations, or in a section, does not. This module must
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
+from swift_agent.torch_private import loaders
 from swift_agent.worker.tracked.loop_state import Place
 
 _DRAWN_FOR = "_swift_drawn_for"
-_watcher: OwnLoaders | None = None
 _num_of_job = 0
 
 
@@ -49,13 +46,9 @@ class OwnLoaders:
 
     def watch(self) -> None:
         """From now on."""
-        global _watcher
-        _watcher = self
-        original = _BaseDataLoaderIter.__next__
-        if not hasattr(original, "_swift"):
-            _BaseDataLoaderIter.__next__ = _watched(original)  # type: ignore[method-assign]
+        loaders.watch_draws(self._look)
 
-    def look(self, batches: Any) -> None:
+    def _look(self, batches: Any) -> None:
         """One is about to be drawn."""
         place = self._place
         is_inside = place.inside == "iteration"
@@ -65,18 +58,7 @@ class OwnLoaders:
         number = place.here.iteration + (place.owed is not None and not is_inside)
         last = vars(batches).get(_DRAWN_FOR)
         vars(batches)[_DRAWN_FOR] = number
-        # One whose processes stay begins each pass again, and is the same.
-        if batches._num_yielded and last is not None and last != number:
+        if loaders.has_given(batches) and last is not None and last != number:
             self.goes_on = True
             self.is_drawn_inside = self.is_drawn_inside or is_inside
 
-
-def _watched(original: Any) -> Any:
-    @functools.wraps(original)
-    def draw(self: Any) -> Any:
-        if _watcher is not None:
-            _watcher.look(self)
-        return original(self)
-
-    draw._swift = True  # type: ignore[attr-defined]
-    return draw
