@@ -2,6 +2,7 @@
 
 Until an agent looks after the signals there are a private etcd to stop and directories to remove. Raising in the middle
 of their making would leave some of them, so a signal is only noted here, and looked at where nothing is half made.
+Must never act on a signal.
 """
 
 from __future__ import annotations

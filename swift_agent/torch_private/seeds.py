@@ -1,6 +1,7 @@
 """What is private in torch's seeding: whether it was given its seed, or has drawn it by itself.
 
 A seed of 64 bits does not show that. `torch.manual_seed` leaves the call that will seed devices, or has made it.
+Must never draw from a generator, nor seed one.
 """
 
 from __future__ import annotations

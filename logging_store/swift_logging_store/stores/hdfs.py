@@ -3,6 +3,7 @@
 The client runs in a process of its own (`hdfs_helper`), for each operation that is under way one: it may sit in a call
 for ten minutes when data nodes die, deaf to everything. So each answer has a deadline, after which the process is
 killed and the operation fails with an OSError. Training does not wait for it, except where it begins with a checkpoint.
+Must never call a client in this process.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 One file per incarnation, `JOB.NODE.INCARNATION.jsonl`, readable by its owner only. The agent's loop and its coordinator
 only put references into a queue; a thread of its own turns them into lines, so that neither waits for a disk. A journal
 that cannot be written (disk full, slower than the job) ends with one warning; the job goes on without it.
+Must never hold up the agent, nor write a secret.
 """
 
 from __future__ import annotations

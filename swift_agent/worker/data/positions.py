@@ -3,6 +3,7 @@
 A `DataLoader` over a map-style data set is positioned by leaving out indices: its sampler is run, its data set is not
 touched; so are the wrappers that `loaders` knows. From anything else that can be iterated the batches before the
 position are drawn and dropped, each with the seeds of its number, which costs the time to load them.
+Must never ask a data set for a sample that it leaves out by its index.
 """
 
 from __future__ import annotations
