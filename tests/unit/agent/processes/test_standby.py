@@ -131,6 +131,20 @@ def test_a_standby_becomes_the_worker(bench: Bench) -> None:
     assert bench.lines() == [[str(standby.pid), "1"]]
 
 
+def test_what_the_server_has_imported_stays_frozen_in_its_forks(bench: Bench, tmp_path: Path) -> None:
+    """Else each walk over all objects, and each full collection, copies the memory that they share."""
+    (tmp_path / "train.py").write_text(
+        "import gc, sys\nwith open(sys.argv[1], 'a') as out:\n"
+        "    print(gc.get_freeze_count(), len(gc.get_objects()), file=out)\n"
+    )
+    bench.workers.prepare(1, ())
+    bench.standbys(1)
+    bench.start(1)
+    assert bench.ends() == [(1, 0)]
+    ((frozen, others),) = bench.lines()
+    assert int(frozen) > 10 * int(others)
+
+
 @pytest.mark.parametrize(
     ("bench", "forks"),
     [((), [False, True]), (("--start-method", "forkserver"), [True, True]),
