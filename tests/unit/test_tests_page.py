@@ -39,7 +39,9 @@ def is_quick(path: str, name: str) -> bool:
 
 
 def has_more(path: str, name: str) -> bool:
-    return any("[" in entry and entry.partition("[")[0] == name for entry in tiers.QUICK.get(path, ()))
+    """Whether some of its parameters run in `make test-all` only."""
+    parts = any("[" in entry and entry.partition("[")[0] == name for entry in tiers.QUICK.get(path, ()))
+    return parts or any(entry.partition("[")[0] == name for entry in tiers.LATER.get(path, ()))
 
 
 def mistakes(text: str) -> list[str]:
