@@ -7,7 +7,7 @@ communicate to rebuild one: the layout comes in as an argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ class _LayoutSource(dist.ProcessGroup):
     """
 
     def __init__(self, layout: Layout | None) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]
+        # The types of torch 2.13 do not name this constructor, those of 2.15 do.
+        cast(Any, super()).__init__(0, 1)
         self._messages: list[list[int]] = []
         if layout is not None:
             indices = [index for bucket in layout for index in bucket]
