@@ -44,8 +44,9 @@ def limit_of(config: AgentConfig) -> str:
     if number == AS_LONG_AS_IT_ADVANCES:
         return (
             "a lost worker is replaced in place, as often as it takes. A rank that does not advance ends the job: "
-            f"{MOST} failures within {WINDOW} iterations, or the same exception twice at the same place; or {PER_HOUR} "
-            "failures in an hour. --max-restarts N counts the failures of a node instead, whatever lies in between"
+            f"{MOST} failures within {WINDOW} iterations, or the same exception twice at the same place; or more "
+            f"than {PER_HOUR} failures in an hour. --max-restarts N counts the failures of a node instead, whatever "
+            "lies in between"
         )
     end = "ends the job, unless a spare node takes over" if config.spares else "ends the job"
     if number == 0:
