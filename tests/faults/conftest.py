@@ -12,6 +12,7 @@ import pytest
 from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.agent_forks import ForkServer
 from tests.support.job import Agents, Outcome
+from tests.support.pipelines import References
 
 _job_numbers = itertools.count()
 
@@ -70,6 +71,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: Fork
         return known[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed_pipelines(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> References:
+    """Pipelines without failures: each kind of run is made once for all files."""
+    return References(tmp_path_factory.mktemp("pipelines"), etcd, forks)
 
 
 def assert_recovered(

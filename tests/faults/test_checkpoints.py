@@ -15,7 +15,6 @@ import pytest
 from swift_logging_store.stores.open import open_store
 from tests.faults.conftest import assert_recovered
 from tests.support import job
-from tests.support.agent_forks import ForkServer
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import References
@@ -38,11 +37,10 @@ def pipeline(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
     return train
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., Outcome]:
+@pytest.fixture
+def expected(undisturbed_pipelines: References) -> Callable[..., Outcome]:
     """The pipeline without failures and without checkpoints."""
-    references = References(tmp_path_factory.mktemp("unsaved"), etcd, forks)
-    return lambda schedule="Schedule1F1B", **orders: references(schedule, **orders)
+    return lambda schedule="Schedule1F1B", **orders: undisturbed_pipelines(schedule, **orders)
 
 
 def assert_equal(outcome: Outcome, expected: Outcome) -> None:

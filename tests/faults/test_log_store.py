@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from swift_logging_store.stores.open import open_store
-from tests.support.agent_forks import ForkServer
 from tests.support.hdfs_cluster import HdfsCluster, why_not
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import (
@@ -57,9 +56,9 @@ def log_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LogSto
             yield LogStore(f"{cluster.url}/logs", cluster)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> References:
-    return References(tmp_path_factory.mktemp("stored"), etcd, forks)
+@pytest.fixture
+def undisturbed(undisturbed_pipelines: References) -> References:
+    return undisturbed_pipelines
 
 
 @pytest.mark.parametrize("log_store", ["s3", "hdfs"], indirect=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent_forks import ForkServer
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import (
     SCRIPT,
@@ -50,9 +49,9 @@ def run(make_agents: Callable[..., Agents]) -> Start:
     return train
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> References:
-    return References(tmp_path_factory.mktemp("undisturbed"), etcd, forks)
+@pytest.fixture
+def undisturbed(undisturbed_pipelines: References) -> References:
+    return undisturbed_pipelines
 
 
 @pytest.mark.parametrize("place", PLACES)

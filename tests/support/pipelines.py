@@ -24,7 +24,7 @@ class References:
         self._known: dict[tuple[str, ...], Outcome] = {}
 
     def __call__(self, schedule: str, **orders: object) -> Outcome:
-        key = (schedule, *(f"{name}={value}" for name, value in orders.items()))
+        key = (schedule, *(f"{name}={value}" for name, value in sorted(orders.items())))
         if key not in self._known:
             directory = self._directory / f"{len(self._known)}"
             directory.mkdir()
