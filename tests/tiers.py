@@ -261,13 +261,15 @@ NOT_LATER = (
     "test_the_walks_find_a_mistake[keeps an old report]",
 )
 
-# Of these nobody trains: they run beside jobs, and take the time that those leave.
+# Of these no test looks at how long a recovery takes, and few train: they run beside jobs, and take the time that those
+# leave.
 NO_JOBS = (
     "tests/model/",
     "tests/unit/",
     *(
         f"tests/integration/test_{name}.py"
         for name in (
+            "bad_input",
             "ctl",
             "ctl_commands",
             "etcd_client",
@@ -277,6 +279,9 @@ NO_JOBS = (
             "native",
             "private_etcd",
             "s3",
+            "torch_plugin",
+            "torchrun_launcher",
+            "torchrun_parity",
         )
     ),
 )

@@ -91,7 +91,7 @@ def is_part(text: str, message: Message) -> bool:
         if piece is not None and text in piece:
             return True
         # So much of the text comes before the next piece.
-        ends = {0} if piece is None else {len(piece) - at for at in range(len(piece)) if text.startswith(piece[at:])}
+        ends = {0} if piece is None else _ends(text, piece)
         for following in message[begin if piece is None else begin + 1 :]:
             if following is None:
                 for end in list(ends):
@@ -105,6 +105,13 @@ def is_part(text: str, message: Message) -> bool:
                 return True
             ends = {end + len(following) for end in ends if text.startswith(following, end)}
     return False
+
+
+def _ends(text: str, piece: str) -> set[int]:
+    """How much of the begin of *text* may be the end of *piece*."""
+    last = piece[-1:]
+    longest = min(len(text), len(piece))
+    return {end for end in range(1, longest + 1) if text[end - 1] == last and piece.endswith(text[:end])}
 
 
 @functools.cache
