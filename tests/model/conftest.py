@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swift_agent.agent import loop
+from swift_agent.agent import executor, loop
 from swift_rendezvous import codec
 from swift_rendezvous.node import coordinator
 from swift_rendezvous.roster import view
@@ -28,4 +28,5 @@ def records_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = SimpleNamespace(monotonic=lambda: 0.0, time=lambda: 0.0)
     monkeypatch.setattr(loop, "time", stopped)
+    monkeypatch.setattr(executor, "time", stopped)
     monkeypatch.setattr(coordinator, "time", stopped)
