@@ -39,7 +39,6 @@ _LOOK_S = 5.0
 # At least, between two times that the same is told.
 _TELL_S = 10.0
 
-
 class StoreServer:
     """Serves one generation from a thread of its own until `close()`; keys live in memory only."""
 
@@ -80,23 +79,24 @@ class StoreServer:
     async def _serve(self, listener: socket.socket) -> None:
         connections: set[asyncio.Task[None]] = set()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
+        # A plain function, which is called as soon as the connection is made. A task that is cancelled before its
+        # first line would leave it open.
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._stop.is_set():
+                return writer.transport.abort()
+            task = self._loop.create_task(self._serve_one(reader, writer))
+            task.add_done_callback(lambda task: left(task, writer))
             connections.add(task)
             self._strangers[task] = None
             if len(self._strangers) > self._max_strangers:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 oldest.cancel()  # strangers must not use up this agent's descriptors
-            try:
-                await self._converse(reader, writer)
-            except (OSError, ValueError, struct.error, asyncio.IncompleteReadError, asyncio.CancelledError):
-                pass  # a client that is gone, or that is none
-            finally:
-                connections.discard(task)
-                self._strangers.pop(task, None)
-                writer.close()
+
+        def left(task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+            connections.discard(task)
+            self._strangers.pop(task, None)
+            writer.transport.abort()  # close() would wait until the client has taken all that was sent to it
 
         # asyncio goes on one second after an accept() that has failed, once for each place in the queue.
         told: tuple[str, float] = ("", 0.0)
@@ -111,11 +111,18 @@ class StoreServer:
         self._loop.set_exception_handler(tell)
         server = await asyncio.start_server(connected, sock=listener)
         await self._stop.wait()
-        server.close()
+        # Not yet close(): asyncio would forget, open, what it has accepted and not made a connection of.
+        self._loop.remove_reader(listener)
         for task in connections:
             task.cancel()
-        if connections:
-            await asyncio.wait(list(connections))
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        server.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # It is gone, or it is none of ours.
+        with contextlib.suppress(OSError, ValueError, struct.error, asyncio.IncompleteReadError):
+            await self._converse(reader, writer)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _set_options(writer.get_extra_info("socket"))

@@ -7,14 +7,14 @@ takes longer. The same few records are read again and again; reading each once m
 from __future__ import annotations
 
 import functools
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swift_agent.agent import executor, loop
 from swift_rendezvous import codec
-from swift_rendezvous.node import coordinator
 from swift_rendezvous.roster import view
 
 
@@ -26,7 +26,12 @@ def records_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In no module that a world is made of: code that moves takes its clock with it."""
     stopped = SimpleNamespace(monotonic=lambda: 0.0, time=lambda: 0.0)
-    monkeypatch.setattr(loop, "time", stopped)
-    monkeypatch.setattr(executor, "time", stopped)
-    monkeypatch.setattr(coordinator, "time", stopped)
+    rooms = ("swift_agent.agent.", "swift_rendezvous.node.")
+    with_a_clock = [
+        name for name, module in sys.modules.items() if name.startswith(rooms) and vars(module).get("time") is time
+    ]
+    assert {"swift_agent.agent.loop", "swift_rendezvous.node.coordinator"} <= set(with_a_clock)
+    for name in with_a_clock:
+        monkeypatch.setattr(sys.modules[name], "time", stopped)

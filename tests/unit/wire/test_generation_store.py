@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import struct
@@ -116,6 +117,34 @@ def test_a_store_that_does_not_know_the_token_is_not_used(answer_parts: list[byt
         with pytest.raises(dist.DistStoreError, match=words):
             StoreClient("127.0.0.1", listener.getsockname()[1], b"secret", timedelta(seconds=5))
         thread.join(5)
+
+
+def test_it_leaves_no_connection_open_whenever_it_closes() -> None:
+    """Not that of a client that comes as it closes, nor of one that does not take its answer: an open one warns of
+    itself when it is collected, and that is an error here."""
+    clients: list[threading.Thread] = []
+
+    def come(port: int) -> None:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+            except OSError:
+                return  # it listens no more; the last attempt takes the kernel a second
+
+    for _ in range(15):
+        server = StoreServer("127.0.0.1", token=b"secret")
+        full = StoreClient("127.0.0.1", server.port, b"secret", timedelta(seconds=10))
+        full.set("key", "v" * 10_000_000)
+        full._socket.sendall(_pack([b"get", b"1000", b"key"]))
+        clients += [threading.Thread(target=come, args=(server.port,)) for _ in range(4)]
+        for client in clients[-4:]:
+            client.start()
+        time.sleep(0.01)
+        server.close()
+        full.close()
+    for client in clients:
+        client.join()
+    gc.collect()
 
 
 @pytest.mark.parametrize("num_steps", range(5))
