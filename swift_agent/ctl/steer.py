@@ -1,4 +1,4 @@
-"""`swiftctl stop` and `swiftctl gc`: the only commands that write into the keys of jobs.
+"""`swiftctl stop` and `swiftctl gc`: the only commands that end a job or remove its keys.
 
 Each write is one guarded transaction: it must never end or remove another job than the one that was looked at.
 """

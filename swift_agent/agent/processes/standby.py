@@ -6,6 +6,7 @@ another way. Must never block, but for the start of a process.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from swift_agent.agent.processes import orders
 from swift_agent.wire.channel import Channel, ChannelClosed
 from swift_agent.wire.environment import Placement
 from swift_agent.wire.vocabulary import NotUnderstood, written
+
+log = logging.getLogger(__name__)
 
 # A fork takes milliseconds, and so does an order to a server that is ready; longer than that, and an import of the
 # script's modules hangs. Until it is ready it imports torch: a process that is started cold would be no faster.
@@ -103,7 +106,8 @@ class StandbyServer:
         try:
             messages = [orders.FROM_SERVER.read(message) for message in self._channel.receive_ready()]
         except NotUnderstood as error:
-            raise ChannelClosed(f"the standby server is not understood: {error}") from None
+            log.warning("the standby server is not understood: %s", error)
+            raise ChannelClosed("it is not understood") from None
         if any(isinstance(message, orders.Ready) for message in messages):
             self._ready_s = time.monotonic()
         return messages
