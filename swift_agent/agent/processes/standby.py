@@ -106,8 +106,9 @@ class StandbyServer:
         try:
             messages = [orders.FROM_SERVER.read(message) for message in self._channel.receive_ready()]
         except NotUnderstood as error:
-            log.warning("the standby server is not understood: %s", error)
-            raise ChannelClosed("it is not understood") from None
+            not_understood = ChannelClosed(f"the standby server is not understood: {error}")
+            log.warning("%s", not_understood)
+            raise not_understood from None
         if any(isinstance(message, orders.Ready) for message in messages):
             self._ready_s = time.monotonic()
         return messages
