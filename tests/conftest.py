@@ -7,6 +7,7 @@ nobody's child any more and is recognised by a token that it inherits in its env
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from tests import tiers
+from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.leftovers import TESTS_PREFIX, files_in, mark_children, our_processes
 from tests.support.network import Network, why_not
@@ -49,21 +51,21 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time. The
-    other, which takes only the time that jobs leave it, has the rest, file by file: first what waits for servers. The
-    one with the jobs helps with these when it has no more."""
+    """With two processes of pytest (make test) one has the jobs in which time counts, in their order and never two at a
+    time. The other, which takes only the time that those leave it, has the rest, file by file: first what waits for
+    servers, last the jobs in which time does not count. The first one helps with these when it has no more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTheirNeeds(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if nodeid.startswith(tiers.NO_JOBS) else "jobs"
+            return tiers.lane(nodeid)[1]
 
-    config.option.loadscopereorder = False  # as they were collected, jobs first
+    config.option.loadscopereorder = False  # as they were collected
     return ByTheirNeeds(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and item.nodeid.startswith(tiers.NO_JOBS):
+    if "PYTEST_XDIST_WORKER" in os.environ and tiers.lane(item.nodeid)[0]:
         os.setpriority(os.PRIO_PROCESS, 0, 10)  # not 19: it would have to wait for seconds while a job starts
 
 
@@ -72,8 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long") or tiers.is_full(item.nodeid):
             item.add_marker("full")
+    items.sort(key=lambda item: tiers.lane(item.nodeid)[0])
     if not any("::" in arg for arg in config.args) and (wrong := tiers.unknown(item.nodeid for item in items)):
         raise pytest.UsageError("tests/tiers.py names what is no test: " + ", ".join(wrong))
+
+
+def pytest_collection_finish() -> None:
+    """Else each collection of garbage goes through the half a million objects that the tests are made of."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -107,6 +116,14 @@ def no_leftover_files() -> Iterator[None]:
     yield
     left = files_in(root) - before
     assert not left, f"left behind in {root}: {', '.join(sorted(left))}"
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """What agents are forked from that may be."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture

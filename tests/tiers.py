@@ -8,6 +8,7 @@ A name stands for all its parameters; one with brackets for those only. A name t
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,14 +111,14 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "faults/test_waits.py": ("test_who_works_alone_is_waited_for",),
     "strangers/test_strangers.py": (
-        "test_stranger[ddp tutorial-worker]",
-        "test_stranger[image classifier-node]",
-        "test_stranger[step with a closure-node]",
-        "test_stranger[lightning's trainer-worker]",
-        "test_stranger[micro-steps with a flag-node]",
-        "test_stranger[accelerate's loader-node]",
-        "test_stranger[stateful loader-worker]",
-        "test_stranger[stream-node]",
+        "test_stranger[ddp tutorial-worker+node]",
+        "test_stranger[image classifier-worker+node]",
+        "test_stranger[step with a closure-worker+node]",
+        "test_stranger[lightning's trainer-worker+node]",
+        "test_stranger[micro-steps with a flag-worker+node]",
+        "test_stranger[accelerate's loader-worker+node]",
+        "test_stranger[stateful loader-worker+node]",
+        "test_stranger[stream-worker+node]",
     ),
     # ---- torchrun's command line ----
     "integration/test_torchrun_parity.py": (
@@ -261,8 +262,7 @@ NOT_LATER = (
     "test_the_walks_find_a_mistake[keeps an old report]",
 )
 
-# Of these no test looks at how long a recovery takes, and few train: they run beside jobs, and take the time that those
-# leave.
+# Few of these train: they run beside jobs, and take the time that those leave.
 NO_JOBS = (
     "tests/model/",
     "tests/unit/",
@@ -285,6 +285,40 @@ NO_JOBS = (
         )
     ),
 )
+
+# Jobs of which no test looks at how long anything takes: two of them run at a time.
+ANY_PACE = (
+    "tests/strangers/",
+    *(
+        f"tests/faults/test_{name}.py"
+        for name in (
+            "cascades",
+            "checkpoints",
+            "hsdp",
+            "journal",
+            "kill_points",
+            "meshes",
+            "overlap",
+            "pipelines",
+            "scripts",
+            "uneven",
+            "uneven_nodes",
+        )
+    ),
+)
+# Into how many parts a file of these is divided, of about a minute each.
+PARTS = 4
+
+
+def lane(nodeid: str) -> tuple[int, str]:
+    """When a test runs beside others (0: first), and what runs with it in one process, one after the other."""
+    path = nodeid.partition("::")[0]
+    if path.startswith(NO_JOBS):
+        return 1, path
+    if path.startswith(ANY_PACE):
+        # What differs in its last parameter only stays together: it shares a run without failures.
+        return 2, f"{path} {zlib.crc32(nodeid.rpartition('-')[0].encode()) % PARTS}"
+    return 0, "jobs"
 
 
 def is_full(nodeid: str) -> bool:

@@ -24,14 +24,6 @@ def etcd() -> Iterator[str]:
         yield ",".join(server.config.endpoints)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forks() -> Iterator[ForkServer]:
-    """What agents are forked from that may be."""
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def make_agents(tmp_path: Path, etcd: str, forks: ForkServer) -> Iterator[Callable[..., Agents]]:
     """Makes the agents of a job; whatever they leave running is killed at the end of the test."""

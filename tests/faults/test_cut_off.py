@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.conftest import assert_recovered
 from tests.support.etcd_cluster import EtcdCluster, wait_for
-from tests.support.job import Agents
+from tests.support.job import Agents, Outcome
 from tests.support.network import Network
 from tests.tiers import in_soak
 
@@ -32,7 +32,7 @@ def train(make_agents: Callable[..., Agents], hosts: Network, etcd: EtcdCluster,
         orders={"iterations": ITERATIONS, "pause_s": 0.15, "faults": []},
         options=("--spares", "1", *options),
         environment={"GLOO_SOCKET_IFNAME": "eth0"},
-        prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
+        hosts=dict(zip(NODES, hosts.hosts, strict=True)),
     )
     for node in NODES:
         agents.start(node)
@@ -40,6 +40,13 @@ def train(make_agents: Callable[..., Agents], hosts: Network, etcd: EtcdCluster,
         wait_for(lambda node=node: "joined job" in log(agents, node), 30.0, f"node {node}")
     wait_for(lambda: iteration(agents, 2) >= 8 and iteration(agents, 0) >= 8, 60.0, "training")
     return agents
+
+
+def finish_when_back(agents: Agents, nodes: tuple[str, ...]) -> Outcome:
+    """As soon as one of them is a spare."""
+    wait_for(lambda: any("comes back as a spare" in log(agents, node) for node in nodes), 30.0, "it to come back")
+    agents.hurry()
+    return agents.wait(120.0)
 
 
 def log(agents: Agents, node: str) -> str:
@@ -69,7 +76,7 @@ def test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare(
             wait_for(lambda: paused in log(agents, "b"), 30.0, "its own conclusion")
             assert iteration(agents, 0) < ITERATIONS - 1
         hosts.hosts[1].heal()
-        outcome = agents.wait(120.0)
+        outcome = finish_when_back(agents, ("b",))
     text = outcome.text()
     # What the cut workers left is not a result: their place is the spare's.
     assert_recovered(outcome, expected, {2, 3}, num_faults=0)
@@ -93,7 +100,7 @@ def test_a_node_that_hears_its_peers_but_not_etcd_is_paused_and_replaced(
         assert time.monotonic() - cut_s > 3.0  # it is the lease that ran out: its peers heard it all the time
         assert "paused before another node can get their places" in log(agents, "b")
         hosts.hosts[1].undeafen(hosts.address, from_inside=True)
-        outcome = agents.wait(120.0)
+        outcome = finish_when_back(agents, ("b",))
     assert_recovered(outcome, expected, {2, 3}, num_faults=0)
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
 
@@ -112,7 +119,7 @@ def test_two_nodes_that_lose_each_other_cost_the_job_one_of_them(
         wait_for(lambda: "recovered" in "".join(log(agents, node) for node in NODES), 30.0, "the recovery")
         for host, other in zip(pair, reversed(pair), strict=True):
             host.undeafen(other.address, from_inside=True)
-        outcome = agents.wait(120.0)
+        outcome = finish_when_back(agents, ("a", "b"))
     lost = {rank for rank, pids in outcome.pids.items() if len(pids) > 1}
     assert lost in ({0, 1}, {2, 3}), outcome.text()
     assert_recovered(outcome, expected, lost, num_faults=0)
@@ -156,7 +163,7 @@ def test_a_node_that_begins_without_a_way_to_etcd_waits_for_one(
         agents = make_agents(
             endpoint=etcd.endpoints[0], orders={"iterations": 3, "faults": []},
             environment={"GLOO_SOCKET_IFNAME": "eth0"},
-            prefixes={node: host.prefix for node, host in zip(NODES, hosts.hosts, strict=True)},
+            hosts=dict(zip(NODES, hosts.hosts, strict=True)),
         )  # fmt: skip
         late, given_up = hosts.hosts[1], hosts.hosts[2]
         for host in (late, given_up):

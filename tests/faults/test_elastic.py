@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import wait_for
 from tests.support.group_nodes import SCRIPT, Nodes
 from tests.support.job import ROOT
@@ -27,14 +28,16 @@ TRACKED = (ROOT / "tests" / "support" / "elastic_train.py").read_text()
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, etcd: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Nodes]]:
+def nodes(
+    tmp_path: Path, etcd: str, forks: ForkServer, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
 
     def make(launcher: str, script: str = SCRIPT, **environment: str) -> Nodes:
         (tmp_path / "train.py").write_text(script)
         conf = f"join_timeout=120,last_call_timeout={LAST_CALL_S}"
         if launcher == "swift-run":
-            where = ["-m", "swift_agent.run", "--rdzv-endpoint", etcd]
+            where = ["-m", "swift_agent.run", "--rdzv-endpoint", etcd, "--start-method", "forkserver"]
         else:
             endpoint = f"127.0.0.1:{free_ports(1)[0]}"
             where = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
@@ -45,7 +48,7 @@ def nodes(tmp_path: Path, etcd: str, request: pytest.FixtureRequest) -> Iterator
             *where, "--rdzv-id", request.node.name, "--rdzv-conf", conf, "--nnodes", "2:3", "--nproc-per-node", "1",
             "--local-addr", "127.0.0.1", "--max-restarts", "5", "--monitor-interval", "0.2", str(tmp_path / "train.py"),
         ]  # fmt: skip
-        made.append(Nodes(tmp_path, command, environment))
+        made.append(Nodes(tmp_path, command, environment, forks=forks if launcher == "swift-run" else None))
         return made[-1]
 
     yield make

@@ -82,7 +82,6 @@ def test_frozen_node_is_fenced(make_agents: Callable[..., Agents], undisturbed: 
     iterations = 200
     expected = undisturbed(iterations=iterations)
     agents = make_agents(
-        start_method="spawn",
         orders={"iterations": iterations, "pause_s": 0.05},
         options=("--lease-ttl", "2", "--spares", "1"),
     )
@@ -104,6 +103,7 @@ def test_frozen_node_is_fenced(make_agents: Callable[..., Agents], undisturbed: 
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
     wait_until(lambda: "comes back as a spare" in (agents.directory / "agent.b.log").read_text(), "b rejoins", 20)
+    agents.hurry()
     outcome = agents.wait(100)
     assert outcome.hashes == {expected}, outcome.text()
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
@@ -112,7 +112,7 @@ def test_frozen_node_is_fenced(make_agents: Callable[..., Agents], undisturbed: 
 def test_no_replacement_in_time(make_agents: Callable[..., Agents], etcd: str) -> None:
     """Nobody takes the slot of a lost node: the job ends with an error that says what was waited for."""
     faults = [{"at": "forward", "iteration": 3, "rank": 2, "scope": "node"}]
-    agents = make_agents(start_method="spawn", orders={"faults": faults}, options=("--replacement-timeout", "2"))
+    agents = make_agents(orders={"faults": faults}, options=("--replacement-timeout", "2"))
     for node in ("a", "b"):
         agents.start(node)
     outcome = agents.wait(60)
@@ -125,7 +125,7 @@ def test_no_replacement_in_time(make_agents: Callable[..., Agents], etcd: str) -
 def test_late_node_takes_the_slot(make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
     """Without a spare the survivors wait, with their state in memory, until a node is started with the same command."""
     faults = [{"at": "forward", "iteration": 3, "rank": 2, "scope": "node"}]
-    agents = make_agents(start_method="spawn", orders={"faults": faults})
+    agents = make_agents(orders={"faults": faults})
     for node in ("a", "b"):
         agents.start(node)
     wait_until(
@@ -140,7 +140,7 @@ def test_late_node_takes_the_slot(make_agents: Callable[..., Agents], undisturbe
 def test_restarts_used_up(make_agents: Callable[..., Agents]) -> None:
     """A worker that fails more often than --max-restarts ends the job with torchrun's report of the root cause."""
     faults = [{"at": "forward", "iteration": i, "rank": 1, "scope": "worker"} for i in (2, 4)]
-    agents = make_agents(start_method="spawn", orders={"faults": faults}, max_restarts=1)
+    agents = make_agents(orders={"faults": faults}, max_restarts=1)
     for node in ("a", "b"):
         agents.start(node)
     outcome = agents.wait(60)

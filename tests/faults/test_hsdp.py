@@ -105,7 +105,7 @@ def test_either_node_at_random_moments(
         recovered = lambda: agents.outcome(0).text().count("] recovered: generation ")  # noqa: E731
         wait_for(lambda: recovered() > number, 60, f"recovery {number}\n{agents.outcome(0).text()}")  # noqa: B023
     assert not list(agents.directory.glob("result.*")), "the job has ended too early to lose all of them"
-    (agents.directory / "hurry").touch()
+    agents.hurry()
     outcome = agents.wait()
     text = outcome.text()
     assert sorted(code or 0 for code in outcome.exit_codes.values()) == [-9] * NUM_LOST + [0] * 4, text

@@ -35,7 +35,7 @@ POINTS: dict[str, dict[str, Any]] = {
 }
 
 # Agents are real interpreters here; elsewhere they are forked, which takes half the time.
-AS_THE_COMMAND_DOES = {"backward, inside the all-reduces", "between iterations", "end of the run", "inside swift.init"}
+AS_THE_COMMAND_DOES = {"backward, inside the all-reduces", "inside swift.init"}
 
 # Where a later iteration has the same moment both workers of a node are lost in one job, one after the other.
 LATER = {3: 7, 5: 8}

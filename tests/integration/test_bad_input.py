@@ -18,6 +18,7 @@ import pytest
 from swift_rendezvous.store import private_etcd
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.private_etcd import PrivateEtcd
+from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import EtcdCluster
 from tests.support.job import SOURCE_ROOTS
 
@@ -31,8 +32,12 @@ opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.fixture
-def run_swift(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(*args: str, script: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_swift(tmp_path: Path, forks: ForkServer) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """*as_typed*: the command is started as a user does; else it is forked from a process that has its imports."""
+
+    def run(
+        *args: str, script: str | None = None, as_typed: bool = False, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         words = list(args)
         if script is not None:
             (tmp_path / "script.py").write_text(script)
@@ -44,8 +49,11 @@ def run_swift(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
             **environment,
             "TMPDIR": str(tmp_path),
         }
+        command = ["-m", "swift_agent.run", *words]
+        if not as_typed:
+            return forks.run(command, env, Path.cwd(), 60)
         return subprocess.run(
-            [sys.executable, "-m", "swift_agent.run", *words],
+            [sys.executable, *command],
             env=env,
             capture_output=True,
             text=True,
@@ -96,7 +104,7 @@ def test_all_mistakes_at_once(run_swift: Callable[..., subprocess.CompletedProce
 
 
 def test_script_missing(run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = run_swift("/no/such/script.py")
+    done = run_swift("/no/such/script.py", as_typed=True)
     assert done.returncode == 2 and "/no/such/script.py" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -136,7 +144,7 @@ def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str
 
 
 def test_two_jobs_with_one_id(
-    run_swift: Callable[..., subprocess.CompletedProcess[str]], etcd: str, tmp_path: Path
+    run_swift: Callable[..., subprocess.CompletedProcess[str]], forks: ForkServer, etcd: str, tmp_path: Path
 ) -> None:
     """The second is refused; the first goes on and leaves no key."""
     script = tmp_path / "long.py"
@@ -146,22 +154,20 @@ def test_two_jobs_with_one_id(
     )
     done_flag = tmp_path / "done"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "swift_agent.run", "--rdzv-endpoint", etcd, "--rdzv-id", "same"]
-    first = subprocess.Popen(
-        [*command, str(script), str(done_flag)],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    try:
-        assert first.stdout is not None and first.stdout.readline().strip() == "up"
-        second = run_swift(
-            "--rdzv-endpoint", etcd, "--rdzv-id", "same", "--nproc-per-node", "3", script="print('started')"
-        )
-        assert second.returncode == 1 and "same" in second.stderr and "--rdzv-id" in second.stderr
-        assert "Traceback" not in second.stderr and "started" not in second.stdout
-    finally:
-        done_flag.touch()
-        assert first.wait(30) == 0
-        first.stdout.close()  # type: ignore[union-attr]
+    job = ["--rdzv-endpoint", etcd, "--rdzv-id", "same"]
+    reading, writing = os.pipe()
+    with open(os.devnull, "wb") as null, open(writing, "wb"):
+        command = ["-m", "swift_agent.run", *job, str(script), str(done_flag)]
+        first = forks.start(command, env, Path.cwd(), writing, null.fileno())
+    with open(reading) as output:
+        try:
+            assert output.readline().strip() == "up"
+            second = run_swift(*job, "--nproc-per-node", "3", script="print('started')")
+            assert second.returncode == 1 and "same" in second.stderr and "--rdzv-id" in second.stderr
+            assert "Traceback" not in second.stderr and "started" not in second.stdout
+        finally:
+            done_flag.touch()
+            assert first.wait(30) == 0
     assert _keys(etcd) == []
 
 
@@ -210,7 +216,8 @@ job.run(train, iterations=2)
     ],
 )
 def test_api_misuse(body: str, message: str, run_swift: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = run_swift("--standalone", "--nproc-per-node", "1", script=TRACKED + body)
+    one = ("--standalone", "--nproc-per-node", "1", "--start-method", "forkserver")
+    done = run_swift(*one, script=TRACKED + body)
     assert done.returncode == 1
     assert message in done.stderr, done.stderr[-3000:]
 
@@ -220,6 +227,7 @@ def test_process_group_made_before(run_swift: Callable[..., subprocess.Completed
         "--standalone",
         script="import torch.distributed as dist, swift_agent as swift\n"
         "dist.init_process_group('gloo')\nswift.init()\n",
+        as_typed=True,
     )
     assert done.returncode == 1 and "instead of init_process_group" in done.stderr
 

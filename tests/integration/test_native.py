@@ -6,20 +6,32 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from swift_agent import native
+from tests.support.agent_forks import ForkServer
 from tests.support.gloo_job import NATIVE_DIR, REPOSITORY, native_library  # noqa: F401 - fixture
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+COMMAND = str(Path(native.__file__).with_name("__main__.py"))  # `python -m swift_agent.native`
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: one process loads the library at most once."""
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_NATIVE_DIR": str(NATIVE_DIR), **environment},
-    )  # fmt: skip
+
+@pytest.fixture
+def run(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(code or [file, arguments], variables): in a process of its own, because one process loads the library at most
+    once. It has imported torch, but not the library."""
+    folder = tmp_path_factory.mktemp("code")
+
+    def run(program: str | list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        if isinstance(program, str):
+            (folder / "code.py").write_text(program)
+            program = [str(folder / "code.py")]
+        return forks.run(program, {**os.environ, "SWIFT_NATIVE_DIR": str(NATIVE_DIR), **environment}, folder, 60)
+
+    return run
 
 
 def test_the_path_tells_torch_python_and_source_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -46,7 +58,7 @@ def test_the_path_tells_torch_python_and_source_apart(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("what", ["file", "folder"])
 @pytest.mark.parametrize("how", ["another user's", "open to all"])
 def test_it_is_not_loaded_if_others_may_have_put_it_there(
-    native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str  # noqa: F811
+    native_library: None, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str  # noqa: F811
 ) -> None:
     if how == "another user's" and os.getuid() != 0:
         pytest.skip("only root can give a file to another user")
@@ -68,15 +80,19 @@ def test_it_is_not_loaded_if_others_may_have_put_it_there(
     assert ("user 65534 owns it" if how == "another user's" else "all users may write it") in done.stderr
 
 
-def test_it_is_used_only_if_built_and_wanted(native_library: None, tmp_path: Path) -> None:  # noqa: F811
+def test_it_is_used_only_if_built_and_wanted(native_library: None, run: Run, tmp_path: Path) -> None:  # noqa: F811
     code = "from swift_agent import native; m = native.load(); print(m and m.Forward(1, 3, 'gloo').name())"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_NATIVE_DIR": str(NATIVE_DIR)}
+    command = [sys.executable, "-c", code]  # a new interpreter, which has not imported torch
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "gloo\n"
     assert run(code).stdout == "gloo\n"
     assert run(code, SWIFT_NATIVE="0").stdout == "None\n"
     assert run(code, SWIFT_NATIVE_DIR=str(tmp_path)).stdout == "None\n"
     assert list(tmp_path.iterdir()) == [], "loading must not build"
 
 
-def test_a_damaged_library_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_library_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWIFT_NATIVE_DIR", str(tmp_path))
     path = native.library_path()
     path.parent.mkdir(parents=True)
@@ -86,18 +102,17 @@ def test_a_damaged_library_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(("compiler", "message"), [("/no/such/compiler", "no C++ compiler"), ("false", "exit code 1")])
-def test_a_failed_build_installs_nothing(compiler: str, message: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_NATIVE_DIR": str(tmp_path), "CXX": compiler}
-    command = [sys.executable, "-m", "swift_agent.native"]
-    done = subprocess.run([*command, "build"], env=environment, capture_output=True, text=True, check=False, timeout=60)
+def test_a_failed_build_installs_nothing(run: Run, compiler: str, message: str, tmp_path: Path) -> None:
+    environment = {"SWIFT_NATIVE_DIR": str(tmp_path), "CXX": compiler}
+    done = run([COMMAND, "build"], **environment)
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
     assert "works without it" in done.stderr
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-    done = subprocess.run([*command, "info"], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = run([COMMAND, "info"], **environment)
     assert done.stdout.startswith("not built: ")
 
 
-def test_a_forward_without_backend_says_why(native_library: None) -> None:  # noqa: F811
+def test_a_forward_without_backend_says_why(native_library: None, run: Run) -> None:  # noqa: F811
     code = """
 import torch, torch.distributed as dist
 from swift_agent import native; from swift_agent.torch_private import groups as torch_private
@@ -163,7 +178,7 @@ print("equal")
 """
 
 
-def test_compiled_seeds_are_those_of_python(native_library: None) -> None:  # noqa: F811
+def test_compiled_seeds_are_those_of_python(native_library: None, run: Run) -> None:  # noqa: F811
     done = run(SEED_BOTH_WAYS)
     assert done.stdout == "equal\n", done.stderr
 
@@ -225,6 +240,6 @@ except TypeError as error:
 """
 
 
-def test_a_watched_snapshot_is_that_of_python(native_library: None) -> None:  # noqa: F811
+def test_a_watched_snapshot_is_that_of_python(native_library: None, run: Run) -> None:  # noqa: F811
     done = run(KEEP_BOTH_WAYS)
     assert done.stdout == "a parameter is not a tensor\n", done.stderr

@@ -15,6 +15,7 @@ import pytest
 
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
+from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.group_nodes import SCRIPT, Nodes
 from tests.support.job import ROOT, SOURCE_ROOTS
@@ -52,12 +53,14 @@ def entry_point_path(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def make_job(
-    tmp_path: Path, etcd: EtcdCluster, entry_point_path: list[str], request: pytest.FixtureRequest
+    tmp_path: Path, etcd: EtcdCluster, entry_point_path: list[str], forks: ForkServer, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Nodes]]:
-    """Stock torchrun agents of a job with the name of the test; killed with all their workers at the end."""
+    """Stock torchrun agents of a job with the name of the test; killed with all their workers at the end. *as_typed*:
+    each is started as a user does; else it is forked from a process that has imported torch, if that found the plug-in.
+    """
     made: list[Nodes] = []
 
-    def make(nnodes: str = "2", conf: str = CONF) -> Nodes:
+    def make(nnodes: str = "2", conf: str = CONF, as_typed: bool = False) -> Nodes:
         directory = tmp_path / "job"
         directory.mkdir()
         (directory / "train.py").write_text(SCRIPT)
@@ -67,7 +70,9 @@ def make_job(
             "--nnodes", nnodes, "--nproc-per-node", "1", "--local-addr", "127.0.0.1",
             "--max-restarts", "5", "--monitor-interval", "0.2", str(directory / "train.py"),
         ]  # fmt: skip
-        made.append(Nodes(directory, command, path=entry_point_path))
+        made.append(
+            Nodes(directory, command, path=entry_point_path, forks=None if as_typed or entry_point_path else forks)
+        )
         return made[-1]
 
     yield make
@@ -83,7 +88,7 @@ def keys(etcd: EtcdCluster) -> list[str]:
 def test_two_nodes_train_and_leave_nothing(
     make_job: Callable[..., Nodes], etcd: EtcdCluster, request: pytest.FixtureRequest
 ) -> None:
-    job = make_job()
+    job = make_job(as_typed=True)
     job.start("a")
     job.start("b")
     job.wait_for_group("a", "b")

@@ -1,5 +1,9 @@
 """What a launcher does for who calls it, under torchrun and under swift-run: its caller's processes, its reply file,
-its events, its timers, the place where workers meet."""
+its events, its timers, the place where workers meet.
+
+Where no test is about the start of a process, the launcher is a fork of one that has its imports (`forks`). Workers are
+new processes all the same, but where `--start-method` says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from swift_agent.run import main
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.private_etcd import PrivateEtcd
+from tests.support.agent_forks import ForkServer
 from tests.support.launchers import SWIFT_RUN, TORCHRUN, environment, launch
 
 BOTH = (TORCHRUN, SWIFT_RUN)
@@ -56,6 +60,8 @@ if os.environ["RANK"] == "1":
     raise KeyError("lost my keys")
 """
 
+FAILS = "raise SystemExit(3)"
+
 RECORDED = """
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -74,17 +80,17 @@ def write(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
-def call(launcher: tuple[str, ...], folder: Path, *args: str) -> dict[str, Any]:
+def call(launcher: tuple[str, ...], folder: Path, *args: str, forks: ForkServer | None = None) -> dict[str, Any]:
     """What CALLER prints."""
     caller = write(folder, CALLER, "caller.py")
-    done, _ = launch((sys.executable, str(caller), launcher[-1]), list(args), caller)
+    done, _ = launch((sys.executable, str(caller), launcher[-1]), list(args), caller, forks=forks)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_the_caller_of_main_keeps_its_children(tmp_path: Path) -> None:
-    found = [call(launcher, tmp_path / launcher[-1]) for launcher in BOTH]
+def test_the_caller_of_main_keeps_its_children(tmp_path: Path, forks: ForkServer) -> None:
+    found = [call(launcher, tmp_path / launcher[-1], forks=forks) for launcher in BOTH]
     assert [one["codes"] for one in found] == [[3, 3], [3, 3]]
 
 
@@ -109,11 +115,12 @@ def without_times(reply: str) -> dict[str, Any]:
     return found
 
 
-def test_the_reply_file_of_the_launcher(tmp_path: Path) -> None:
+def test_the_reply_file_of_the_launcher(tmp_path: Path, forks: ForkServer) -> None:
     replies, printed = [], []
     for launcher in BOTH:
         script = write(tmp_path / launcher[-1], RECORDED)
-        done, _ = launch(launcher, ["--standalone", script.name], script, {"TORCHELASTIC_ERROR_FILE": "../reply.json"})
+        more = {"TORCHELASTIC_ERROR_FILE": "../reply.json"}
+        done, _ = launch(launcher, ["--standalone", script.name], script, more, forks)
         assert done.returncode == 1
         replies.append((script.parent.parent / "reply.json").read_text())
         printed.append(done.stderr)
@@ -141,11 +148,12 @@ def test_a_failure_names_its_error_file(option: tuple[str, ...], own_environment
         assert left == [Path(failure.error_file)]
 
 
-def test_run_path_records_how_a_script_fails(tmp_path: Path) -> None:
+def test_run_path_records_how_a_script_fails(tmp_path: Path, forks: ForkServer) -> None:
     printed = []
     for launcher in BOTH:
         script = write(tmp_path / launcher[-1], BOOM)
-        done, _ = launch(launcher, ["--standalone", "--nproc-per-node", "2", "--run-path", script.name], script)
+        args = ["--standalone", "--nproc-per-node", "2", "--run-path", script.name]
+        done, _ = launch(launcher, args, script, forks=forks)
         assert done.returncode == 1
         printed.append(done.stderr.partition("Root Cause")[2])
     for one in printed:
@@ -159,10 +167,11 @@ raise KeyError("lost my keys")
 """
 
 
-def test_a_script_without_record_tells_how_it_failed(tmp_path: Path) -> None:
+def test_a_script_without_record_tells_how_it_failed(tmp_path: Path, forks: ForkServer) -> None:
     """Of a process that the agent has not forked, too: no exception is being handled when Python calls its hook."""
     script = write(tmp_path, PROTECTED)
-    done, _ = launch(BOTH[-1], ["--standalone", "--nproc-per-node", "1", "--max-restarts", "0", script.name], script)
+    args = ["--standalone", "--nproc-per-node", "1", "--max-restarts", "0", script.name]
+    done, _ = launch(SWIFT_RUN, args, script, forks=forks)
     assert done.returncode == 1
     cause = done.stderr.partition("Root Cause")[2]
     assert "KeyError: 'lost my keys'" in cause and "NoneType" not in cause, done.stderr
@@ -178,9 +187,9 @@ assert t.item() == int(os.environ["WORLD_SIZE"])
 """
 
 
-def test_run_path_ends_with_a_live_group(tmp_path: Path) -> None:
+def test_run_path_ends_with_a_live_group(tmp_path: Path, forks: ForkServer) -> None:
     script = write(tmp_path, GROUP)
-    done, _ = launch(SWIFT_RUN, ["--nproc-per-node", "6", "--run-path", script.name], script)
+    done, _ = launch(SWIFT_RUN, ["--nproc-per-node", "6", "--run-path", script.name], script, forks=forks)
     assert done.returncode == 0, done.stderr
 
 
@@ -196,7 +205,7 @@ def test_what_fails_at_the_end_hides_no_failure_of_a_worker(
 
     monkeypatch.setattr(closed, "__exit__", fail)
     with pytest.raises(ChildFailedError):
-        main(["--standalone", str(write(tmp_path, RECORDED))])
+        main(["--standalone", str(write(tmp_path, FAILS))])
     assert main(["--standalone", str(write(tmp_path, "pass"))]) is None  # type: ignore[func-returns-value]
 
 
@@ -223,21 +232,21 @@ dist.destroy_process_group()
 """
 
 
-def test_workers_meet_where_they_are_told_to(tmp_path: Path) -> None:
+def test_workers_meet_where_they_are_told_to(tmp_path: Path, forks: ForkServer) -> None:
     """Also after a restart, at the same port; torchrun's static rendezvous stands still there."""
     port = free_port()
     script = write(tmp_path, MEETING)
-    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--start-method", "forkserver"]
     options += ["--master-addr", "localhost", "--master-port", str(port)]
-    done, _ = launch(SWIFT_RUN, [*options, script.name, f"tcp://localhost:{port}"], script)
+    done, _ = launch(SWIFT_RUN, [*options, script.name, f"tcp://localhost:{port}"], script, forks=forks)
     assert (done.returncode, done.stdout) == (0, f"met 2 localhost {port}\n"), done.stderr
 
 
-def test_a_port_that_is_taken_ends_the_job_at_once(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_ends_the_job_at_once(tmp_path: Path, forks: ForkServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         script = write(tmp_path, MEETING)
-        done, _ = launch(SWIFT_RUN, ["--master-port", str(port), script.name, "env://"], script)
+        done, _ = launch(SWIFT_RUN, ["--master-port", str(port), script.name, "env://"], script, forks=forks)
     assert done.returncode == 1
     assert f"--master-port {port}: nothing can listen at 127.0.0.1:{port}" in done.stderr
 
@@ -260,12 +269,14 @@ def events(printed: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", ["pass", RECORDED], ids=["well", "badly"])
-def test_events_are_those_of_torchs_agent(text: str, tmp_path: Path) -> None:
+def test_events_are_those_of_torchs_agent(text: str, tmp_path: Path, forks: ForkServer) -> None:
+    """Both commands are started as a user does where all goes well."""
     found = []
     for launcher in BOTH:
         script = write(tmp_path / launcher[-1], text)
         options = ["--standalone", "--max-restarts", "1", "--role", "r", "--event-log-handler", "console"]
-        done, _ = launch(launcher, [*options, script.name], script)
+        options += [] if text == "pass" else ["--start-method", "forkserver"]
+        done, _ = launch(launcher, [*options, script.name], script, forks=None if text == "pass" else forks)
         found.append(events(done.stderr))
     assert len(found[0]) >= 4
     assert found[1] == found[0]
@@ -283,12 +294,12 @@ print("done", os.environ["TORCHELASTIC_TIMER_FILE"], flush=True)
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_timer_that_runs_out_ends_its_worker(named: bool, tmp_path: Path) -> None:
+def test_a_timer_that_runs_out_ends_its_worker(named: bool, tmp_path: Path, forks: ForkServer) -> None:
     """Under torchrun its launcher as well; here the worker is started again as after any other death."""
     script = write(tmp_path, TIMER)
     more = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", **({"TORCHELASTIC_TIMER_FILE": f"{tmp_path}/pipe"} if named else {})}
-    options = ["--standalone", "--max-restarts", "1", "--event-log-handler", "console"]
-    done, _ = launch(SWIFT_RUN, [*options, script.name], script, more)
+    options = ["--standalone", "--max-restarts", "1", "--event-log-handler", "console", "--start-method", "forkserver"]
+    done, _ = launch(SWIFT_RUN, [*options, script.name], script, more, forks)
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.split()[1])
     assert done.stdout.startswith("done") and (not named or path == tmp_path / "pipe")
@@ -304,7 +315,7 @@ print(*(os.environ[name] for name in names), *sys.argv[1:], flush=True)
 """
 
 
-def test_nodes_of_different_roles_sizes_and_arguments(tmp_path: Path) -> None:
+def test_nodes_of_different_roles_sizes_and_arguments(tmp_path: Path, forks: ForkServer) -> None:
     nodes = [("a", 1, "train.py", "x"), ("b", 2, "other.py", "y")]
     with PrivateEtcd() as server:
         running = []
@@ -312,16 +323,18 @@ def test_nodes_of_different_roles_sizes_and_arguments(tmp_path: Path) -> None:
             script = write(tmp_path / role, ROLES, name)
             options = ["--nnodes", "2", "--nproc-per-node", str(size), "--role", role, "--node-rank", str(number)]
             options += ["--rdzv-endpoint", server.endpoint, "--rdzv-id", "roles", "--rdzv-conf", "join_timeout=30"]
-            running.append(subprocess.Popen(
-                [*SWIFT_RUN, *options, name, arg], cwd=script.parent, env=environment(tmp_path / role / "out"),
-                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            ))  # fmt: skip
+            with open(tmp_path / f"{role}.out", "wb") as output, open(tmp_path / f"{role}.err", "wb") as errors:
+                running.append(forks.start(
+                    [*SWIFT_RUN[1:], *options, name, arg], environment(tmp_path / role / "out"), script.parent,
+                    output.fileno(), errors.fileno(),
+                ))  # fmt: skip
         try:
-            printed = [process.communicate(timeout=60) for process in running]
+            codes = [process.wait(60) for process in running]
         finally:
             for process in running:
                 process.kill()
-    assert [process.returncode for process in running] == [0, 0], printed
+    printed = [[(tmp_path / f"{role}.{kind}").read_text() for kind in ("out", "err")] for role, *_ in nodes]
+    assert codes == [0, 0], printed
     assert printed[0][0].splitlines() == ["0 0 a 0 1 3 1 x"]
     assert sorted(printed[1][0].splitlines()) == ["1 1 b 0 2 3 2 y", "1 2 b 1 2 3 2 y"]
     assert any("another script" in error for _, error in printed)

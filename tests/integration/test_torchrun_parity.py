@@ -1,4 +1,8 @@
-"""Real jobs under torchrun and under swift-run, side by side: a script that knows nothing of us sees no difference."""
+"""Real jobs under torchrun and under swift-run, side by side: a script that knows nothing of us sees no difference.
+
+Two tests start both commands as a user does. In all others the launcher is a fork of a process that has its imports.
+Workers are new processes always.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.run import main
+from tests.support.agent_forks import ForkServer
 from tests.support.launchers import SWIFT_RUN, TORCHRUN, environment, launch
 
 # Differ from run to run under torchrun as well.
@@ -21,19 +26,19 @@ PER_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OUT
 
 SCRIPT = """
 import json, os, signal, sys
-from torch.distributed.elastic.multiprocessing.errors import record
 
-@record
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+mode = sys.argv[1] if len(sys.argv) > 1 else "pass"
+raises = rank == "1" and (mode == "raise" or (mode == "raise-once" and attempt == "0"))
+
 def main():
-    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     print("out", rank, flush=True)
     print("err", rank, file=sys.stderr, flush=True)
     seen = {"environ": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd(), "name": __name__}
     seen["path"] = [os.path.abspath(entry) for entry in sys.path]
     with open(os.path.join(os.environ["OUT"], f"seen-{attempt}-{rank}.json"), "w") as file:
         json.dump(seen, file)
-    mode = sys.argv[1] if len(sys.argv) > 1 else "pass"
-    if rank == "1" and (mode == "raise" or (mode == "raise-once" and attempt == "0")):
+    if raises:
         raise KeyError("lost my keys")
     if mode == "exit":
         sys.exit(7)
@@ -41,6 +46,9 @@ def main():
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
+    if raises or mode == "pass":  # whoever else imports torch for this waits two seconds
+        from torch.distributed.elastic.multiprocessing.errors import record
+        main = record(main)
     main()
 """
 
@@ -81,17 +89,20 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], where: str = "") -
     return found
 
 
-def both(args: list[str], script: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+def both(
+    args: list[str], script: Path, forks: ForkServer | None
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """Run both, compare exit code and what the workers saw; return torchrun's and ours for more."""
-    theirs, their_out = launch(TORCHRUN, args, script)
-    ours, our_out = launch(SWIFT_RUN, args, script)
+    theirs, their_out = launch(TORCHRUN, args, script, forks=forks)
+    ours, our_out = launch(SWIFT_RUN, args, script, forks=forks)
     assert ours.returncode == theirs.returncode, ours.stderr
     assert differences(seen(their_out), seen(our_out)) == {}
     return theirs, ours
 
 
 def test_environment_and_arguments_of_a_script(script: Path) -> None:
-    theirs, ours = both(["--standalone", "--nproc-per-node", "2", script.name, "pass", "--nnodes", "-m"], script)
+    args = ["--standalone", "--nproc-per-node", "2", script.name, "pass", "--nnodes", "-m"]
+    theirs, ours = both(args, script, forks=None)
     assert theirs.returncode == 0
     found = seen(script.parent.parent / SWIFT_RUN[-1])
     assert sorted(found) == ["seen-0-0.json", "seen-0-1.json"]
@@ -109,8 +120,11 @@ def test_environment_and_arguments_of_a_script(script: Path) -> None:
     ],
     ids=["module", "no-python", "run-path"],
 )
-def test_environment_and_arguments_of_other_entries(args: list[str], script: Path) -> None:
-    theirs, _ = both(["--role", "trainer", "--max-restarts", "2", *args], script)
+def test_environment_and_arguments_of_other_entries(args: list[str], script: Path, forks: ForkServer) -> None:
+    # A worker of --run-path has its sys.path from its launcher.
+    theirs, _ = both(
+        ["--role", "trainer", "--max-restarts", "2", *args], script, None if args[0] == "--run-path" else forks
+    )
     assert theirs.returncode == 0, theirs.stderr
     assert len(seen(script.parent.parent / SWIFT_RUN[-1])) == 1
 
@@ -127,9 +141,9 @@ def root_cause(printed: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("mode", "code"), [("raise", "1"), ("exit", "7"), ("kill", "-9")])
-def test_failure_is_reported_alike(mode: str, code: str, script: Path) -> None:
+def test_failure_is_reported_alike(mode: str, code: str, script: Path, forks: ForkServer) -> None:
     args = ["--standalone", "--nproc-per-node", "2" if mode == "raise" else "1", script.name, mode]
-    theirs, ours = both(args, script)
+    theirs, ours = both(args, script, forks)
     assert ours.returncode == 1
     rank = "1" if mode == "raise" else "0"
     assert root_cause(ours.stderr) == root_cause(theirs.stderr) == (rank, code)
@@ -138,9 +152,9 @@ def test_failure_is_reported_alike(mode: str, code: str, script: Path) -> None:
         assert ("SIGKILL" in printed) == (mode == "kill")
 
 
-def test_all_workers_of_an_unmodified_script_are_restarted(script: Path) -> None:
+def test_all_workers_of_an_unmodified_script_are_restarted(script: Path, forks: ForkServer) -> None:
     args = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script.name, "raise-once"]
-    theirs, _ = both(args, script)
+    theirs, _ = both(args, script, forks)
     assert theirs.returncode == 0, theirs.stderr
     assert sorted(seen(script.parent.parent / SWIFT_RUN[-1])) == [
         f"seen-{attempt}-{rank}.json" for attempt in (0, 1) for rank in (0, 1)
@@ -148,7 +162,7 @@ def test_all_workers_of_an_unmodified_script_are_restarted(script: Path) -> None
 
 
 @pytest.mark.parametrize("streams", [["--redirects", "3"], ["--tee", "1", "--redirects", "0:3"]])
-def test_streams_go_to_the_same_files(streams: list[str], script: Path) -> None:
+def test_streams_go_to_the_same_files(streams: list[str], script: Path, forks: ForkServer) -> None:
     def logs(out: Path) -> dict[str, str]:
         # <log dir>/<run id>_<random>/attempt_0/...
         return {
@@ -157,8 +171,10 @@ def test_streams_go_to_the_same_files(streams: list[str], script: Path) -> None:
         }
 
     args = ["--standalone", "--nproc-per-node", "2", *streams]
-    theirs, their_out = launch(TORCHRUN, [*args, "--log-dir", "../torch.distributed.run/logs", script.name], script)
-    ours, our_out = launch(SWIFT_RUN, [*args, "--log-dir", "../swift_agent.run/logs", script.name], script)
+    (theirs, their_out), (ours, our_out) = (
+        launch(one, [*args, "--log-dir", f"../{one[-1]}/logs", script.name, "a"], script, forks=forks)
+        for one in (TORCHRUN, SWIFT_RUN)
+    )
     assert (theirs.returncode, ours.returncode) == (0, 0), ours.stderr
     assert logs(our_out) == logs(their_out)
     assert logs(our_out)["attempt_0/0/stdout.log"] == "out 0\n"
@@ -166,9 +182,9 @@ def test_streams_go_to_the_same_files(streams: list[str], script: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_torchs_own_backends_still_work(backend: str, script: Path) -> None:
+def test_torchs_own_backends_still_work(backend: str, script: Path, forks: ForkServer) -> None:
     args = ["--rdzv-backend", backend, "--nproc-per-node", "1", script.name, "a"]
-    done, out = launch(SWIFT_RUN, args, script)
+    done, out = launch(SWIFT_RUN, args, script, forks=forks)
     assert done.returncode == 0, done.stderr
     assert list(seen(out)) == ["seen-0-0.json"]
 
@@ -181,7 +197,7 @@ def test_main_returns_none_or_raises_as_torchs(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", None)
     args = ["--rdzv-backend", backend, "--nproc-per-node", "1", str(script)]
-    assert main(args) is None  # type: ignore[func-returns-value]
+    assert main([*args, "a"]) is None  # type: ignore[func-returns-value]
     with pytest.raises(ChildFailedError) as failed:
         main([*args, "exit"])
     rank, failure = failed.value.get_first_failure()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.faults.conftest import etcd, forks, make_agents
+from tests.faults.conftest import etcd, make_agents
 
-__all__ = ["etcd", "forks", "make_agents"]
+__all__ = ["etcd", "make_agents"]

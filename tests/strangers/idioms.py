@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ANY = (3, 6, 9)
+BOTH = ("worker", "node")
+
 
 @dataclass(frozen=True)
 class Equal:
@@ -38,17 +41,23 @@ class Told:
 @dataclass(frozen=True)
 class Idiom:
     """*script*: in `scripts/`; *args*: for it. *options*: for swift-run. *at*: the iterations in which something is
-    killed before, inside and after it. *workers*: on each of the two nodes. *scopes*: what is killed. *needs*: a
-    library, without which the idiom is skipped."""
+    killed before, inside and after it; if nothing hangs on these, workers are killed in them and nodes in the next
+    ones, in one job. *workers*: on each of the two nodes. *scopes*: what is killed. *needs*: a library, without which
+    the idiom is skipped."""
 
     script: str
     expected: Equal | Told = Equal()
     args: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    at: tuple[int, int, int] = (3, 6, 9)
+    at: tuple[int, int, int] = ANY
     workers: int = 1
-    scopes: tuple[str, ...] = ("worker", "node")
+    scopes: tuple[str, ...] = BOTH
     needs: str = ""
+
+    def jobs(self) -> tuple[tuple[str, ...], ...]:
+        """What is killed in each of its jobs."""
+        both = self.scopes == BOTH and self.at is ANY and isinstance(self.expected, Equal)
+        return (BOTH,) if both else tuple((scope,) for scope in self.scopes)
 
 
 # The second, if the rank that stays is not in the iteration yet when the other node goes.
@@ -102,7 +111,7 @@ IDIOMS: dict[str, Idiom] = {
     "a validation by a flag that it clears": Idiom(
         "section_by_a_flag.py", Told("goes another way on rank", "failure", "restart", "after")
     ),
-    "a validation by a flag that it clears, tracked": Idiom("section_by_a_flag.py", args=("tracked",)),
+    "a validation by a flag that it clears, tracked": Idiom("section_by_a_flag.py", args=("tracked",), at=(6, 9, 3)),
     "uneven inputs": Idiom(
         "uneven_inputs.py", Told("Give all ranks the same number of batches", "start", "refused"), scopes=("worker",)
     ),

@@ -74,30 +74,38 @@ def _check_told_at_start(idiom: Idiom, outcome: Outcome) -> None:
         assert not told.never or told.never not in outcome.text(), outcome.text()
 
 
-def faults_of(idiom: Idiom, scope: str) -> list[dict[str, Any]]:
-    """One at each moment, the ranks in turn."""
+def faults_of(idiom: Idiom, scopes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """One at each moment for each of *scopes*, the ranks in turn."""
     num_ranks = 2 * idiom.workers
     return [
-        {"at": moment, "iteration": iteration, "rank": (index + 1) % num_ranks, "scope": scope}
+        {"at": moment, "iteration": iteration + later, "rank": (index + 1) % num_ranks, "scope": scope}
         for index, (moment, iteration) in enumerate(zip(MOMENTS, idiom.at, strict=True))
+        for later, scope in enumerate(scopes)
     ]
 
 
-@pytest.mark.parametrize(("name", "scope"), [(name, scope) for name in IDIOMS for scope in IDIOMS[name].scopes])
+@pytest.mark.parametrize(
+    ("name", "scopes"),
+    [pytest.param(name, scopes, id=f"{name}-{'+'.join(scopes)}") for name in IDIOMS for scopes in IDIOMS[name].jobs()],
+)
 def test_stranger(
-    name: str, scope: str, run: Callable[..., Outcome], expected_hashes: Callable[[str], dict[int, str]], tmp_path: Path
+    name: str,
+    scopes: tuple[str, ...],
+    run: Callable[..., Outcome],
+    expected_hashes: Callable[[str], dict[int, str]],
+    tmp_path: Path,
 ) -> None:
     idiom = IDIOMS[name]
     if idiom.needs and importlib.util.find_spec(idiom.needs) is None:
         pytest.skip(f"{idiom.needs} is not installed")
     if isinstance(idiom.expected, Told) and idiom.expected.then == "refused":
-        _check_refused(idiom.expected, run(idiom, tmp_path / scope, []))
+        _check_refused(idiom.expected, run(idiom, tmp_path / "refused", []))
         return
     hashes = expected_hashes(name)
-    faults = faults_of(idiom, scope)
+    faults = faults_of(idiom, scopes)
     if isinstance(idiom.expected, Told):
         faults = [faults[MOMENTS.index(idiom.expected.moment)]]
-    outcome = run(idiom, tmp_path / scope, faults)
+    outcome = run(idiom, tmp_path / "disturbed", faults)
     assert outcome.fired == set(range(len(faults))), f"faults that fired: {outcome.fired}\n{outcome.text()}"
     if isinstance(idiom.expected, Told):
         _check_told(idiom.expected, outcome, hashes)

@@ -3,10 +3,9 @@
 Importing torch costs an agent 1.3 s of a processor, and its standby server 2.5 s; a fault test starts up to six of each
 on two cores. A fork is a process like any other: `swift-run` runs in it from its first line on, with the arguments,
 environment, directory and output that it was given. Only its imports were made before. Tests that are about the start
-of a process do not use this (`Agents.start_method` "spawn"), nor do agents in network namespaces, nor a second standby
-server of the same agent.
+of a process do not use this (`Agents.start_method` "spawn"), nor does a second standby server of the same agent.
 
-    pytest --Unix socket: a line of JSON per agent, with the file of its output--> server --fork--> agent
+    pytest --Unix socket: a line of JSON per agent, with the files of its output--> server --fork--> agent
            <--a line with its pid, and one with its exit code------------------
 
 Run as `python -m tests.support.agent_forks FD`; ends when the socket is closed, without touching what it has forked.
@@ -36,6 +35,7 @@ from typing import Any
 
 from swift_agent.agent.processes import forked_main, standby, standby_server
 from swift_agent.agent.processes.linux import die_with_parent
+from tests.support.network import enter
 
 IMPORTED = ("swift_agent.run", "swift_agent.agent.main", *standby_server.PRELOAD)
 
@@ -89,16 +89,45 @@ class ForkServer:
         self._pids: list[int] = []
         self.exit_codes: dict[int, int] = {}
 
-    def start(self, program: list[str], environment: dict[str, str], directory: Path, output: int) -> Fork:
-        """Run *program* (``-m MODULE ARGS`` or ``FILE ARGS``, as after `python`); returns when it has a pid."""
-        order = {"program": program, "environment": environment, "directory": str(directory)}
+    def start(
+        self,
+        program: list[str],
+        environment: dict[str, str],
+        directory: Path,
+        output: int,
+        errors: int | None = None,
+        namespace: str = "",
+    ) -> Fork:
+        """Run *program* (``-m MODULE ARGS`` or ``FILE ARGS``, as after `python`); returns when it has a pid. *errors*:
+        the file of its standard error, if that is not the one of its output. *namespace*: that of the network in which
+        it runs, if that is another one."""
+        order = {
+            "program": program, "environment": environment, "directory": str(directory), "namespace": namespace,
+        }  # fmt: skip
         line = json.dumps(order).encode()
         head = len(line).to_bytes(4, "big")
-        socket.send_fds(self._socket, [head], [output])
+        socket.send_fds(self._socket, [head], [output, output if errors is None else errors])
         self._socket.sendall(line)
         while not self._pids:
             self.hear(60.0)
         return Fork(self, self._pids.pop())
+
+    def run(
+        self, program: list[str], environment: dict[str, str], directory: Path, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """To its end, as `subprocess.run` with a text of each stream."""
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            fork = self.start(program, environment, directory, output.fileno(), errors.fileno())
+            try:
+                code = fork.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                fork.kill()
+                raise
+            texts = []
+            for file in (output, errors):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        return subprocess.CompletedProcess(program, code, *texts)
 
     def hear(self, timeout_s: float) -> None:
         """Take in what the server tells, waiting up to *timeout_s* for it."""
@@ -137,7 +166,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                     _tell(control, pid=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
         if control not in ready:
             continue
-        head, descriptors, _, _ = socket.recv_fds(control, 4, 1)
+        head, descriptors, _, _ = socket.recv_fds(control, 4, 2)
         if not head:
             return None
         order: dict[str, Any] = json.loads(control.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
@@ -147,11 +176,12 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (control, wake, woken):
                 end.close()
-            for number in (1, 2):
-                os.dup2(descriptors[0], number)
-            os.close(descriptors[0])
+            for number, descriptor in zip((1, 2), descriptors, strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
             return order
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
         _tell(control, pid=pid)
 
 
@@ -162,6 +192,8 @@ def _tell(control: socket.socket, **told: int) -> None:
 
 def become(order: dict[str, Any]) -> None:
     """In the fork: run what was ordered, as a new interpreter would."""
+    if order["namespace"]:
+        enter(order["namespace"])
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
@@ -172,7 +204,10 @@ def become(order: dict[str, Any]) -> None:
     if first == "-m":
         module, *arguments = arguments
         sys.argv = [module, *arguments]
-        importlib.import_module(module).cli()
+        if module == "torch.distributed.run":  # torch's launcher, beside ours
+            importlib.import_module(module).main()
+        else:
+            importlib.import_module(module).cli()
     else:
         sys.argv = [first, *arguments]
         runpy.run_path(first, run_name="__main__")

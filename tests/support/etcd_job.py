@@ -105,7 +105,7 @@ class EtcdJob:
 
         *dead*: the node that was killed.
         """
-        (self.agents.directory / "hurry").touch()
+        self.agents.hurry()
         outcome = self.agents.wait(timeout_s)
         text = outcome.text()
         assert {node: code for node, code in outcome.exit_codes.items() if node != dead and code} == {}, text

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.agent_forks import Fork, ForkServer
 from tests.support.etcd_cluster import wait_for
 from tests.support.job import SOURCE_ROOTS
 
@@ -51,7 +52,9 @@ class Nodes:
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
-    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    forks: ForkServer | None = None
+    """What agents are forked from; None: they are new interpreters."""
+    agents: dict[str, subprocess.Popen[bytes] | Fork] = field(default_factory=dict)
 
     def start(self, node: str) -> None:
         drop = ("PET_", "TORCH", "RANK", "WORLD_SIZE", "MASTER_")
@@ -61,9 +64,12 @@ class Nodes:
             "NODE": node, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **self.environment,
         }  # fmt: skip
         with open(self.directory / f"{node}.log", "wb") as log:
-            self.agents[node] = subprocess.Popen(
-                [sys.executable, *self.command], env=environment, stdout=log, stderr=log, cwd=self.directory
-            )
+            if self.forks is not None:
+                self.agents[node] = self.forks.start(self.command, environment, self.directory, log.fileno())
+            else:
+                self.agents[node] = subprocess.Popen(
+                    [sys.executable, *self.command], env=environment, stdout=log, stderr=log, cwd=self.directory
+                )
 
     def kill(self, node: str) -> None:
         """As a machine that is gone: the agent first, then all that it has started."""

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from tests.support.agent_forks import Fork, ForkServer
+from tests.support.network import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "fault_train.py"
@@ -61,8 +62,8 @@ class Agents:
     environment: dict[str, str] = field(default_factory=dict)
     script: Path = SCRIPT
     script_args: tuple[str, ...] = ()
-    prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """node -> what its command begins with: what puts it into a network namespace."""
+    hosts: dict[str, Host] = field(default_factory=dict)
+    """node -> the network namespace in which it runs, if it is one of its own."""
     start_method: str = "forkserver"
     """It costs one import of torch per node instead of one per worker; the default of the product is `spawn`. With
     `spawn` agents are processes of their own from the start, too, not forks."""
@@ -89,11 +90,15 @@ class Agents:
         path = self.directory / f"agent.{node_id}.log"
         if path.exists():  # of an earlier life of this node
             path.rename(path.with_suffix(f".{len(list(self.directory.glob(f'agent.{node_id}.*.log')))}.log"))
-        prefix = self.prefixes.get(node_id, ())
+        host = self.hosts.get(node_id)
         with open(path, "wb") as log:
-            if self.forks is not None and not prefix and self.start_method != "spawn":
-                self.running[node_id] = self.forks.start(program, environment, self.directory, log.fileno())
+            if self.forks is not None and self.start_method != "spawn":
+                namespace = host.name if host else ""
+                self.running[node_id] = self.forks.start(
+                    program, environment, self.directory, log.fileno(), namespace=namespace
+                )
             else:
+                prefix = host.prefix if host else ()
                 self.running[node_id] = subprocess.Popen(
                     [*prefix, sys.executable, *program], env=environment, stdout=log, stderr=log, cwd=self.directory
                 )
@@ -106,6 +111,10 @@ class Agents:
         outcome = self.wait()
         assert outcome.fired == set(range(len(self.orders.get("faults", ())))), outcome.text()
         return outcome
+
+    def hurry(self) -> None:
+        """The script makes its other iterations without pauses."""
+        (self.directory / "hurry").touch()
 
     def kill_node(self, node_id: str) -> None:
         """The agent first: it must not see its workers die."""

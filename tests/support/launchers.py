@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.agent_forks import ForkServer
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SWIFT_RUN = (sys.executable, "-m", "swift_agent.run")
 TIMEOUT_S = 60
@@ -22,11 +24,18 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def launch(
-    launcher: tuple[str, ...], args: list[str], script: Path, more: Mapping[str, str] | None = None
+    launcher: tuple[str, ...],
+    args: list[str],
+    script: Path,
+    more: Mapping[str, str] | None = None,
+    forks: ForkServer | None = None,
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run the launcher in the directory of *script*, with *more* in its environment; return how it ended and where the
-    workers wrote."""
+    workers wrote. With *forks* it is one of those, not a new interpreter; its workers are what they always are."""
     out = script.parent.parent / launcher[-1]
+    if forks is not None:
+        _, *program = launcher
+        return forks.run([*program, *args], {**environment(out), **(more or {})}, script.parent, TIMEOUT_S), out
     done = subprocess.run(
         [*launcher, *args],
         cwd=script.parent,

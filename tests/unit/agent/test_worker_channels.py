@@ -228,10 +228,11 @@ from swift_agent.wire.channel import connect
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.line.agent_line import Supervisor
 worker = Supervisor(connect(sys.argv[1]), 0, MyStanding(os.path.dirname(sys.argv[1]), 0))
-worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
-if len(sys.argv) > 2:  # an update that is under way for so long when the stop comes
+if len(sys.argv) > 2:  # an update that is under way for so long when the stop comes, which may be at once
     worker._entered = 1
     worker.enter()
+worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
+if len(sys.argv) > 2:
     while not worker.interrupted:
         time.sleep(0.01)
     began_s = time.thread_time()
@@ -285,14 +286,16 @@ def test_a_worker_that_is_not_vouched_for_in_time_stands_still_until_it_is_woken
 def test_a_worker_in_a_long_update_is_not_put_to_sleep(line: Line, tmp_path: Path) -> None:
     """What it is told waits until the update has ended; until when it may go on does not."""
     standings = Standings(str(tmp_path), 1)
-    with standing_worker(line, "3") as process:
+    vouched_s, update_s = 1.0, 1.5
+    with standing_worker(line, str(update_s)) as process:
         line.channels.send((0,), wire.Stop(1, "a peer failed"))
         began_s = time.monotonic()
         while not any(isinstance(event, msg.ReportReceived) for event in line.events):
-            standings.vouch(time.monotonic() + 1.0)
+            standings.vouch(time.monotonic() + vouched_s)
             line.turn(0.2)
             assert not standings.stands(0) and process.status() != psutil.STATUS_STOPPED
             assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s >= update_s
 
 
 def test_what_is_said_twice_a_second_leaves_nothing_for_a_worker_that_does_not_read(line: Line, tmp_path: Path) -> None:
@@ -317,8 +320,9 @@ PAUSED = """
 import sys, time
 from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import connect
-from swift_agent.worker.line.agent_line import Supervisor
-worker = Supervisor(connect(sys.argv[1]), 0)
+from swift_agent.worker.line import agent_line
+agent_line.AGAIN_AFTER_S = 0.5
+worker = agent_line.Supervisor(connect(sys.argv[1]), 0)
 worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
 worker._entered = 1
 looked_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from swift_agent.agent.lifecycle.state import Worker, describe_exit
 from swift_agent.agent.processes import linux as process_module
 from swift_agent.agent.processes import output
+from swift_agent.agent.processes import standby as standby_module
 from swift_agent.agent.processes import workers as workers_module
 from swift_agent.agent.processes.late_starts import TRY_S, LateStarts, NotStarted
 from swift_agent.agent.processes.linux import become_subreaper, reap
@@ -31,6 +33,7 @@ from swift_agent.wire.channel import ChannelClosed
 from swift_agent.wire.environment import Placement
 from swift_agent.wire.standing import Standings
 from tests.support.limits import without_descriptors
+from tests.support.standby_forks import StandbyForks
 
 TIMEOUT_S = 60.0
 SCRIPT = f"""#!{sys.executable}
@@ -46,6 +49,7 @@ class Bench:
     """An agent's loop, reduced to its standby server."""
 
     def __init__(self, folder: Path, *options: str) -> None:
+        self.others = set(psutil.Process().children())  # of fixtures of a wider scope
         become_subreaper()
         script = folder / "train.py"
         script.write_text(SCRIPT)
@@ -83,16 +87,18 @@ class Bench:
     def standbys(self, count: int) -> list[psutil.Process]:
         """The waiting processes, once there are *count*. They are children of this process."""
         assert self.workers.server is not None
-        server, known = self.workers.server.pid, {process.pid for process in self.workers.processes.values()}
+        server = psutil.Process(self.workers.server.pid)
+        known = {process.pid for process in self.workers.processes.values()}
 
         def waiting() -> list[psutil.Process]:
             found = [
                 p
                 for p in psutil.Process().children()
-                if p.pid != server
+                if p not in self.others
+                and p != server
                 and p.pid not in known
                 and p.status() != psutil.STATUS_ZOMBIE
-                and "swift_agent.agent.processes.standby_server" in " ".join(p.cmdline())
+                and p.cmdline() == server.cmdline()
             ]
             return found if len(found) == count else []
 
@@ -109,18 +115,39 @@ class Bench:
         return [line.split() for line in self.out.read_text().splitlines()]
 
 
-@pytest.fixture
-def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """*param*, if any: options of the command line."""
-    before = set(psutil.Process().children())  # of fixtures of a wider scope
-    options = [str(tmp_path / "logs") if one == "logs" else one for one in getattr(request, "param", ())]
-    (tmp_path / "logs").mkdir()
-    made = Bench(tmp_path, *options)
+@pytest.fixture(scope="module")
+def standby_forks() -> Iterator[StandbyForks]:
+    made = StandbyForks()
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def bench_in(folder: Path, options: Sequence[str] = ()) -> Iterator[Bench]:
+    (folder / "logs").mkdir()
+    made = Bench(folder, *(str(folder / "logs") if one == "logs" else one for one in options))
     yield made
     made.workers.close()
     # The orphans of other tests are none of this process's.
     process_module._prctl(process_module._PR_SET_CHILD_SUBREAPER, 0)
-    assert set(psutil.Process().children()) - before == set()
+    assert set(psutil.Process().children()) - made.others == set()
+
+
+@pytest.fixture
+def bench(
+    standby_forks: StandbyForks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Bench]:
+    """Its standby servers have imported torch before. *param*, if any: options of the command line."""
+    monkeypatch.setattr(standby_module, "start_process", standby_forks.start)
+    with bench_in(tmp_path, getattr(request, "param", ())) as made:
+        yield made
+
+
+@pytest.fixture
+def cold_bench(tmp_path: Path) -> Iterator[Bench]:
+    """Its standby servers are new interpreters."""
+    with bench_in(tmp_path) as made:
+        yield made
 
 
 def test_a_standby_becomes_the_worker(bench: Bench) -> None:
@@ -131,17 +158,17 @@ def test_a_standby_becomes_the_worker(bench: Bench) -> None:
     assert bench.lines() == [[str(standby.pid), "1"]]
 
 
-def test_what_the_server_has_imported_stays_frozen_in_its_forks(bench: Bench, tmp_path: Path) -> None:
+def test_what_the_server_has_imported_stays_frozen_in_its_forks(cold_bench: Bench, tmp_path: Path) -> None:
     """Else each walk over all objects, and each full collection, copies the memory that they share."""
     (tmp_path / "train.py").write_text(
         "import gc, sys\nwith open(sys.argv[1], 'a') as out:\n"
         "    print(gc.get_freeze_count(), len(gc.get_objects()), file=out)\n"
     )
-    bench.workers.prepare(1, ())
-    bench.standbys(1)
-    bench.start(1)
-    assert bench.ends() == [(1, 0)]
-    ((frozen, others),) = bench.lines()
+    cold_bench.workers.prepare(1, ())
+    cold_bench.standbys(1)
+    cold_bench.start(1)
+    assert cold_bench.ends() == [(1, 0)]
+    ((frozen, others),) = cold_bench.lines()
     assert int(frozen) > 10 * int(others)
 
 
@@ -163,16 +190,16 @@ def test_which_workers_are_forks(bench: Bench, forks: list[bool], monkeypatch: p
 
 
 def test_modules_in_the_current_directory_are_not_those_of_the_server(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cold_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("queue.py", "typing.py", "sympy.py"):  # torch imports all of them
         (tmp_path / name).write_text("raise RuntimeError('a file of the user')")
     monkeypatch.chdir(tmp_path)
-    bench.workers.prepare(1, ())
-    (standby,) = bench.standbys(1)
-    bench.start(1)
-    assert bench.ends() == [(1, 7)]
-    assert bench.lines() == [[str(standby.pid), "1"]]
+    cold_bench.workers.prepare(1, ())
+    (standby,) = cold_bench.standbys(1)
+    cold_bench.start(1)
+    assert cold_bench.ends() == [(1, 7)]
+    assert cold_bench.lines() == [[str(standby.pid), "1"]]
 
 
 def test_a_standby_that_died_while_it_waited_is_not_used(bench: Bench) -> None:

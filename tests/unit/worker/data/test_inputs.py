@@ -485,8 +485,8 @@ def test_what_is_carried_from_iteration_to_iteration_is_told_once() -> None:
         held = torch.randn(3, 2)
 
     def right() -> None:
-        script.model(fixed)
-        script.model(torch.randn(3, 2))
+        other.model(fixed)
+        other.model(torch.randn(3, 2))
 
     for _ in range(6):
         script.passes.at_point()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
-import subprocess
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from swift_agent.errors import UsageError
 from swift_agent.worker.tracked import named
 from swift_agent.worker.tracked.unsupported import scaler_of, unwrapped_optimizer
-from tests.support.job import ROOT
+from tests.support.agent_forks import ForkServer
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +211,11 @@ print("tracked", job.iteration_number)
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning"])
-def test_wrappers_of_the_libraries_themselves(library: str) -> None:
+def test_wrappers_of_the_libraries_themselves(library: str, forks: ForkServer, tmp_path: Path) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"no {library}: pip install 'swift-agent[strangers]'")
-    path = os.pathsep.join(str(ROOT / part) for part in (".", "rendezvous", "recovery", "logging_store"))
-    environment = {"PYTHONPATH": path, "PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, library], env=environment, capture_output=True, text=True, timeout=120
-    )
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {"PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = forks.run([str(script), library], environment, tmp_path, 120)
     assert run.returncode == 0 and "tracked 2" in run.stdout, run.stderr
