@@ -6,7 +6,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from tests.model.world import Action, Violation, World
+from tests.model.world import Action, Violation, World, demand
+
+ENDLESS = "it can go round for ever without a failure"
+# Whether it does is seen from all steps together: at so many states, and whenever there are twice as many.
+FIRST_LOOK = 1000
 
 
 @dataclass
@@ -39,6 +43,7 @@ def explore(start: World, max_states: int = 1 << 30, max_seconds: float = 1e9) -
     came_from: dict[int, tuple[int, Action] | None] = {first: None}
     ways_on: dict[int, list[int]] = {}
     todo: deque[tuple[int, World]] = deque([(first, start)])
+    look_for_rounds_at = FIRST_LOOK
     while todo:
         key, world = todo.popleft()
         calm = world.actions()
@@ -64,6 +69,9 @@ def explore(start: World, max_states: int = 1 << 30, max_seconds: float = 1e9) -
                     came_from[there] = (key, action)
                     todo.append((there, twin))
             ways_on[key] = nexts
+            if len(ways_on) >= look_for_rounds_at:
+                look_for_rounds_at *= 2
+                demand(_longest(ways_on) >= 0, ENDLESS)
         except Exception as error:
             found.violation = f"{type(error).__name__}: {error}"
             if not isinstance(error, (Violation, AssertionError, KeyError)):
@@ -74,7 +82,7 @@ def explore(start: World, max_states: int = 1 << 30, max_seconds: float = 1e9) -
     if not found.violation:
         found.longest = _longest(ways_on)
         if found.longest < 0:
-            found.violation = "it can go round for ever without a failure"
+            found.violation = ENDLESS
     found.seconds = time.monotonic() - began_s
     return found
 

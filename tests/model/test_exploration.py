@@ -43,6 +43,13 @@ def training(**changes: Any) -> World:
     return world
 
 
+def ahead(**changes: Any) -> World:
+    """The worker of slot 0 holds the state, and is an iteration ahead of the other."""
+    world = training(**changes)
+    world.do(("work", 0, 0))
+    return world
+
+
 def recovering(**changes: Any) -> World:
     """The worker of slot 0 was lost, and generation 2 begins."""
     world = training(faults=1)
@@ -158,98 +165,120 @@ def patched(thing: Any, old: str, new: str, names: dict[str, Any]) -> Any:
     return space[thing.__name__]
 
 
-# What is changed (owner, function), how, where the search begins.
-MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World]]] = {
+# What is changed (owner, function), how, where the search begins, and what is wrong because of that.
+MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
     "no fence on the generation": (
         transactions, "fence",
         'Compare.mod_revision(keys.generation, "==", view.generation_revision),', "",
-        lambda: training(faults=2, kinds=("late", "kill"))),
+        lambda: training(faults=2, kinds=("late", "kill")),
+        "a late 'finished' of generation 1 counts in 2"),
     "no guard on the coordinator": (
         coordinator.Coordinator, "_execute",
         '[Compare.mod_revision(keys.coordinator, "==", view.coordinator_revision)]', "[]",
-        lambda: training(faults=2, kinds=("freeze", "kill"))),
+        lambda: training(faults=2, kinds=("freeze", "kill")),
+        "n0.1 decides, but nobody coordinates"),
     "forgets a lost node after the generation, not with it": (
         coordinator.Coordinator, "_step",
         "if any(isinstance(command, PublishGeneration) for command in commands):", "if False:",
-        lambda: training(faults=2, kinds=("crash",))),
+        lambda: training(faults=2, kinds=("crash",)),
+        "a slot is given to a node that is lost: ['n1.1', 'n2.1']"),
     "a stale view writes progress": (
         transactions, "transaction_of",
         "    return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)",
         "    guards = [] if what == 'progress' else fence(keys, view, me)\n"
         "    return Transaction(what, guards, [Put(key, value)], lost_peer)",
-        lambda: recovering(faults=2, kinds=("late", "kill"))),
+        lambda: recovering(faults=2, kinds=("late", "kill")),
+        "a late 'progress' of generation 2 counts in 3"),
     "a plan can be written twice": (
         coordinator.Coordinator, "_execute",
         'guards.append(self._unwritten(view, keys.plan(number)))', "pass",
-        lambda: recovering(faults=2, kinds=("late", "crash"))),
+        lambda: recovering(faults=2, kinds=("late", "crash")),
+        "the plan of a generation is written twice"),
     "a lost node is taken for a spare": (
         replacing, "situation_of", "free = spares(view)",
         "free = [*(one for one in view.nodes.values() if old.slot_of(one.incarnation) in lost.nodes), *spares(view)]",
-        lambda: training(faults=1, kinds=("crash",))),
+        lambda: training(faults=1, kinds=("crash",)),
+        "a slot is given to {'n1.1'}, known to be lost"),
     "a boundary that somebody has passed": (
         draining, "boundary", "return max(view", "return min(view",
-        lambda: training(faults=1, kinds=("drain",), target=2, ordered=False)),
+        lambda: training(faults=1, kinds=("drain",), target=2, ordered=False),
+        "a worker has passed the boundary"),
     "a replacement without state is believed": (
         losses, "believed", "if not holders or not all(", "if True or not all(",
-        lambda: joining(faults=1, kinds=("part",))),
+        lambda: joining(faults=1, kinds=("part",)),
+        "n1 ends the last worker that holds the state"),
     "who was a replacement in an earlier generation is believed": (
         replacing, "bare_ranks", "for slot, ranks in generation.bare.items() if not done and slot not in view.resumed",
         "for slot, ranks in ()",
-        lambda: joining_again(faults=1, kinds=("part",))),
+        lambda: joining_again(faults=1, kinds=("part",)),
+        "n1 ends the last worker that holds the state"),
     "who is given up for what it said takes its place again": (
         machine, "reconcile", "for o in absent(view).values()",
         "for s, o in enumerate(generation.slots if generation else ()) if s not in view.failures",
-        lambda: joining(faults=1, kinds=("part",), ordered=False)),
+        lambda: joining(faults=1, kinds=("part",), ordered=False),
+        "it can go round for ever without a failure"),
     "what a spare once saw is told when it gets a slot": (
         machine, "_age", "> EVIDENCE_S and", "> 1e9 and",
-        lambda: training(faults=2, kinds=(model.ALARM, "crash"))),
+        lambda: training(faults=2, kinds=(model.ALARM, "crash")),
+        "told as a loss: a false alarm of long ago"),
     "a node whose workers have ended is believed against the last that holds state": (
         losses, "believed", " or _all_ended(generation, failures.get(other), other)", "",
-        lambda: training(faults=2, kinds=("cut", "kill"))),
+        lambda: ahead(faults=2, kinds=("cut", "kill")),
+        "{'n0.1'} hold the state, and all lose their slots"),
     "what a record was is compared with, not what is stored": (
         view, "_unread", "view = replace(view, generation_revision=revision)", "pass",
-        lambda: training(faults=2, kinds=("garble", "kill"))),
+        lambda: training(faults=2, kinds=("garble", "kill")),
+        "a decision of generation 0 in 1"),
     "nobody mends what the job cannot do without": (
         mending, "repairs", 'if "generation" in view.damaged and', "if False and",
-        lambda: training(faults=2, kinds=("remove", "lapse"))),
+        lambda: training(faults=2, kinds=("remove", "lapse")),
+        "generation 2 is restored as another"),
     "a node that has told its end meanwhile is said to be lost": (
         coordinator.Coordinator, "_execute",
         "guards.append(self._unwritten(view, keys.exited(view.number, slot)))", "pass",
-        lambda: training(faults=2, kinds=("part", "late"))),
+        lambda: training(faults=2, kinds=("part", "late")),
+        "failed, though all have exited with code 0"),
     "a generation that was removed is forgotten": (
         view, "_read", "if view.generation is not None and view.job is not None:", "if False:",
-        lambda: training(faults=2, kinds=("remove", "kill"))),
+        lambda: training(faults=2, kinds=("remove", "kill")),
+        "the job stands still, though ['n0', 'n1', 'n2'] live"),
     "what cannot be read is not written again": (
         machine, "_written_again", "issued=state.issued & {RECLAIM}, ", "",
-        lambda: training(faults=2, kinds=("garble", "kill"))),
+        lambda: training(faults=2, kinds=("garble", "kill")),
+        "the job stands still, though ['n0', 'n1', 'n2'] live"),
     "who hears a peer goes on without etcd": (
         machine, "pausing", "if not holds:", "if False:",
-        lambda: given_away(4, 2)),
+        lambda: given_away(4, 2),
+        "two owners train one rank: [0, 1, 0, 1]"),
     "a single node goes on without etcd": (
         machine, "pausing", "if not holds:", "if False:",
-        lambda: cut_off(2, 1, faults=1, kinds=("cut",))),
+        lambda: cut_off(2, 1, faults=1, kinds=("cut",)),
+        "two owners train one rank: [0, 0]"),
     "an etcd that does not answer is taken for one that is away": (
         tenure, "_seen", "if event.sight in PROVEN:", "if True:",
-        lambda: cut_off(2, 1, faults=1, kinds=("cut",))),
+        lambda: cut_off(2, 1, faults=1, kinds=("cut",)),
+        "two owners train one rank: [0, 0]"),
     "a node that is lost before its script has ended is no failure": (
         membership, "_lost_after_release", '"failed", why)),', '"succeeded", why)),',
-        lambda: training(faults=1, kinds=("crash",))),
+        lambda: training(faults=1, kinds=("crash",)),
+        "succeeded, but only [0] have exited"),
     "nobody notices that a drained node is lost": (
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
-        lambda: draining_until("handover", faults=1)),
+        lambda: draining_until("handover", faults=1),
+        "the job stands still, though ['n1', 'n2'] live"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_the_search_finds_a_mistake(
-    mutant: tuple[Any, str, str, str, Callable[[], World]], monkeypatch: pytest.MonkeyPatch
+    mutant: tuple[Any, str, str, str, Callable[[], World], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, old, new, start = mutant
+    owner, name, old, new, start, wrong = mutant
     module = owner if isinstance(owner, ModuleType) else inspect.getmodule(owner)
     monkeypatch.setattr(owner, name, patched(getattr(owner, name), old, new, vars(module)))
     found = explore(start(), 20_000, 60.0)
     print(found, found.trace)
-    assert found.violation, f"not found in {found}"
+    assert found.violation.startswith(f"Violation: {wrong}"), f"not found in {found}"
 
 
 def test_a_trace_can_be_replayed() -> None:

@@ -21,11 +21,13 @@ import copy
 import signal
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 from swift_agent.agent.executor import Executor
+from swift_agent.agent.lifecycle import commands
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state as state_module
@@ -81,6 +83,21 @@ ORDERS = ("drain", "cancel")
 # Of people and strangers who write into the store: something that cannot be read, or remove it.
 INTRUSIONS = ("garble", "remove")
 GARBAGE = b"?"
+# Commands that do nothing but write one record: the same one, whenever the same state gives them.
+RECORDS = (
+    commands.HostStore,
+    commands.WriteTracked,
+    commands.WriteFailure,
+    commands.WriteProgress,
+    commands.WriteResumed,
+    commands.WriteFinished,
+    commands.WriteExited,
+    commands.WritePosition,
+    commands.WriteParked,
+    commands.WriteHandover,
+    commands.WriteTaken,
+    commands.ForgetSpare,
+)
 FALSE_ALARM = "a false alarm of long ago"
 
 
@@ -170,6 +187,9 @@ class Node:
     asked: tuple[int, int] = (0, 0)
     """The generations, of etcd and of its own view, about which it has been asked last while it stood still."""
 
+    def twin(self) -> Node:
+        return Node(*_all_of_a_node(self))
+
     @property
     def here(self) -> bool:
         return self.where not in ("crashed", "ended")
@@ -182,6 +202,41 @@ class Node:
     @property
     def runs(self) -> bool:
         return self.where in ("up", "late", "cut")
+
+
+_all_of_a_node = attrgetter(*(one.name for one in fields(Node)))
+
+
+class Known:
+    """What came out for values that never change, shared by all twins of a world. Most steps of a search do what
+    others have done before beside something else, and a value is then the same object.
+
+    Keyed by identity: each entry holds what it is the answer for, so that no other object gets the same `id`.
+    """
+
+    def __init__(self) -> None:
+        self.folded: dict[tuple[int, Response], tuple[View, View]] = {}
+        self.steps: dict[tuple[int, float, object], tuple[object, object, state_module.Step]] = {}
+        self.decided: dict[tuple[int, str, int, int], tuple[View, tuple[Pending, ...], list[Put]]] = {}
+        self.written: dict[int, tuple[object, Pending]] = {}
+        self.parts: dict[int, tuple[object, Part]] = {}
+        self.views: dict[tuple[Part, int], View] = {}
+        self.states: dict[tuple[Part, int], state_module.AgentState] = {}
+
+    def part(self, value: View | Response | Pending | Proc | state_module.AgentState) -> Part:
+        known = self.parts.get(id(value))
+        if known is None:
+            self.parts[id(value)] = known = (value, _part_of(value))
+        return known[1]
+
+    def view(self, view: View) -> View:
+        """The first one that is equal to *view*."""
+        first = self.views.setdefault((_part_of(view), view.revision), view)
+        return first if first == view else view
+
+    def state(self, state: state_module.AgentState) -> state_module.AgentState:
+        first = self.states.setdefault((_part_of(state), id(state.view)), state)
+        return first if first == state else state
 
 
 class Driver(Agent):
@@ -225,6 +280,7 @@ class Hands(Executor):
 
     def take(self, world: World, node: Node, events: deque[msg.Event]) -> None:
         self._world, self._node, self._events = world, node, events
+        self.pending: Pending | None = None
 
     def rejoin(self) -> None:
         self._world.rejoin(self._node)
@@ -238,6 +294,7 @@ class Hands(Executor):
         pending = Pending(write.what, tuple(write.guards), tuple(write.ops), self._state().view.number,
                           node.record.incarnation, write.wanted, self._peer)  # fmt: skip
         node.writes = (*node.writes, pending)
+        self.pending = pending
 
     def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
         node, view = self._node, self._state().view
@@ -323,7 +380,7 @@ class World:
         """That of the job's result, once there is one."""
         self.drivers = {f"n{index}": Driver(f"n{index}") for index in range(num_nodes)}
         self.coordinators: dict[tuple[str, int, int], Coordinator] = {}
-        self.folded: dict[tuple[int, Response], tuple[View, View]] = {}
+        self.known = Known()
         self.nodes = [Node(name) for name in self.drivers]
         self._published = 0
         for node in self.nodes:
@@ -331,13 +388,8 @@ class World:
 
     def clone(self) -> World:
         twin = copy.copy(self)
-        twin.nodes = [copy.copy(node) for node in self.nodes]
-        twin.store = store = MemoryStore()
-        store._keys, store._revision = dict(self.store._keys), self.store._revision
-        store._num_leases = self.store._num_leases
-        for number, lease in self.store._leases.items():
-            store._leases[number] = MemoryLease(store, number, TTL_S)
-            store._leases[number].keys = set(lease.keys)
+        twin.nodes = [node.twin() for node in self.nodes]
+        twin.store = self.store.twin()
         twin._published = 0
         return twin
 
@@ -554,12 +606,12 @@ class World:
         self._coordinate(node)
 
     def _fold(self, view: View, changes: Response) -> View:
-        known = self.folded.get((id(view), changes))
+        known = self.known.folded.get((id(view), changes))
         if known is None:
             new = view
             for change in changes:
                 new = apply(new, KEYS, change)
-            self.folded[id(view), changes] = known = (view, new)  # the first is kept, so its id is not given again
+            self.known.folded[id(view), changes] = known = (view, self.known.view(new))
         return known[1]
 
     def _join(self, node: Node, known_job: int | None) -> None:
@@ -581,7 +633,7 @@ class World:
         self.settle_others(node)
         listing = [Change(kv.key, kv.value, kv.mod_revision, kv.create_revision)
                    for kv in self.store.get_prefix(KEYS.prefix)[0] if not kv.key.startswith(EVENTS)]  # fmt: skip
-        node.view = apply_all(View(), KEYS, listing)
+        node.view = self.known.view(apply_all(View(), KEYS, listing))
         self._viewed(node)
         self.settle()
 
@@ -626,16 +678,32 @@ class World:
     def handle(self, node: Node, events: deque[msg.Event], now_s: float = 0.0) -> None:
         driver, life = self.drivers[node.name], node.life
         while events and node.runs and node.life == life:
-            step = lc.on_event(node.state, events.popleft(), now_s=now_s)
+            step = self._step(node.state, events.popleft(), now_s)
             node.state = step.state
             for command in step.commands:
+                again = self.known.written.get(id(command))
+                if again is not None:
+                    node.writes = (*node.writes, again[1])
+                    continue
                 driver.take(self, node, events)
                 driver._execute(command)
+                if isinstance(command, RECORDS) and driver.hands.pending is not None:
+                    self.known.written[id(command)] = (command, driver.hands.pending)
                 if node.life != life:
                     return
                 if driver._end is not None:
                     self._end(node)
                     return
+
+    def _step(self, state: state_module.AgentState, event: msg.Event, now_s: float) -> state_module.Step:
+        # The text of a view is long, and there are few views.
+        name = id(event.view) if isinstance(event, msg.ViewChanged) else repr(event)
+        known = self.known.steps.get((id(state), now_s, name))
+        if known is None:
+            step = lc.on_event(state, event, now_s=now_s)
+            step = replace(step, state=self.known.state(step.state))
+            self.known.steps[id(state), now_s, name] = known = (state, event, step)
+        return known[2]
 
     def _end(self, node: Node) -> None:
         """As `Agent._leave`: what is still to be written is written first."""
@@ -685,6 +753,16 @@ class World:
         if not node.dirty or node.decided or not node.runs:
             return
         node.dirty = False
+        key = (id(node.view), node.name, node.life, node.lease_id)
+        known = self.known.decided.get(key)
+        if known is None:
+            self.known.decided[key] = known = (node.view, *self._decision(node))
+        _, decided, puts = known
+        self._sound(node.view, puts)
+        node.decided = decided
+
+    def _decision(self, node: Node) -> tuple[tuple[Pending, ...], list[Put]]:
+        """The same for the same view: a coordinator remembers nothing but since when it waits, and no clock runs."""
         life = (node.name, node.life, node.lease_id)
         coordinator = self.coordinators.get(life)
         recorder = Recorder()
@@ -694,12 +772,12 @@ class World:
             self.coordinators[life] = coordinator
         coordinator._store = recorder  # type: ignore[assignment]
         coordinator._step(node.view)
-        self._sound(node.view, [op for _, ops in recorder.taken for op in ops if isinstance(op, Put)])
-        node.decided = tuple(
+        decided = tuple(
             Pending("decision", guards, tuple(op for op in ops if not getattr(op, "key", "").startswith(EVENTS)),
                     node.view.number, node.record.incarnation)
             for guards, ops in recorder.taken
         )  # fmt: skip
+        return decided, [op for _, ops in recorder.taken for op in ops if isinstance(op, Put)]
 
     def _sound(self, view: View, puts: list[Put]) -> None:
         """A new roster has no node that its author knows to be lost. (What it did not know is lost in the next.) And it
@@ -951,77 +1029,67 @@ class World:
 
     def key(self) -> int:
         """Equal for states that behave alike: revisions are renamed to their ranks, texts for people are left out."""
-        numbers: set[int] = set()
-        parts = [_view_parts(self.view, numbers)]
+        numbers: list[int] = []
+        parts: list[Any] = [self._part(self.view, numbers)]
         for node in self.nodes:
             if node.where == "ended":
-                parts.append(("ended", (), ()))
+                parts.append("ended")
                 continue
+            alive = node.lease_id in self.store._leases
             if node.where == "crashed":
-                alive = node.lease_id in self.store._leases
-                parts.append((("crashed", alive, node.record.incarnation), (), ()))
+                parts.append(("crashed", alive, node.record.incarnation))
                 continue
-            state, proc = node.state, node.proc
+            parts.append((
+                node.life, node.where, node.dirty, node.doubted, node.paused, node.asked, node.num_procs, alive,
+                self._part(node.proc, numbers) if node.proc else None,
+                self._part(node.state, numbers),
+                self._part(node.view, numbers),
+                *[self._part(response, numbers) for response in node.queue], "|",
+                *[self._part(write, numbers) for write in node.writes],
+                *[self._part(write, numbers) for write in node.decided],
+            ))  # fmt: skip
+        ranks = {number: rank for rank, number in enumerate(sorted({0, *numbers}))}
+        renamed = tuple([ranks[number] for number in numbers])
+        return hash((self.faults, self.away, self.given_up, tuple(parts), renamed))
+
+    def _part(self, value: View | Response | Pending | Proc | state_module.AgentState, numbers: list[int]) -> int:
+        """The name of a part, whose revisions go to *numbers*: how many there are is in the name."""
+        name, revisions = self.known.part(value)
+        numbers += revisions
+        return name
+
+
+Part = tuple[int, tuple[int, ...]]
+
+
+def _part_of(value: View | Response | Pending | Proc | state_module.AgentState) -> Part:
+    match value:
+        case Proc():
+            return hash(value.key()), ()
+        case state_module.AgentState() as state:
             workers = tuple(_worker_key(worker) for worker in state.workers.values())
-            fixed = (
-                node.life, node.where, node.dirty, node.doubted, node.paused, state.paused, node.asked,
-                node.num_procs, proc.key() if proc else None,
-                node.lease_id in self.store._leases, workers, _lost_key(state), state.restarts_used,
-                state.restarts_counted_in, state.store_started, state.issued, state.view.number,
-            )  # fmt: skip
-            seen = _view_parts(node.view, numbers)
-            moving = []
-            for response in node.queue:
-                for change in response:
-                    value = change.value[:60] if change.value and change.key == KEYS.generation else change.value
-                    moving += [change.key, value]
-                    if change.key == KEYS.generation or change.key == KEYS.coordinator:
-                        numbers.add(change.mod_revision)
-                        moving.append(_Revision(change.mod_revision))
-                    elif change.key.startswith(KEYS.nodes) and change.value is not None:
-                        numbers.add(change.create_revision)
-                        moving.append(_Revision(change.create_revision))
-                moving.append("|")
-            for write in (*node.writes, *node.decided):
-                moving += [write.what, write.number, write.incarnation, _ops_key(write.ops)]
-                for guard in write.guards:
-                    moving.append((guard.target, guard.key))
-                    if isinstance(guard.operand, int):
-                        numbers.add(guard.operand)
-                        moving.append(_Revision(guard.operand))
-            parts.append((fixed, seen, tuple(moving)))
-        numbers.discard(0)
-        ranks = {number: rank for rank, number in enumerate(sorted(numbers), 1)}
-        ranks[0] = 0
-        return hash((self.faults, self.away, self.given_up, _renamed(tuple(parts), ranks)))
-
-
-class _Revision(int):
-    """A number that is renamed."""
-
-
-def _renamed(part: Any, ranks: dict[int, int]) -> Any:
-    if type(part) is _Revision:
-        return ("r", ranks[part])
-    if type(part) is tuple:
-        return tuple([_renamed(item, ranks) for item in part])
-    return part
-
-
-_contents: dict[int, tuple[View, int]] = {}
-
-
-def _view_parts(view: View, numbers: set[int]) -> tuple[Any, ...]:
-    known = _contents.get(id(view))
-    if known is None:
-        _contents[id(view)] = known = (view, _content(view))
-    joined = [view.joined[name] for name in sorted(view.joined)]
-    numbers.update((view.generation_revision, view.coordinator_revision, *joined))
-    damaged = [view.damaged[name].revision for name in sorted(view.damaged)]
-    numbers.update(damaged)
-    return (known[1], *map(_Revision, damaged),
-            _Revision(view.generation_revision), _Revision(view.coordinator_revision),
-            *[_Revision(number) for number in joined])  # fmt: skip
+            return hash((state.paused, workers, _lost_key(state), state.restarts_used, state.restarts_counted_in,
+                         state.store_started, state.issued, state.view.number)), ()  # fmt: skip
+        case View() as view:
+            damaged = [view.damaged[name].revision for name in sorted(view.damaged)]
+            joined = [view.joined[name] for name in sorted(view.joined)]
+            revisions = (*damaged, view.generation_revision, view.coordinator_revision, *joined)
+            return hash((_content(view), len(damaged), len(joined))), revisions
+        case Pending() as write:
+            guards = tuple((guard.target, guard.key, None if isinstance(guard.operand, int) else guard.operand)
+                           for guard in write.guards)  # fmt: skip
+            numbers = tuple(guard.operand for guard in write.guards if isinstance(guard.operand, int))
+            return hash((write.what, write.number, write.incarnation, _ops_key(write.ops), guards)), numbers
+    texts: list[Any] = []
+    found: list[int] = []
+    for change in value:
+        value_key = change.value[:60] if change.value and change.key == KEYS.generation else change.value
+        texts.append((change.key, value_key))
+        if change.key == KEYS.generation or change.key == KEYS.coordinator:
+            found.append(change.mod_revision)
+        elif change.key.startswith(KEYS.nodes) and change.value is not None:
+            found.append(change.create_revision)
+    return hash(tuple(texts)), tuple(found)
 
 
 def _content(view: View) -> int:

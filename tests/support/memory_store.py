@@ -47,6 +47,16 @@ class MemoryStore:
         self._watches: list[MemoryWatch] = []
         self._closed = False
 
+    def twin(self) -> MemoryStore:
+        """Another store with the same keys and leases, which nobody keeps alive, watches or looks back in."""
+        twin = MemoryStore(self.now_s)
+        twin._revision, twin._compacted = self._revision, self._revision + 1
+        twin._keys, twin._num_leases = dict(self._keys), self._num_leases
+        for number, lease in self._leases.items():
+            twin._leases[number] = other = MemoryLease(twin, number, lease.ttl_s)
+            other.keys = set(lease.keys)
+        return twin
+
     def __enter__(self) -> MemoryStore:
         return self
 
