@@ -23,7 +23,7 @@ from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.reports import ranges_of
 from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.node.coordinator import Coordinator
-from swift_rendezvous.node.registration import enter_job
+from swift_rendezvous.node.registration import JobOver, enter_job
 from swift_rendezvous.node.watcher import Scope, followed_before, knows_coordinator, scope_of
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
@@ -67,6 +67,8 @@ class Proc:
     hello: bool = False
     hung: bool = False
     unfit: bool = False
+    has_kept: bool = False
+    """It has kept its state in a file, and waits for its end."""
     inbox: deque[tuple[Any, ...]] = field(default_factory=deque)
     outbox: deque[events.Event] = field(default_factory=deque)
     go: int = 0
@@ -107,12 +109,14 @@ class SimNode:
         self.files: set[int] = set()
         self.stale: list[View] = []
         self.procs: list[Proc] = []
+        self.known_job: int | None = None
         self.join()
 
     def join(self) -> None:
         sim = self.sim
         self.record = NodeRecord(self.name, f"{self.name}.{self.life}", "127.0.0.1", 1, sim.num_workers, "c")
-        self.lease = enter_job(sim.store, sim.keys, sim.job, self.record, 5).lease
+        entry = enter_job(sim.store, sim.keys, sim.job, self.record, 5, self.known_job)
+        self.lease, self.known_job = entry.lease, entry.job
         sim.sync()
         self.state = state.AgentState(self.name, self.record.incarnation, 1000, STOP_DEADLINE_S)
         self.coordinator = Coordinator(
@@ -379,8 +383,12 @@ class SimNode:
         self.sim.sync()
         old = self.view
         self.life += 1
-        self.join()
-        self.stale.append(old)
+        try:
+            self.join()
+        except JobOver:
+            self.end()
+        else:
+            self.stale.append(old)
 
     def end(self) -> None:
         self.ended = True
@@ -470,7 +478,7 @@ class Sim:
     # ---- what a process does next ----
 
     def next_step(self, proc: Proc) -> Action | None:
-        if proc.hung or proc.unfit:
+        if proc.hung or proc.unfit or proc.has_kept:
             return None
         if not self.tracked:
             return lambda: self.step_untracked(proc)
@@ -507,7 +515,7 @@ class Sim:
         """As the main thread does, which may have been stopped meanwhile: the state is what it was."""
         assert proc.keeps is not None and (proc.status, proc.iteration) == ("holding", proc.keeps.iteration)
         proc.node.files.add(proc.iteration)
-        proc.keeps = None
+        proc.keeps, proc.has_kept = None, True
         proc.outbox.append(msg.WorkerKept(proc.local_rank, proc.pid, proc.iteration, 0))
 
     def park(self, proc: Proc) -> None:

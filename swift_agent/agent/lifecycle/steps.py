@@ -244,9 +244,7 @@ def _report_progress(
     reports: list[Mapping[str, Any]] = []
     for local_rank in range(generation.workers_of(slot)):
         worker = state.workers.get(local_rank)
-        if worker is None or not worker.alive:
-            return state
-        if worker.generation < generation.epoch:
+        if worker is None or worker.generation < generation.epoch:
             return state  # it is being ended: what it holds is not the state of the one that follows
         rank = _rank(generation, slot, worker)
         if worker.phase in ("started", "waiting"):

@@ -186,6 +186,14 @@ def test_a_generation_that_comes_without_warning_stops_first() -> None:
     assert agent.report(1, 1) == [cmd.SendGo((1,), 2)]
 
 
+def test_what_a_worker_held_that_has_died_since_is_not_told() -> None:
+    agent = training()
+    next_generation(agent, lost={1: (0,)})
+    agent.report(0, 1)
+    only(agent.exit(0, -9), cmd.WriteFailure)
+    none_of(agent.report(1, 1), cmd.WriteProgress)
+
+
 def test_a_report_of_another_generation_is_ignored() -> None:
     agent = training()
     agent.change(failures={1: failure("node", 1)})
