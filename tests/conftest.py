@@ -51,21 +51,21 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two processes of pytest (make test) one has the jobs in which time counts, in their order and never two at a
-    time. The other, which takes only the time that those leave it, has the rest, file by file: first what waits for
-    servers, last the jobs in which time does not count. The first one helps with these when it has no more."""
+    """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time. The
+    other, which takes only the time that jobs leave it, has the rest, file by file: first what waits for servers. The
+    one with the jobs helps with these when it has no more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTheirNeeds(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return tiers.lane(nodeid)[1]
+            return nodeid.partition("::")[0] if nodeid.startswith(tiers.NO_JOBS) else "jobs"
 
-    config.option.loadscopereorder = False  # as they were collected
+    config.option.loadscopereorder = False  # as they were collected, jobs first
     return ByTheirNeeds(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and tiers.lane(item.nodeid)[0]:
+    if "PYTEST_XDIST_WORKER" in os.environ and item.nodeid.startswith(tiers.NO_JOBS):
         os.setpriority(os.PRIO_PROCESS, 0, 10)  # not 19: it would have to wait for seconds while a job starts
 
 
@@ -74,7 +74,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long") or tiers.is_full(item.nodeid):
             item.add_marker("full")
-    items.sort(key=lambda item: tiers.lane(item.nodeid)[0])
     if not any("::" in arg for arg in config.args) and (wrong := tiers.unknown(item.nodeid for item in items)):
         raise pytest.UsageError("tests/tiers.py names what is no test: " + ", ".join(wrong))
 

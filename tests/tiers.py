@@ -8,7 +8,6 @@ A name stands for all its parameters; one with brackets for those only. A name t
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -262,7 +261,8 @@ NOT_LATER = (
     "test_the_walks_find_a_mistake[keeps an old report]",
 )
 
-# Few of these train: they run beside jobs, and take the time that those leave.
+# Of these no test looks at how long a recovery takes, and few train: they run beside jobs, and take the time that those
+# leave. Two jobs at a time are no faster on two cores than one after the other: each takes twice as long.
 NO_JOBS = (
     "tests/model/",
     "tests/unit/",
@@ -285,40 +285,6 @@ NO_JOBS = (
         )
     ),
 )
-
-# Jobs of which no test looks at how long anything takes: two of them run at a time.
-ANY_PACE = (
-    "tests/strangers/",
-    *(
-        f"tests/faults/test_{name}.py"
-        for name in (
-            "cascades",
-            "checkpoints",
-            "hsdp",
-            "journal",
-            "kill_points",
-            "meshes",
-            "overlap",
-            "pipelines",
-            "scripts",
-            "uneven",
-            "uneven_nodes",
-        )
-    ),
-)
-# Into how many parts a file of these is divided, of about a minute each.
-PARTS = 4
-
-
-def lane(nodeid: str) -> tuple[int, str]:
-    """When a test runs beside others (0: first), and what runs with it in one process, one after the other."""
-    path = nodeid.partition("::")[0]
-    if path.startswith(NO_JOBS):
-        return 1, path
-    if path.startswith(ANY_PACE):
-        # What differs in its last parameter only stays together: it shares a run without failures.
-        return 2, f"{path} {zlib.crc32(nodeid.rpartition('-')[0].encode()) % PARTS}"
-    return 0, "jobs"
 
 
 def is_full(nodeid: str) -> bool:
