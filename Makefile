@@ -18,8 +18,8 @@ export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
-	@echo "make test    lint, types, import rules, and tests of everything that this does, in ten to twenty minutes"
-	@echo "make test-all  the same with every test there is, in about an hour"
+	@echo "make test    lint, types, import rules, and tests of everything that this does, in about eleven minutes"
+	@echo "make test-all  the same with every test there is, in about forty minutes"
 	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"

@@ -180,7 +180,7 @@ class Soak:
             options=("--spares", str(len(NODES) - NUM_SLOTS), "--lease-ttl", str(LEASE_TTL_S)),
             orders={"iterations": 1_000_000 * EPOCH, "stretch_s": stretch_s},
             environment={"GLOO_SOCKET_IFNAME": "eth0" if self.network else "lo", "TMPDIR": str(self.directory / "tmp")},
-            prefixes={node: host.prefix for node, host in self.hosts.items()},
+            hosts=dict(self.hosts),
         )
         self._stack.callback(self.agents.kill_all)
         self.history = self._stack.enter_context(History(endpoints, JOB_ID))
