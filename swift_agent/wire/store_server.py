@@ -1,7 +1,7 @@
 """The server of the c10d store of one generation, in an agent; `store_client` says why it is not torch's.
 
 What it holds ends with it. It must never serve a client that has not proved to know the token, never let such strangers
-use up the agent's descriptors, and never resolve the name of a client.
+use up the agent's descriptors, never resolve the name of a client, and never leave a connection open when it ends.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _LOOK_S = 5.0
 
 # At least, between two times that the same is told.
 _TELL_S = 10.0
+
 
 class StoreServer:
     """Serves one generation from a thread of its own until `close()`; keys live in memory only."""

@@ -36,6 +36,7 @@ from typing import Any
 from swift_agent.agent.processes import forked_main, standby, standby_server
 from swift_agent.agent.processes.linux import die_with_parent
 from tests.support.network import enter
+from tests.support.standby_forks import ServerFork
 
 IMPORTED = ("swift_agent.run", "swift_agent.agent.main", *standby_server.PRELOAD)
 
@@ -199,7 +200,7 @@ def become(order: dict[str, Any]) -> None:
     os.chdir(order["directory"])
     tempfile.tempdir = None
     warnings.simplefilter("ignore")
-    ServerFork.prepare()
+    FirstServer.prepare()
     first, *arguments = order["program"]
     if first == "-m":
         module, *arguments = arguments
@@ -226,11 +227,12 @@ def leave_with(run: Callable[[dict[str, Any]], None], order: dict[str, Any]) -> 
     os._exit(forked_main._finish(code))
 
 
-class ServerFork:
-    """A child of the agent that becomes its first standby server; what `standby` uses of `subprocess.Popen`."""
+class FirstServer(ServerFork):
+    """A child of the agent that becomes its first standby server."""
 
     def __init__(self, pid: int, handover: socket.socket) -> None:
-        self.pid, self._handover = pid, handover
+        super().__init__(pid)
+        self._handover = handover
 
     @classmethod
     def prepare(cls) -> None:
@@ -254,14 +256,6 @@ class ServerFork:
         socket.send_fds(self._handover, [b"!"], [control.fileno()])
         self._handover.close()
         return self
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
 
 
 def _be_server(handover: socket.socket, agent_pid: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 
@@ -21,12 +20,3 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     for owner, name, value in before:
         setattr(owner, name, value)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_other_files_are_frozen() -> None:
-    """As those of the standby server are in each worker. All tests together, and what they import, are half a million
-    objects: whatever walks over all of them, as full collections and some checks of the product do, is fifty times as
-    slow as in a worker."""
-    gc.collect()
-    gc.freeze()

@@ -245,7 +245,7 @@ def _report_progress(
     for local_rank in range(generation.workers_of(slot)):
         worker = state.workers.get(local_rank)
         if worker is None or worker.generation < generation.epoch:
-            return state  # it is being ended: what it holds is not the state of the one that follows
+            return state  # one that is being ended does not hold the state of the one that follows
         rank = _rank(generation, slot, worker)
         if worker.phase in ("started", "waiting"):
             reports.append({"rank": rank, "status": "fresh"})

@@ -93,8 +93,8 @@ MUTANTS = {
     "does not repeat a loss in the next generation": (
         "issued = state.issued if view.number == old.number else frozenset()", "issued = state.issued"),
     "speaks of a worker that is being ended": (
-        "if worker is None or worker.generation < generation.epoch:\n            return state  # it is",
-        "if worker is None:\n            return state  # it is"),
+        "if worker is None or worker.generation < generation.epoch:\n            return state  # one that is",
+        "if worker is None:\n            return state  # one that is"),
     "ends old workers before one has kept their state": (
         "if not resize.may_begin(state.view, slot, state.workers, state.kept):", "if False:"),
     "does not say that a worker died before it had kept its state": (
