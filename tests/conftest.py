@@ -79,8 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """As the standby server does for its workers. The tests, and what they import, are half a million objects: what walks
-    over all of them, as collections of garbage and some checks of the product do, is fifty times as slow as in a worker.
+    """As the standby server does for its workers. The tests, and what they import, are half a million objects: what
+    walks over all of them, as collections of garbage and some checks of the product do, would be fifty times as slow.
     """
     gc.collect()
     gc.freeze()

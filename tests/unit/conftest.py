@@ -1,4 +1,4 @@
-"""What is wrapped in torch for the life of a worker is taken off after each test; a test's objects are few."""
+"""What is wrapped in torch for the life of a worker is taken off after each test."""
 
 from __future__ import annotations
 
