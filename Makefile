@@ -14,13 +14,14 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs native ready demo test test-all soak lint bench clean
+.PHONY: help venv etcd hdfs native ready demo test test-all test-gpu soak lint bench clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
 	@echo "make test    lint, types, import rules, and tests of everything that this does, in about eleven minutes"
 	@echo "make test-all  the same with every test there is, in about forty minutes"
 	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
+	@echo "make test-gpu  what needs a GPU; TORCH= names a torch that has one"
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
 	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
@@ -66,10 +67,13 @@ ready: venv
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync native lint etcd hdfs
 
 test: ready
-	$(PY) -m pytest --numprocesses 2 -m "not full"
+	$(PY) -m pytest --numprocesses 2 -m "not full and not gpu"
 
 test-all: ready
-	$(PY) -m pytest --numprocesses 2 -m "not long"
+	$(PY) -m pytest --numprocesses 2 -m "not long and not gpu"
+
+test-gpu: venv etcd native
+	$(PY) -m pytest -m gpu
 
 soak: venv etcd hdfs native
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/hdfs_client/build_libhdfs.sh .cache/hdfs || echo "no libhdfs; its tests are skipped"

@@ -21,12 +21,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 from _common import NUM_NODES, Failed, Job, SwiftRun, Torchrun, machine, same_weights
+from train_ddp import BATCH_SIZE
 
 from swift_rendezvous.store.private_etcd import PrivateEtcd
 
@@ -91,12 +93,14 @@ class Gated:
             file.close()
 
 
-def measure(state_mb: float, seconds: float, block_s: float, num_workers: int, launches: int) -> dict[str, Any]:
+def measure(
+    state_mb: float, seconds: float, block_s: float, num_workers: int, launches: int, script_args: Sequence[str] = ()
+) -> dict[str, Any]:
     """Blocks of iterations of about *block_s* in turn for about *seconds*, over that many launches of both jobs."""
     samples = Samples()
     for _ in range(launches):
         with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
-            args = ["--state-mb", str(state_mb), "--iterations", str(10**9), "--gate"]
+            args = ["--state-mb", str(state_mb), "--iterations", str(10**9), "--gate", *script_args]
             torchrun = Torchrun(Path(name), args, num_workers=num_workers)
             swift = SwiftRun(Path(name), args, etcd.config, num_workers=num_workers)
             peer, ours = Gated(torchrun), Gated(swift)
@@ -215,13 +219,18 @@ def main() -> int:
     parser.add_argument("--block-s", type=float, default=0.1, help="length of a turn, about; default: 0.1")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // NUM_NODES),
                         help="per node, of two nodes; default: one worker per core")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="cuda: over NCCL, of version 2.31 or newer where workers share a GPU")
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="samples of an iteration on each rank")
     args = parser.parse_args()
+    script_args = ("--device", args.device, "--batch-size", str(args.batch_size))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seconds = args.seconds or (20.0 if args.quick else 120.0)
     cases = []
     try:
         for state_mb in args.state_mb[:1] if args.quick else args.state_mb:
-            cases.append(measure(state_mb, seconds, args.block_s, args.workers, 1 if args.quick else args.launches))
+            launches = 1 if args.quick else args.launches
+            cases.append(measure(state_mb, seconds, args.block_s, args.workers, launches, script_args))
             if not args.json:
                 print(report(cases[-1]), flush=True)
     except Failed as error:

@@ -15,13 +15,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 from _common import NUM_WORKERS, Failed, Job, SwiftRun, Torchrun, machine, same_weights
-from train_ddp import CHECKPOINT_EVERY, HOLD_AT
+from train_ddp import BATCH_SIZE, CHECKPOINT_EVERY, HOLD_AT
 
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.private_etcd import PrivateEtcd
@@ -106,10 +107,11 @@ def run_job(job: Job, what: str, num_kills: int, measured: Measured, reference: 
 
 
 def run_case(
-    what: str, state_mb: float, num_kills: int, per_job: int, num_workers: int, etcd: EtcdConfig, directory: Path
+    what: str, state_mb: float, num_kills: int, per_job: int, num_workers: int, etcd: EtcdConfig, directory: Path,
+    script_args: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One fault and one size of state under both launchers, alternating."""
-    args = ["--state-mb", str(state_mb), "--iterations", str(CHECKPOINT_EVERY * (per_job + 1) + 10)]
+    args = ["--state-mb", str(state_mb), "--iterations", str(CHECKPOINT_EVERY * (per_job + 1) + 10), *script_args]
     tell(f"{what} kill, {state_mb:g} MB of state: undisturbed run")
     with SwiftRun(directory, args, etcd, 0, num_workers) as undisturbed:
         undisturbed.go()
@@ -169,7 +171,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, help="per case and launcher; default: 6 of a worker, 3 of a node")
     parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="per node, of two nodes")
     parser.add_argument("--what", choices=("worker", "node"), nargs="+", default=["worker", "node"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="cuda: over NCCL, of version 2.31 or newer where workers share a GPU")
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="samples of an iteration on each rank")
     args = parser.parse_args()
+    script_args = ("--device", args.device, "--batch-size", str(args.batch_size))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     wanted = [(what, size) for what in args.what for size in args.state_mb]
     if args.quick:
@@ -180,7 +186,8 @@ def main() -> int:
             for what, size in wanted:
                 kills = args.kills or (1 if args.quick else 6 if what == "worker" else 3)
                 per_job = min(kills, 2) if what == "worker" else 1
-                cases.append(run_case(what, size, kills, per_job, args.workers, etcd.config, Path(name)))
+                where = (args.workers, etcd.config, Path(name))
+                cases.append(run_case(what, size, kills, per_job, *where, script_args))
                 if not args.json:
                     print(report(cases[-1]), flush=True)
     except Failed as error:

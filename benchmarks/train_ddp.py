@@ -28,21 +28,26 @@ BYTES_PER_PARAMETER = 12  # float32, with AdamW's two moments
 class Trainer:
     """Model, optimizer and one update; `step(t)` depends on the state, the rank and *t* alone."""
 
-    def __init__(self, state_mb: float, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, state_mb: float, rank: int, device: torch.device, batch_size: int = BATCH_SIZE) -> None:
+        self.rank, self._device, self._batch_size = rank, device, batch_size
         self.width = max(8, int((state_mb * 1e6 / BYTES_PER_PARAMETER / NUM_LAYERS) ** 0.5))
         torch.manual_seed(0)
         layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(self.width, self.width), nn.Tanh())]
-        self.model = DistributedDataParallel(nn.Sequential(*layers))
+        self.model = DistributedDataParallel(nn.Sequential(*layers).to(device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self, iteration: int) -> None:
         data = torch.Generator().manual_seed(iteration * 1009 + self.rank)
-        batch = torch.randn(BATCH_SIZE, self.width, generator=data)
+        batch = torch.randn(self._batch_size, self.width, generator=data).to(self._device)
         loss = (self.model(batch) - batch.roll(1, 1)).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def synchronize(self) -> None:
+        """Until the device has done what was launched."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class Log:
@@ -65,7 +70,8 @@ def hold(iteration: int, directory: Path) -> None:
 class Gate:
     """Lets the parent say how many iterations to run next; see `overhead.py`. Each rank has a pair of FIFOs."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
         self._orders = open(directory / f"orders{rank}")  # noqa: SIM115  # open until the process ends
         self._answers = open(directory / f"answers{rank}", "w", buffering=1)  # noqa: SIM115
         self._left = self._count = 0
@@ -75,6 +81,7 @@ class Gate:
         """Between iterations: answer for a block that is done, and wait for the next. True when there is none."""
         if self._left == 0:
             if self._count:
+                self._synchronize()
                 print(time.perf_counter() - self._began_s, self.inside_s, file=self._answers)
             self._left = self._count = int(self._orders.readline())
             if self._count == 0:
@@ -93,15 +100,17 @@ class Gate:
 
 
 def train_plain(args: argparse.Namespace) -> None:
-    dist.init_process_group("gloo")
+    device = device_of(args)
+    dist.init_process_group(backend_of(args))
     rank = dist.get_rank()
-    trainer, log = Trainer(args.state_mb, rank), Log(args.log_to, rank)
-    gate = Gate(args.log_to, rank) if args.gate else None
+    trainer = Trainer(args.state_mb, rank, device, args.batch_size)
+    log = Log(args.log_to, trainer.rank)
+    gate = Gate(args.log_to, trainer.rank, trainer.synchronize) if args.gate else None
     step = gate.timed(trainer.step) if gate else trainer.step
     path = args.log_to / "checkpoint.pt"
     first = 0
     if path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True, map_location=device)
         trainer.model.module.load_state_dict(saved["model"])
         trainer.optimizer.load_state_dict(saved["optimizer"])
         first = saved["iteration"]
@@ -111,6 +120,8 @@ def train_plain(args: argparse.Namespace) -> None:
         elif gate.closed():
             break
         step(iteration)
+        if gate is None:
+            trainer.synchronize()
         log.ended(iteration)
         if gate is None and rank == 0 and (iteration + 1) % CHECKPOINT_EVERY == 0:
             saved = {"model": trainer.model.module.state_dict(), "optimizer": trainer.optimizer.state_dict(),
@@ -123,9 +134,10 @@ def train_plain(args: argparse.Namespace) -> None:
 def train_swift(args: argparse.Namespace) -> None:
     import swift_agent as swift
 
-    job = swift.init("gloo")
-    trainer, log = Trainer(args.state_mb, job.rank), Log(args.log_to, job.rank)
-    gate = Gate(args.log_to, job.rank) if args.gate else None
+    job = swift.init(backend_of(args))
+    trainer = Trainer(args.state_mb, job.rank, device_of(args), args.batch_size)
+    log = Log(args.log_to, trainer.rank)
+    gate = Gate(args.log_to, trainer.rank, trainer.synchronize) if args.gate else None
     job.track(model=trainer.model, optimizer=trainer.optimizer, overlap_update=args.overlap, exact=args.exact)
     step = job.iteration(gate.timed(trainer.step) if gate else trainer.step)
     for iteration in job.iterations(args.iterations):
@@ -134,8 +146,23 @@ def train_swift(args: argparse.Namespace) -> None:
         elif gate.closed():
             break
         step(iteration)
+        if gate is None:
+            trainer.synchronize()
         log.ended(iteration)
     finish(trainer, args)
+
+
+def backend_of(args: argparse.Namespace) -> str:
+    return "nccl" if args.device == "cuda" else "gloo"
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """Workers take turns in taking the GPUs of their machine."""
+    if args.device != "cuda":
+        return torch.device(args.device)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def finish(trainer: Trainer, args: argparse.Namespace) -> None:
@@ -148,6 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="as a script that does not know swift-agent")
     parser.add_argument("--state-mb", type=float, default=5.0, help="parameters and optimizer state, in 10^6 bytes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="samples of an iteration on each rank")
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--gate", action="store_true", help="run in blocks, as told through FIFOs in that directory")

@@ -49,6 +49,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All others of the tests train on CPUs, on machines with a GPU too, where `swift.init()` would take NCCL."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time. The
@@ -74,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long") or tiers.is_full(item.nodeid):
             item.add_marker("full")
+        if item.get_closest_marker("gpu") and config.option.markexpr != "gpu":
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
     if not any("::" in arg for arg in config.args) and (wrong := tiers.unknown(item.nodeid for item in items)):
         raise pytest.UsageError("tests/tiers.py names what is no test: " + ", ".join(wrong))
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 Layer = Literal["schedules", "log"]
 # The layers between a script and torch, from the script's side on: what a schedule is served is no message, so it must
@@ -28,7 +29,8 @@ def intercept_messages(
 ) -> None:
     """From now on Python's point-to-point operations of all groups are `send(original, group, tensors, dst, tag)`,
     `recv(original, group, tensors, src, tag)` and `recv_from_any(original, group, tensors, tag)`; ranks are the
-    group's. `original` is the next one in the order of `LAYERS`, torch last, whichever of them was there first. C++
+    group's. `original` is the next one in the order of `LAYERS`, torch last, whichever of them was there first. In a
+    batch that a backend makes at once, as NCCL does, torch returns None: only the batch has a work. C++
     callers are not affected."""
     for name, wrapper in (("send", send), ("recv", recv), ("recv_anysource", recv_from_any)):
         there = getattr(dist.ProcessGroup, name)
@@ -149,6 +151,38 @@ def plain_messages() -> Iterator[None]:
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     # What a class gives of a compiled method is no method of another class, nor of the same one.
     return lambda group, *args, **named: function(group, *args, **named)
+
+
+_cut_batches: list[str] = []
+
+
+def mend_batches() -> None:
+    """From now on a batch of operations (`batch_isend_irecv`, `_coalescing_manager`) that raises is over. Torch goes on
+    as if it were not: from then on it only notes all-reduces, all-gathers and reduce-scatters of its group, for a batch
+    that never ends."""
+    original = c10d._coalescing_manager
+
+    @contextlib.contextmanager
+    @functools.wraps(original)
+    def mended(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        group, has_begun = group or dist.group.WORLD, False
+        try:
+            with original(group, device, async_ops) as batch:
+                has_begun = True
+                yield batch
+        except BaseException:
+            c10d._world.pg_coalesce_state.pop(group, None)
+            if has_begun and device is not None:
+                _cut_batches.append(group.group_name)
+            raise
+
+    c10d._coalescing_manager = mended
+
+
+def batch_was_cut() -> bool:
+    """Whether an exception has left a batch that a backend makes at once, as NCCL does. NCCL holds back what its thread
+    begins from then on, and to end the batch would use what an abort has freed."""
+    return bool(_cut_batches)
 
 
 _symmetric_memory_is_used = False

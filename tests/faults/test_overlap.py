@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def test_who_received_an_update_passes_it_on_with_what_is_small(run: Run, of_pla
     text = outcome.text()
     assert lost(outcome) == {2, 3}, text
     assert "ranks [0, 1] take over the state of iteration 5 from ranks [2]" in text
-    assert "ranks [2] are new and get the state of iteration 5 from ranks [0]" in text
+    # Rank 3, too, where rank 2 was lost before that had all of it.
+    assert re.search(r"ranks \[2(, 3)?\] are new and get the state of iteration 5 from ranks \[0", text), text
     assert outcome.hashes == {of_plain_ddp("sgd")}, text
 
 

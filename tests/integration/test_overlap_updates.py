@@ -130,7 +130,7 @@ def test_ways_to_train(make_job: MakeJob, variant: str) -> None:  # noqa: F811
         assert found == dict.fromkeys(names, True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: updates in the backward on one were not run")
+@pytest.mark.gpu
 def test_on_a_gpu(make_job: MakeJob) -> None:  # noqa: F811
     job = make_job("native", 1)
     job.open_generation(1)

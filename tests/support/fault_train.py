@@ -6,8 +6,9 @@ dies after that, or (scope "wait") waits for the file `go.{index}`. After each i
 is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints` or in "store"; if
 "patient" the iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file
 `free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`.
-"timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends, if that
-is sooner: a whole number of epochs, far ahead when the file is made.
+"timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends,
+if that is sooner: a whole number of epochs, far ahead when the file is made. With "device" and "backend" it trains on a
+GPU.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.
@@ -42,6 +43,7 @@ ORDERS = json.loads(os.environ["FAULT_ORDERS"])
 DIR = Path(ORDERS["dir"])
 RANK = int(os.environ["RANK"])
 ITERATIONS = ORDERS.get("iterations", 12)
+DEVICE = torch.device(ORDERS.get("device", "cpu"))
 now = {"iteration": -1}
 STRETCHED = ("forward", "backward", "before_step", "after_step", "between")
 # Not the generator of the module `random`, which belongs to the job's state.
@@ -298,9 +300,14 @@ def until_it_counts(job: swift.Job) -> None:
             return
 
 
+def init() -> swift.Job:
+    limit = timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None
+    return swift.init(ORDERS.get("backend"), timeout=limit)
+
+
 def build(job: swift.Job) -> None:
     torch.manual_seed(7)
-    net = Net()
+    net = Net().to(DEVICE)
     # Small buckets, so that a backward has several all-reduces.
     alone = ORDERS.get("model") == "alone"  # each rank trains a model of its own: there is one copy of each
     model = net if alone else DistributedDataParallel(net, bucket_cap_mb=0.01)
@@ -327,6 +334,7 @@ def build(job: swift.Job) -> None:
         now["iteration"] = job.iteration_number
         print(job.iteration_number, os.getpid(), file=calls)
         until_it_counts(job)
+        x, y = x.to(DEVICE), y.to(DEVICE)
         if kind == "accumulate":
             with model.no_sync():
                 F.cross_entropy(model(x[:4]), y[:4]).backward()
@@ -350,9 +358,13 @@ def build(job: swift.Job) -> None:
         fault("evaluate")
         net.eval()
         with torch.no_grad():
-            right = torch.tensor([float((model(x).argmax(1) == y).sum()) for x, y in loader][:2]).sum()
+            found = [float((model(x.to(DEVICE)).argmax(1) == y.to(DEVICE)).sum()) for x, y in loader]
+            right = torch.tensor(found[:2], device=DEVICE).sum()
         net.train()
         dist.all_reduce(right)
+        if DEVICE.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            now["gpu_bytes"] = total - free
         fault("evaluated")
         return float(right)
 
@@ -379,7 +391,7 @@ def whole(tensor: Any) -> Any:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Of any dtype."""
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def leave_result(
@@ -399,6 +411,7 @@ def leave_result(
         "pid": os.getpid(),
         "iterations": job.iteration_number,
         "hash": digest.hexdigest(),
+        "gpu_bytes": now.get("gpu_bytes"),  # of all processes on that GPU, in the last evaluation
         "num_threads": int(status.split("Threads:")[1].split()[0]),
         "num_files": len(os.listdir("/proc/self/fd")),
         "rss_kb": int(status.split("VmRSS:")[1].split()[0]),
@@ -412,5 +425,5 @@ if __name__ == "__main__":
         print(os.getpid(), file=stream)
     torch.set_num_threads(1)
     arm_private_places()
-    build(swift.init(timeout=timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None))
+    build(init())
     sys.exit(0)

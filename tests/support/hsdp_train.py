@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import swift_agent as swift
 from tests.support.fault_train import (
+    DEVICE,
     DIR,
     ITERATIONS,
     ORDERS,
@@ -21,6 +21,7 @@ from tests.support.fault_train import (
     arm_agreement,
     arm_private_places,
     fault,
+    init,
     leave_result,
     now,
     take_checkpoints,
@@ -50,11 +51,11 @@ def main() -> None:
     torch.set_num_threads(1)
     arm_private_places()
     arm_agreement()
-    job = swift.init()
+    job = init()
     torch.manual_seed(7)
-    net = nn.Sequential(*(Block(number) for number in range(3)), nn.Linear(31, 4))
+    net = nn.Sequential(*(Block(number) for number in range(3)), nn.Linear(31, 4)).to(DEVICE)
     sizes, names = ((2, 2), ("replicate", "shard")) if ORDERS.get("model") == "hsdp" else ((4,), ("shard",))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
     for block in net:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -68,7 +69,7 @@ def main() -> None:
         now["iteration"] = job.iteration_number
         (DIR / f"begun.{RANK}").touch()
         until_it_counts(job)
-        loss = F.cross_entropy(net(x), y)
+        loss = F.cross_entropy(net(x.to(DEVICE)), y.to(DEVICE))
         loss.backward()
         update([optimizer])
         optimizer.zero_grad()
@@ -78,7 +79,7 @@ def main() -> None:
     @job.resilient
     def evaluate(x: torch.Tensor) -> None:
         with torch.no_grad():
-            net(x)  # FSDP leaves whole parameters behind
+            net(x.to(DEVICE))  # FSDP leaves whole parameters behind
 
     for number in job.iterations(ITERATIONS):
         generator = torch.Generator().manual_seed(100 * number + RANK)

@@ -1,13 +1,13 @@
 """The training script of test_overlap: updates overlap the backward, and ranks die between two chosen buckets of one.
 
-Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "noise", "sets",
-"faults": [{"iteration", "victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In that
-iteration the victim kills itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the backward;
-`AGREED`: when all are through), once every other rank has updated all earlier ones but its refused ones, and ranks that
-hold another part of the model than it have updated all; the refused ones a rank finds stopped. *sets*: ranks 0 and 2
-hold one half of each layer, as tensor parallelism splits it, and 1 and 3 the other. *then*: that rank kills itself in
-the recovery, after it has undone what it had to, or has got the first parameters from another rank. *verify*: that
-rank kills itself when all have the state again. *noise*: a replacement sees other data in the iteration that is
+Orders, as JSON in $FAULT_ORDERS: {"dir", "optimizer", "overlap", "exact", "iterations", "noise", "sets", "device",
+"backend", "faults": [{"iteration", "victim", "bucket", "refused": {rank: buckets}, "then": rank, "verify": rank}]}. In
+that iteration the victim kills itself when it is about to reduce its bucket number *bucket* (`BUCKETS`: after the
+backward; `AGREED`: when all are through), once every other rank has updated all earlier ones but its refused ones, and
+ranks that hold another part of the model than it have updated all; the refused ones a rank finds stopped. *sets*: ranks
+0 and 2 hold one half of each layer, as tensor parallelism splits it, and 1 and 3 the other. *then*: that rank kills
+itself in the recovery, after it has undone what it had to, or has got the first parameters from another rank. *verify*:
+that rank kills itself when all have the state again. *noise*: a replacement sees other data in the iteration that is
 repeated.
 
 Leaves `result.{rank}.json`: hash of the state at the end, pid, iterations, and for each fault, on a survivor,
@@ -41,6 +41,7 @@ from tests.support.split_layers import Sum
 ORDERS = json.loads(os.environ["FAULT_ORDERS"])
 DIR = Path(ORDERS["dir"])
 RANK = int(os.environ["RANK"])
+DEVICE = torch.device(ORDERS.get("device", "cpu"))
 BUCKETS, STEPS = 3, 5  # of a backward; between changes of the learning rate
 AGREED = BUCKETS + 1
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
@@ -154,7 +155,7 @@ class Part(nn.Module):
 
 def split(net: nn.Module) -> tuple[nn.Module, DeviceMesh]:
     """Each rank holds its half of *net*, and the other dimension of the mesh is data parallel."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "model"))
     return nn.Sequential(Part(16, 64, mesh), nn.Tanh(), Part(64, 64, mesh), nn.Tanh(), Part(64, 4, mesh)), mesh
 
 
@@ -178,7 +179,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if ORDERS["overlap"]:
         arm()
-    job = swift.init()
+    job = swift.init(ORDERS.get("backend"))
     torch.manual_seed(7)
     net = nn.Sequential(
         nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1),
@@ -186,9 +187,10 @@ def main() -> None:
     )  # fmt: skip
     if ORDERS.get("sets"):
         net, mesh = split(net)
+        net.to(DEVICE)
         model = DistributedDataParallel(net, bucket_cap_mb=0.0004, process_group=mesh["data"].get_group())
     else:
-        model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+        model = DistributedDataParallel(net.to(DEVICE), bucket_cap_mb=0.01)
     optimizers = make_optimizers(net)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, STEPS, 0.8) for optimizer in optimizers]
     job.track(
@@ -207,7 +209,7 @@ def main() -> None:
             x = x + torch.arange(16.0)  # in here: what an iteration is given is watched
         again = before.get(iteration)
         before[iteration] = again or values
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE))
         loss.backward()
         die_if_due(BUCKETS)
         for optimizer in optimizers:
@@ -237,11 +239,11 @@ def main() -> None:
         assert torch.isfinite(train(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long()))
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
+        digest.update(name.encode() + tensor.cpu().numpy().tobytes())
     for optimizer in optimizers:
         for state in optimizer.state_dict()["state"].values():
             for key in sorted(state):
-                digest.update(torch.as_tensor(state[key]).numpy().tobytes())
+                digest.update(torch.as_tensor(state[key]).cpu().numpy().tobytes())
     result = {
         "rank": RANK, "pid": os.getpid(), "iterations": job.iteration_number, "hash": digest.hexdigest(),
         "found": {str(iteration): values for iteration, values in found.items()},

@@ -33,6 +33,7 @@ import swift_agent as swift
 from swift_agent.worker.loop import recovery
 from swift_agent.worker.rejoin import rejoin, replays
 from tests.support.fault_train import (
+    DEVICE,
     DIR,
     ITERATIONS,
     ORDERS,
@@ -40,6 +41,7 @@ from tests.support.fault_train import (
     arm_agreement,
     arm_private_places,
     fault,
+    init,
     leave_result,
     now,
     take_checkpoints,
@@ -171,7 +173,7 @@ class ByHand:
             if x is not None:
                 inputs.append(x.chunk(MICRO_BATCHES)[number])
             else:
-                received = torch.empty(BATCH // MICRO_BATCHES, LENGTH, WIDTH)
+                received = torch.empty(BATCH // MICRO_BATCHES, LENGTH, WIDTH, device=DEVICE)
                 dist.recv(received, self._rank - self._width, tag=1)
                 inputs.append(received.requires_grad_())
             outputs.append(self._block(inputs[-1]))
@@ -314,7 +316,7 @@ def main() -> None:
     arm_agreement()
     if "connect_s" in ORDERS:
         rejoin.CONNECT_TIMEOUT = timedelta(seconds=ORDERS["connect_s"])
-    job = swift.init(timeout=timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None)
+    job = init()
     name = ORDERS.get("schedule", "Schedule1F1B")
     indices = stages_of(RANK, job.world_size, name)
     last = len(indices) * job.world_size - 1
@@ -333,11 +335,11 @@ def main() -> None:
             if name in BY_HAND:
                 stages.append(SimpleNamespace(submod=half))  # type: ignore[arg-type]
             else:
-                stages.append(PipelineStage(half, index, last + 1, torch.device("cpu"), group=columns[RANK % 2]))
+                stages.append(PipelineStage(half, index, last + 1, DEVICE, group=columns[RANK % 2]))
             continue
-        stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, torch.device("cpu")))
+        stages.append(PipelineStage(Block(index == 0, index == last), index, last + 1, DEVICE))
     blocks = nn.ModuleList(stage.submod for stage in stages)
-    blocks.to(getattr(torch, ORDERS.get("dtype", "float32")))
+    blocks.to(DEVICE, getattr(torch, ORDERS.get("dtype", "float32")))
     if name in BY_HAND:
         schedule: Any = ByHand(stages[0].submod, RANK, job.world_size, BY_HAND[name])  # type: ignore[arg-type]
     else:
@@ -365,7 +367,7 @@ def main() -> None:
             if ORDERS.get("section") == "communicates":
                 dist.all_reduce(size)
             if ORDERS.get("section") == "messages":
-                x = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+                x = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=DEVICE)
                 schedule.eval(*([x] if 0 in indices else []), target=x if last in indices else None, losses=[])
             return size.item()
 
@@ -379,6 +381,7 @@ def main() -> None:
                 lives = len((DIR / f"pids.{RANK}").read_text().splitlines())
                 with torch.no_grad():
                     blocks[0].layer.linear1.weight.mul_(1.001 if lives == 2 else 1.0)
+            x, y = x.to(DEVICE), y.to(DEVICE)
             found: list[Tensor] = []
             for block in blocks:
                 block.calls = 0

@@ -57,8 +57,6 @@ class ProcessGroups:
         self._why: str | None = None  # set while stopped
         self._stops: list[Stop] = []  # not known to be quiet yet
 
-    # ------------------------------------------------------------------------------------------------ state
-
     @property
     def generation(self) -> int:
         """Of the last `rebuild`, 0 before the first."""
@@ -106,8 +104,6 @@ class ProcessGroups:
         why = self._why
         if why is not None:
             raise GroupsAborted(why)
-
-    # ------------------------------------------------------------------------------------------------ stop
 
     def abort(self, why: str, generation: int | None = None) -> None:
         """Stop all groups: who is blocked in a collective gets an exception (or, with NCCL, goes on) within
@@ -187,6 +183,8 @@ class ProcessGroups:
                 raise ValueError(f"rebuild of generation {generation} after {self._generation}: it must grow")
             if self.swaps_left == 0:
                 raise WornOut("process groups cannot be exchanged again in this process: it must be replaced")
+            if torch_messages.batch_was_cut():
+                raise WornOut("a batch of messages on NCCL was cut while it was begun: this process must be replaced")
             self._generation = generation
             self._why = self._why or "not connected yet"
             self._groups = [group for group in self._groups if torch_private.is_registered(group.pg)]
@@ -396,5 +394,6 @@ def install() -> ProcessGroups:
     torch_private.wrap_split_group(split_group)
     torch_private.have_fakes_pass_monitored_barriers()
     torch_messages.watch_symmetric_memory()
+    torch_messages.mend_batches()
     logger.info("process groups are exchanged %s", "natively" if library else "in Python (native backend not built)")
     return _installed

@@ -123,7 +123,8 @@ class Interception:
         if self._counts.is_had(channel, number):
             return torch_works.finished_work()
         try:
-            return Send(self._owner, original(group, tensors, dst, tag))
+            inner = original(group, tensors, dst, tag)
+            return inner if inner is None else Send(self._owner, inner)  # None: only its batch has a work
         except Exception as error:
             cut = error
         try:
@@ -183,7 +184,12 @@ class Interception:
         except Exception as error:
             cut = error
         else:
-            return work
+            if work.inner is not None:
+                return work
+            # Only its batch has a work, on NCCL: nobody stays in such an iteration, so it is not waited for here.
+            queue.pop()
+            self._counts.receive(channel)
+            return None
         try:
             self._owner.stay(cut)
         finally:

@@ -518,6 +518,38 @@ def test_what_a_schedule_is_served_is_not_logged(
     assert dist.isend(torch.zeros(2), 0).wait() and seen == ["schedules", "schedules", "log"]  # type: ignore[union-attr]
 
 
+def test_a_batch_that_raises_is_over(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would only note the all-reduce, and return."""
+    monkeypatch.setattr(c10d, "_coalescing_manager", c10d._coalescing_manager)
+    monkeypatch.setattr(torch_messages, "_cut_batches", [])
+    torch_messages.mend_batches()
+    with pytest.raises(RuntimeError, match="cut"), c10d._coalescing_manager():
+        dist.all_reduce(torch.zeros(1))
+        raise RuntimeError("cut")
+    assert dist.all_reduce(torch.zeros(1), async_op=True) is not None, "it was made"
+    with c10d._coalescing_manager(async_ops=True) as batch:
+        dist.all_reduce(torch.zeros(1))
+    assert len(batch.works) == 1 and not torch_messages.batch_was_cut()
+
+
+@pytest.mark.parametrize("place", ["begin", "body", "end"])
+def test_of_a_batch_that_a_backend_makes_at_once(place: str, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What raises when such a batch has begun leaves the backend within it."""
+    def check(at: str) -> None:
+        if at == place:
+            raise RuntimeError("cut")
+
+    monkeypatch.setattr(c10d, "_coalescing_manager", c10d._coalescing_manager)
+    monkeypatch.setattr(torch_messages, "_cut_batches", [])
+    monkeypatch.setattr(dist.ProcessGroup, "_start_coalescing", lambda group, device: check("begin"))
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda group, device: check("end"))
+    torch_messages.mend_batches()
+    with pytest.raises(RuntimeError, match="cut"), c10d._coalescing_manager(None, torch.device("cpu"), True):
+        check("body")
+    assert dist.group.WORLD not in c10d._world.pg_coalesce_state
+    assert torch_messages.batch_was_cut() == (place != "begin")
+
+
 def test_collectives_that_give_all_the_same(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that Python calls, by name, with what they fill; and nothing else."""
     for name in torch_messages.ALIKE:

@@ -88,7 +88,7 @@ def test_a_log_with_a_small_ring_has_all_messages(tmp_path: Path) -> None:
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: logging of its tensors was not run")
+@pytest.mark.gpu
 def test_messages_of_a_gpu(tmp_path: Path) -> None:
     expected, found = written_and_read(tmp_path, "cuda")
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))

@@ -857,3 +857,29 @@ def test_a_message_that_nobody_has_received_is_noticed(make: Callable[[int], Mes
     receiver.rewind()
     with receiver.aside():
         receiver.rejoin(others, (), 1, 2)
+
+
+def test_of_a_batch_that_nccl_makes_at_once_only_the_batch_has_a_work(
+    make: Callable[[int], Messages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's operations return None there. They count, and a receive after them is waited for as any other."""
+    waited: list[int] = []
+
+    class Work(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            waited.append(1)
+            return True
+
+    in_batch = True
+    rank = make(2)
+    for name in ("send", "recv"):
+        monkeypatch.setattr(dist.ProcessGroup, name, lambda *its: None if in_batch else Work())
+    rank._its.install()
+    rank.begin(0, generation=1)
+    assert dist.isend(SENT, 1) is None and dist.irecv(torch.zeros_like(SENT), 1) is None
+    in_batch = False
+    assert dist.irecv(torch.zeros_like(SENT), 1).wait() and waited == [1]  # type: ignore[union-attr]
+    assert dist.isend(SENT, 1).wait() and waited == [1, 1]  # type: ignore[union-attr]
+    rank.end()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    assert rank.counts() == {"sent": [[name, 2, 1, 0, 2]], "received": [[name, 1, 2, 0, 2]]}
