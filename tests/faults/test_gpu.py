@@ -110,6 +110,16 @@ def test_a_node_of_ddp(backend: str, run: Run, undisturbed_on_gpus: Callable[...
     assert_recovered(outcome, undisturbed_on_gpus(backend)[0], {0, 1})
 
 
+@pytest.mark.parametrize(("at", "victim"), [("transfer", 0), ("transfer", 2), ("verify", 2)])
+def test_another_loss_in_the_recovery(
+    at: str, victim: int, run: Run, undisturbed_on_gpus: Callable[..., dict[int, str]]
+) -> None:
+    """Of the source, or of who only takes part, while communicators are made."""
+    faults = [*faults_at(("backward", 5, 1)), {"at": at, "rank": victim, "scope": "worker", "after": 0}]
+    outcome = run("nccl", orders={"faults": faults})
+    assert_recovered(outcome, undisturbed_on_gpus("nccl")[0], {1, victim}, num_faults=2)
+
+
 def test_shards_with_replicas(run: Run, undisturbed_on_gpus: Callable[..., dict[int, str]]) -> None:
     faults = faults_at(("forward", 0, 1), ("backward", 3, 2), ("before_step", 5, 0), ("after_step", 8, 3))
     outcome = run("nccl", "hsdp", orders={"faults": faults, "model": "hsdp"})

@@ -9,11 +9,12 @@ anything that has not been planned, and must never leave a transfer open behind 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -66,7 +67,11 @@ class Link(Protocol):
 
 
 class GroupLink:
-    """:class:`Link` to *peer*, a rank within *group*, by point-to-point messages of one *tag*."""
+    """:class:`Link` to *peer*, a rank within *group*, by point-to-point messages of one *tag*.
+
+    Over NCCL the group has to have made a collective before, by all its ranks: messages then go over the communicator
+    of that. Without a batch torch would make one for each two ranks, which takes as long again.
+    """
 
     def __init__(self, group: ProcessGroup, peer: int, device: torch.device | None = None, tag: int = 0) -> None:
         self._group, self._peer, self._tag = group, peer, tag
@@ -77,11 +82,14 @@ class GroupLink:
         return self._device
 
     def send(self, tensor: Tensor) -> Pending:
-        work: Pending = self._group.send([tensor], self._peer, self._tag)
-        return work
+        return self._begin(dist.isend, tensor)
 
     def recv(self, tensor: Tensor) -> Pending:
-        work: Pending = self._group.recv([tensor], self._peer, self._tag)
+        return self._begin(dist.irecv, tensor)
+
+    def _begin(self, operation: Callable[..., Any], tensor: Tensor) -> Pending:
+        one = dist.P2POp(operation, tensor, group=self._group, tag=self._tag, group_peer=self._peer)
+        (work,) = dist.batch_isend_irecv([one])
         return work
 
     def send_bytes(self, data: bytes) -> None:
