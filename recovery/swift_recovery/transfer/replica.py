@@ -9,12 +9,11 @@ anything that has not been planned, and must never leave a transfer open behind 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -67,11 +66,7 @@ class Link(Protocol):
 
 
 class GroupLink:
-    """:class:`Link` to *peer*, a rank within *group*, by point-to-point messages of one *tag*.
-
-    Over NCCL the group has to have made a collective before, by all its ranks: messages then go over the communicator
-    of that. Without a batch torch would make one for each two ranks, which takes as long again.
-    """
+    """:class:`Link` to *peer*, a rank within *group*, by point-to-point messages of one *tag*."""
 
     def __init__(self, group: ProcessGroup, peer: int, device: torch.device | None = None, tag: int = 0) -> None:
         self._group, self._peer, self._tag = group, peer, tag
@@ -82,14 +77,11 @@ class GroupLink:
         return self._device
 
     def send(self, tensor: Tensor) -> Pending:
-        return self._begin(dist.isend, tensor)
+        work: Pending = self._group.send([tensor], self._peer, self._tag)
+        return work
 
     def recv(self, tensor: Tensor) -> Pending:
-        return self._begin(dist.irecv, tensor)
-
-    def _begin(self, operation: Callable[..., Any], tensor: Tensor) -> Pending:
-        one = dist.P2POp(operation, tensor, group=self._group, tag=self._tag, group_peer=self._peer)
-        (work,) = dist.batch_isend_irecv([one])
+        work: Pending = self._group.recv([tensor], self._peer, self._tag)
         return work
 
     def send_bytes(self, data: bytes) -> None:

@@ -29,12 +29,6 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
     return [[int(value) for value in one.tolist()] for one in everyone]
 
 
-def connect() -> None:
-    """Return when all ranks have called this, with a communicator of all of them: NCCL makes it with a collective."""
-    if _wire_device().type != "cpu":
-        all_gather_ints([0])
-
-
 def agree() -> None:
     """Return when all ranks of the default group have called this; as a part of training, in its order."""
     dist.all_reduce(torch.zeros(1, device=_wire_device()))

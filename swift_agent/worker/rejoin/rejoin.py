@@ -28,7 +28,6 @@ from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, Swif
 from swift_agent.torch_private.ddp import Layout
 from swift_agent.wire import messages as msg
 from swift_agent.wire.store_client import StoreClient
-from swift_agent.worker.groups import transfer
 from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed, WornOut
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
@@ -128,7 +127,6 @@ class Rejoin:
         # Who repeats iterations by itself does so to their end first, and set-up may take long.
         note = self._supervisor.note
         self._groups.rebuild(go.session_store, go.generation, CONNECT_TIMEOUT, go.token, meets=note)
-        transfer.connect()
         if self._witnesses is not None:
             self._witnesses.enter(self._groups.store, asks=place.status == "empty")
         clock.mark("regroup")
@@ -274,6 +272,7 @@ class Rejoin:
     def _link(self, peer: int) -> GroupLink:
         group = dist.group.WORLD
         assert group is not None
+        # NCCL makes a communicator for these two. To make that of all ranks first, and send over it, takes longer.
         device = torch.device("cpu") if dist.get_backend() != "nccl" else self._device
         return GroupLink(group, peer, device)
 
