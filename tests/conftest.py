@@ -57,14 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two processes of pytest (make test) one has what starts jobs, in its order and never two jobs at a time. The
-    other, which takes only the time that jobs leave it, has the rest, file by file: first what waits for servers. The
-    one with the jobs helps with these when it has no more."""
+    """With two processes of pytest (make test) one has what starts jobs that compute, in its order and never two at a
+    time. The other has the rest, file by file: first the jobs that wait, then what waits for servers, which takes only
+    the time that jobs leave it. The one with the jobs helps with these when it has no more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTheirNeeds(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if nodeid.startswith(tiers.NO_JOBS) else "jobs"
+            return nodeid.partition("::")[0] if nodeid.startswith((*tiers.WAITING, *tiers.NO_JOBS)) else "jobs"
 
     config.option.loadscopereorder = False  # as they were collected, jobs first
     return ByTheirNeeds(config, log)
