@@ -8,6 +8,7 @@
     swiftctl gc [--yes]                  remove the records of jobs that no node runs               (ctl_steer)
     swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
     swiftctl replay JOURNAL              do today's cores decide as an agent's did?                 (ctl_replay)
+    swiftctl plan PROFILE                what would a lost machine cost, with each way to recover   (plan)
     swiftctl native build                compile the optional native forwarder
 
 Exit codes: 0 done, 1 etcd or a record does not allow it, or there is no such job, 2 a wrong command line. This module
@@ -31,6 +32,7 @@ from rich.text import Text
 from swift_agent.ctl.common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_agent.ctl.doctor import doctor
 from swift_agent.ctl.drain import drain
+from swift_agent.ctl.plan import plan
 from swift_agent.ctl.replay import replay
 from swift_agent.ctl.reports import explain as explaining
 from swift_agent.ctl.reports import jobs
@@ -56,6 +58,7 @@ cli.add_command(drain)
 cli.add_command(gc)
 cli.add_command(doctor)
 cli.add_command(replay)
+cli.add_command(plan)
 
 
 # ---- status --------------------------------------------------------------------------------------------------------

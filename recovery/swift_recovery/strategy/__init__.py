@@ -1,0 +1,1 @@
+"""What a failure would cost, with each way to recover. Pure."""

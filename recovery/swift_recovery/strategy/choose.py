@@ -1,0 +1,123 @@
+"""What a lost machine costs with each way to bring its state back, and which way is taken. Pure.
+
+A prediction counts what a recovery does one after the other: the replacement's start, the state or the checkpoint, and
+the iterations that are repeated: half of those between two checkpoints, on average (SWIFT, sections 3 and 5.4).
+It must never call a way possible that would lose an iteration for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swift_recovery.strategy.grouping import Chain, Groups, alone, optimal
+from swift_recovery.strategy.profile import Profile, pipelined_s
+
+Name = Literal["replica", "log", "log+parallel", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way: *impossible*: why, '' if it is possible. *recovery_s*: expected, for one lost machine. *cost*: of an
+    iteration without failures, as a part of its time. *storage_bytes*: at most, on the machine that needs most.
+    *groups*: of machines, where messages are logged between them."""
+
+    name: Name
+    impossible: str
+    recovery_s: float = 0.0
+    cost: float = 0.0
+    storage_bytes: float = 0.0
+    groups: Groups = ()
+
+    def wasted(self, mtbf_s: float) -> float:
+        """The part of the time that is no progress."""
+        return self.cost + self.recovery_s / mtbf_s
+
+
+def ways(profile: Profile, budget_bytes: float | None = None) -> tuple[Way, ...]:
+    """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit."""
+    return (
+        _replica(profile), _log(profile, budget_bytes, helpers=False), _log(profile, budget_bytes, helpers=True),
+        _checkpoint(profile),
+    )  # fmt: skip
+
+
+def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:
+    """Of the possible ones the one that wastes least; of equal ones the first."""
+    return min((way for way in found if not way.impossible), key=lambda way: way.wasted(mtbf_s))
+
+
+def _replica(profile: Profile) -> Way:
+    without = [number for number, machine in enumerate(profile.machines) if not machine.has_replica]
+    if without:
+        return Way("replica", f"no other machine holds what machine {without[0]} does")
+    mean_bytes = sum(machine.state_bytes for machine in profile.machines) / len(profile.machines)
+    # The interrupted iteration is made again: half of it was done.
+    again_s = profile.iteration_s / 2
+    return Way("replica", "", profile.replace_s + mean_bytes / profile.network_bytes_per_s + again_s)
+
+
+def _log(profile: Profile, budget_bytes: float | None, helpers: bool) -> Way:
+    name: Name = "log+parallel" if helpers else "log"
+    if not profile.boundary_bytes:
+        return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
+    chain = chain_of(profile, helpers)
+
+    def repeat(group: range) -> float:
+        return repeat_s(profile, group, helpers)
+
+    groups = alone(chain) if budget_bytes is None else optimal(chain, budget_bytes, repeat)
+    if len(groups) == 1:
+        return Way(name, "the budget for logs allows no two groups: nothing would be logged")
+    num_repeated = profile.checkpoint_every / 2
+    recovery_s = profile.replace_s + profile.load_s
+    for group in groups:
+        likelihood = len(group) / chain.num_machines
+        fetched_s = num_repeated * _crossing_bytes(profile, group) / profile.network_bytes_per_s
+        recovery_s += likelihood * max(num_repeated * repeat(group), fetched_s)
+    sent = [_sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
+    # Copies are made while the pipeline waits; what does not fit there delays it.
+    exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
+    cost = exposed_s / profile.iteration_s + _checkpoints(profile)
+    return Way(name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups)
+
+
+def _checkpoint(profile: Profile) -> Way:
+    recovery_s = profile.restart_s + profile.load_s + profile.checkpoint_every / 2 * profile.iteration_s
+    state_bytes = max(machine.state_bytes for machine in profile.machines)
+    return Way("checkpoint", "", recovery_s, _checkpoints(profile), state_bytes)
+
+
+def _checkpoints(profile: Profile) -> float:
+    return profile.checkpoint_s / (profile.checkpoint_every * profile.iteration_s)
+
+
+def chain_of(profile: Profile, helpers: bool = False) -> Chain:
+    """Its machines as `grouping` takes them."""
+    return Chain(
+        [machine.computation_s for machine in profile.machines], profile.boundary_bytes, profile.network_bytes_per_s,
+        profile.checkpoint_every, helpers,
+    )  # fmt: skip
+
+
+def repeat_s(profile: Profile, group: range, helpers: bool = False) -> float:
+    """Of one iteration by a group that was lost, with all its micro-batches one behind the other and no wait for
+    others; with *helpers*, so many times as the group fits into all machines, each with its share of them."""
+    num_shares = len(profile.machines) // len(group) if helpers else 1
+    micro_batches = profile.micro_batches
+    mine = -(-micro_batches // num_shares)
+    computations_s = [profile.machines[number].computation_s * mine / micro_batches for number in group]
+    return pipelined_s(computations_s, mine)
+
+
+def _crossing_bytes(profile: Profile, group: range) -> float:
+    """What a group gets and sends over its two ends in an iteration; about half of it comes from logs."""
+    ends = [group.start - 1, group.stop - 1]
+    return sum(profile.boundary_bytes[end] for end in ends if 0 <= end < len(profile.boundary_bytes)) / 2
+
+
+def _sent_bytes(profile: Profile, machine: int, groups: Groups) -> float:
+    """What a machine logs in an iteration: about half of what passes each boundary at which a group ends."""
+    (group,) = (group for group in groups if machine in group)
+    ends = [end for end in (machine - 1, machine) if end in (group.start - 1, group.stop - 1)]
+    return sum(profile.boundary_bytes[end] for end in ends if 0 <= end < len(profile.boundary_bytes)) / 2

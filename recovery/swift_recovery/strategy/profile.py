@@ -1,0 +1,174 @@
+"""What a job costs, as a file that people write: its machines, what they compute and send, checkpoints. Pure.
+
+A profile is a JSON object; `FIELDS` and `MACHINE_FIELDS` say what is in it (docs/planning.md). It must never be taken
+in part: all that is wrong with it is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# name -> (least value that is allowed, whether that itself is, default; None: it has to be there)
+FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
+    "micro_batches": (1, True, 1),
+    "iteration_s": (0, False, 0),
+    "network_bytes_per_s": (0, False, None),
+    "log_bytes_per_s": (0, False, 2e9),
+    "gpus_per_machine": (1, True, 1),
+    "checkpoint_every": (1, True, 100),
+    "checkpoint_s": (0, False, 1),
+    "load_s": (0, True, 5),
+    "restart_s": (0, True, 10),
+    "replace_s": (0, True, 2),
+    "machine_mtbf_hours": (0, False, 24 * 60),
+}
+MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
+    "computation_s": (0, False, None),
+    "state_bytes": (0, True, 0),
+}
+_WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """*computation_s*: of one iteration, all its micro-batches together. *state_bytes*: parameters and optimizer state.
+    *has_replica*: another machine holds the same."""
+
+    computation_s: float
+    state_bytes: float = 0.0
+    has_replica: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All times in seconds but *machine_mtbf_hours*, all sizes in bytes.
+
+    - *boundary_bytes*: what machines i and i + 1 of a pipeline send each other in one iteration; () without a pipeline.
+    - *iteration_s*: of all machines together.
+    - *log_bytes_per_s*: to where a machine logs.
+    - *checkpoint_every*: in iterations. *load_s*: of a checkpoint.
+    - *restart_s*: until all workers are up again. *replace_s*: until the replacement of one machine is.
+    """
+
+    name: str
+    machines: tuple[Machine, ...]
+    boundary_bytes: tuple[float, ...]
+    micro_batches: int
+    iteration_s: float
+    network_bytes_per_s: float
+    log_bytes_per_s: float
+    gpus_per_machine: int
+    checkpoint_every: int
+    checkpoint_s: float
+    load_s: float
+    restart_s: float
+    replace_s: float
+    machine_mtbf_hours: float
+
+    @property
+    def mtbf_s(self) -> float:
+        """Of the whole job, of which any machine may be lost."""
+        return self.machine_mtbf_hours * 3600 / len(self.machines)
+
+    @property
+    def bubble_s(self) -> float:
+        """What a machine waits in an iteration, on average."""
+        return max(0.0, self.iteration_s - sum(one.computation_s for one in self.machines) / len(self.machines))
+
+
+class ProfileError(ValueError):
+    """One line for each thing that is wrong."""
+
+
+def parse(text: str) -> Profile:
+    """Raises `ProfileError`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ProfileError(f"no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ProfileError("not an object: a profile begins with {")
+    wrong: list[str] = []
+    known = {"name", "machines", "boundary_bytes", *FIELDS}
+    wrong += [f"{name}: no such field; there are {', '.join(sorted(known))}" for name in data if name not in known]
+    machines = _machines(data.get("machines"), wrong)
+    values = {name: _number(data, name, name, FIELDS, wrong) for name in FIELDS}
+    boundaries = _boundaries(data.get("boundary_bytes"), len(machines), wrong)
+    name = data.get("name", "a job")
+    if not isinstance(name, str):
+        wrong.append("name: not a text")
+    if wrong:
+        raise ProfileError("\n".join(wrong))
+    whole = {field: int(values.pop(field)) for field in _WHOLE}
+    if not values["iteration_s"]:
+        values["iteration_s"] = pipelined_s([one.computation_s for one in machines], whole["micro_batches"])
+    return Profile(name=name, machines=tuple(machines), boundary_bytes=boundaries, **whole, **values)  # type: ignore[arg-type]
+
+
+def pipelined_s(computations_s: list[float], micro_batches: int) -> float:
+    """Of an iteration that goes through these machines one after the other: the first micro-batch through all of them,
+    and each other one behind it, as fast as the slowest machine. For equal ones t (m + p - 1) / m, as in SWIFT, 5.2."""
+    each_s = [computation_s / micro_batches for computation_s in computations_s]
+    return sum(each_s) + (micro_batches - 1) * max(each_s)
+
+
+def _machines(given: Any, wrong: list[str]) -> list[Machine]:
+    if not isinstance(given, list) or not given:
+        wrong.append('machines: a list is needed, as [{"computation_s": 1.5}, ...]')
+        return []
+    found = []
+    for number, data in enumerate(given):
+        where = f"machines[{number}]"
+        if not isinstance(data, dict):
+            wrong.append(f'{where}: not an object, as {{"computation_s": 1.5}}')
+            continue
+        known = {*MACHINE_FIELDS, "has_replica"}
+        fields = ", ".join(sorted(known))
+        wrong += [f"{where}.{name}: no such field; there are {fields}" for name in data if name not in known]
+        values = {name: _number(data, name, f"{where}.{name}", MACHINE_FIELDS, wrong) for name in MACHINE_FIELDS}
+        has_replica = data.get("has_replica", False)
+        if not isinstance(has_replica, bool):
+            wrong.append(f"{where}.has_replica: true or false")
+            has_replica = False
+        found.append(Machine(**values, has_replica=has_replica))
+    return found
+
+
+def _number(
+    data: Mapping[str, Any], name: str, where: str, fields: Mapping[str, tuple[float, bool, float | None]],
+    wrong: list[str],
+) -> float:  # fmt: skip
+    least, may_be_least, default = fields[name]
+    value = data.get(name, default)
+    if value is None:
+        wrong.append(f"{where}: has to be given")
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        wrong.append(f"{where}: {value!r} is no number")
+    elif name not in data:
+        return float(value)
+    elif value < least or (value == least and not may_be_least):
+        wrong.append(f"{where}: {value} is too little: {'at least' if may_be_least else 'more than'} {least:g}")
+    elif name in _WHOLE and value != int(value):
+        wrong.append(f"{where}: {value} is no whole number")
+    else:
+        return float(value)
+    return 1.0
+
+
+def _boundaries(given: Any, num_machines: int, wrong: list[str]) -> tuple[float, ...]:
+    num = num_machines - 1
+    values = [given] * num if isinstance(given, (int, float)) else given
+    if values is None or num < 1:
+        return ()
+    if not isinstance(values, list) or len(values) != num:
+        wrong.append(f"boundary_bytes: one number for all, or a list of {num}, one between each two machines")
+        return ()
+    for number, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            wrong.append(f"boundary_bytes[{number}]: {value!r} is no number of bytes")
+            return ()
+    return tuple(map(float, values))

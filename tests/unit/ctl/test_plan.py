@@ -1,0 +1,74 @@
+"""`swiftctl plan`: what it prints, its JSON, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from swift_agent.ctl.main import cli
+
+ROOT = Path(__file__).parents[3]
+VIT = "examples/profiles/vit.json"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def plan(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *args])
+
+
+def test_the_page_shows_what_it_prints() -> None:
+    shown = (ROOT / "docs" / "planning.md").read_text().partition("```console\n")[2].partition("\n```")[0]
+    command, *expected = shown.splitlines()
+    assert command == f"$ swiftctl plan {VIT} --gpu-hour-cost 2.5" and expected.pop() == "..."
+    found = plan(VIT, "--gpu-hour-cost", "2.5")
+    assert found.exit_code == 0
+    assert [line.rstrip() for line in found.output.splitlines()][: len(expected)] == expected
+
+
+def test_groups_within_budgets_and_intervals() -> None:
+    output = plan(VIT).output
+    assert "25%         469 GiB   2.53 s                0-2 3-6 7-10 11-15" in output
+    assert "a checkpoint of 1 s pays every 82 iterations (Young; by Daly 82 iterations)" in output
+
+
+def test_what_this_version_does_not_do_is_never_the_best() -> None:
+    found = json.loads(plan(VIT, "--json").output)
+    by_name = {way["name"]: way for way in found["ways"]}
+    assert by_name["log+parallel"]["recovery_s"] < by_name["log"]["recovery_s"]
+    assert found["best"] == "log" and not by_name["log+parallel"]["in_this_version"]
+    limited = json.loads(plan(VIT, "--json", "--log-budget", "25%").output)
+    assert limited["best"] == "checkpoint" and not limited["ways"][1]["in_this_version"]
+    assert limited["ways"][1]["groups"] == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14, 15]]
+
+
+def test_a_budget_in_bytes_is_the_same_as_its_part() -> None:
+    assert plan(VIT, "--json", "--log-budget", "469GiB").output == plan(VIT, "--json", "--log-budget", "20%").output
+
+
+def test_without_a_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"machines": [{"computation_s": 2}] * 2, "network_bytes_per_s": 1e9}))
+    found = plan(str(path))
+    assert found.exit_code == 0 and "LOG BUDGET" not in found.output and "checkpoint" in found.output
+    assert json.loads(plan(str(path), "--json").output)["budgets"] == []
+
+
+def test_mistakes_of_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text('{"machines": []}')
+    found = plan(str(path))
+    assert found.exit_code == 1
+    assert f"{path}: machines: a list is needed" in found.output and f"{path}: network_bytes_per_s: has" in found.output
+
+
+@pytest.mark.parametrize("size", ["5 apples", "101%", "-1GiB", "GiB", ""])
+def test_sizes_that_are_none(size: str) -> None:
+    found = plan(VIT, "--log-budget", size)
+    assert found.exit_code == 2 and "is no size; type 500GiB, 2TiB, or 20% of all messages" in found.output

@@ -1,0 +1,79 @@
+"""What each way costs, worked out by hand; which are possible; and which one is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swift_recovery.strategy.choose import Way, choose, repeat_s, ways
+from swift_recovery.strategy.profile import Machine, Profile
+
+# Four machines, 8 micro-batches of 1 s each: 11 s for an iteration, of which each machine waits 3.
+PIPELINE = Profile(
+    name="four stages", machines=(Machine(8.0, 4e9),) * 4, boundary_bytes=(1e9,) * 3, micro_batches=8, iteration_s=11.0,
+    network_bytes_per_s=1e9, log_bytes_per_s=1e9, gpus_per_machine=8, checkpoint_every=100, checkpoint_s=2.0,
+    load_s=4.0, restart_s=20.0, replace_s=3.0, machine_mtbf_hours=400.0,
+)  # fmt: skip
+
+
+def found(profile: Profile, budget_bytes: float | None = None) -> dict[str, Way]:
+    return {way.name: way for way in ways(profile, budget_bytes)}
+
+
+def test_a_pipeline_without_replicas() -> None:
+    by_name = found(PIPELINE)
+    assert by_name["replica"].impossible == "no other machine holds what machine 0 does"
+    assert by_name["checkpoint"].recovery_s == 20 + 4 + 50 * 11
+    # Alone it does not wait for others: 8 s for an iteration.
+    assert by_name["log"].recovery_s == 3 + 4 + 50 * 8
+    assert by_name["log+parallel"].recovery_s == 3 + 4 + 50 * 2
+    # Two boundaries, half of what passes each of them, 100 times.
+    assert by_name["log"].storage_bytes == 1e9 * 100
+    # 1 s for copies, while it waits 3.
+    assert by_name["log"].cost == by_name["checkpoint"].cost == 2 / 1100
+    assert choose(ways(PIPELINE), PIPELINE.mtbf_s).name == "log+parallel"
+
+
+def test_copies_that_do_not_fit_into_the_bubble_take_time() -> None:
+    slow = replace(PIPELINE, log_bytes_per_s=1e9 / 5)
+    assert found(slow)["log"].cost == pytest.approx(2 / 1100 + (5 - 3) / 11)
+
+
+def test_a_log_that_is_fetched_more_slowly_than_it_is_used_is_waited_for() -> None:
+    slow = replace(PIPELINE, network_bytes_per_s=1e9 / 20)
+    # The stages at the ends have one boundary, the others two.
+    assert found(slow)["log"].recovery_s == 3 + 4 + 50 * (10 + 20 + 20 + 10) / 4
+
+
+def test_replicas_are_taken_where_there_are_some() -> None:
+    replicated = replace(PIPELINE, machines=(Machine(8.0, 4e9, has_replica=True),) * 4)
+    assert found(replicated)["replica"] == Way("replica", "", 3 + 4 + 11 / 2)
+    assert choose(ways(replicated), replicated.mtbf_s).name == "replica"
+    one = replace(replicated, machines=(*replicated.machines[:2], Machine(8.0, 4e9), replicated.machines[3]))
+    assert found(one)["replica"].impossible == "no other machine holds what machine 2 does"
+
+
+def test_without_a_pipeline_only_checkpoints_are_left() -> None:
+    alone = replace(PIPELINE, boundary_bytes=())
+    by_name = found(alone)
+    assert by_name["log"].impossible.startswith("no pipeline:") and by_name["log+parallel"].impossible
+    assert choose(ways(alone), alone.mtbf_s).name == "checkpoint"
+
+
+def test_within_a_budget_machines_form_groups() -> None:
+    everything = 3 * 1e9 * 100
+    by_name = found(PIPELINE, everything / 3)
+    assert by_name["log"].groups == (range(2), range(2, 4))
+    assert by_name["log"].recovery_s == 3 + 4 + 50 * 9 and repeat_s(PIPELINE, range(2)) == 9.0
+    # A group in the middle has two neighbours; each half of the machines helps the other.
+    assert repeat_s(PIPELINE, range(2), helpers=True) == 5.0
+    assert found(PIPELINE, 0.0)["log"].impossible.startswith("the budget for logs allows no two groups")
+
+
+def test_the_way_that_wastes_least_is_taken() -> None:
+    """Rare failures do not pay for logs that delay every iteration."""
+    slow = replace(PIPELINE, log_bytes_per_s=2.5e8, machine_mtbf_hours=10_000.0)
+    assert choose(ways(slow), slow.mtbf_s).name == "checkpoint"
+    often = replace(slow, machine_mtbf_hours=1.0)
+    assert choose(ways(often), often.mtbf_s).name != "checkpoint"
