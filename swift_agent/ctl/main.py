@@ -9,6 +9,7 @@
     swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
     swiftctl replay JOURNAL              do today's cores decide as an agent's did?                 (ctl_replay)
     swiftctl plan PROFILE                what would a lost machine cost, with each way to recover   (plan)
+    swiftctl simulate PROFILE --hours H  how long does a training take with failures       (simulate)
     swiftctl native build                compile the optional native forwarder
 
 Exit codes: 0 done, 1 etcd or a record does not allow it, or there is no such job, 2 a wrong command line. This module
@@ -36,6 +37,7 @@ from swift_agent.ctl.plan import plan
 from swift_agent.ctl.replay import replay
 from swift_agent.ctl.reports import explain as explaining
 from swift_agent.ctl.reports import jobs
+from swift_agent.ctl.simulate import simulate
 from swift_agent.ctl.steer import gc, stop
 from swift_rendezvous.roster.decision import nodes_are
 from swift_rendezvous.roster.keys import ROOT, Keys
@@ -59,6 +61,7 @@ cli.add_command(gc)
 cli.add_command(doctor)
 cli.add_command(replay)
 cli.add_command(plan)
+cli.add_command(simulate)
 
 
 # ---- status --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""`swiftctl simulate`: how long a training takes with failures, for each way to recover. Reads files, asks nobody.
+
+It must never print a figure without saying how many runs it is the mean of.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+
+from swift_agent.ctl.common import add_row, table
+from swift_recovery.strategy.profile import Profile, ProfileError, parse
+from swift_recovery.strategy.simulation import Draw, Scheme, Times, schemes, total_as_in_the_paper_s, total_s
+
+_HOUR_S = 3600.0
+Simulate = Callable[[Scheme], Times]
+
+
+@click.command()
+@click.argument("profile", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path))
+@click.option("--hours", type=click.FloatRange(min=0, min_open=True), required=True,
+              help="How long the training takes if nothing fails.")  # fmt: skip
+@click.option("--failures", default="exponential", show_default=True, metavar="KIND",
+              help="exponential, weibull, or paper (SWIFT's Table 5: so many as fit into --hours), by the profile's "
+              "machine_mtbf_hours; or a file with the hours from one failure to the next.")  # fmt: skip
+@click.option("--shape", type=click.FloatRange(min=0.1), default=0.7, show_default=True,
+              help="Of weibull: below 1 failures come in clusters.")  # fmt: skip
+@click.option("--runs", type=click.IntRange(1, 1_000_000), default=1000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--snapshot-every", type=click.IntRange(min=1), default=30, show_default=True, metavar="ITERATIONS",
+              help="Of CheckFreq-like and Elastic-Horovod-like snapshots.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print a line for each way.")
+def simulate(
+    profile: Path, hours: float, failures: str, shape: float, runs: int, seed: int, snapshot_every: int, as_json: bool,
+    as_csv: bool,
+) -> None:  # fmt: skip
+    """Simulate a training of HOURS of the job that PROFILE describes, with failures.
+
+    PROFILE is a JSON file that you write: machines, bytes, times. docs/planning.md says what is in it.
+
+    Exit codes: 0 simulated, 1 a file has mistakes, or failures come so fast that the training does not end, 2 a wrong
+    command line.
+    """
+    if as_json and as_csv:
+        raise click.UsageError("--json or --csv, not both")
+    try:
+        job = parse(profile.read_text())
+    except (ProfileError, OSError, UnicodeDecodeError) as error:
+        raise click.ClickException("\n".join(f"{profile}: {line}" for line in str(error).splitlines())) from None
+    run = _simulation(job, hours * _HOUR_S, failures, shape, runs, seed)
+    try:
+        found = [_described(scheme, run(scheme), hours, job) for scheme in schemes(job, snapshot_every)]
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps({"name": job.name, "hours": hours, "failures": failures, "runs": runs, "ways": found}))
+    elif as_csv:
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, found[0])
+        writer.writeheader()
+        writer.writerows(found)
+        click.echo(lines.getvalue(), nl=False)
+    else:
+        _show(job, hours, failures, runs, found)
+
+
+def _simulation(job: Profile, training_s: float, failures: str, shape: float, runs: int, seed: int) -> Simulate:
+    """Each scheme meets the same failures."""
+    if failures == "paper":
+        positions = np.random.default_rng(seed).random((runs, int(training_s // job.mtbf_s)))
+        return lambda scheme: total_as_in_the_paper_s(scheme, training_s, job.mtbf_s, positions)
+    draw_of: Callable[[], Draw]
+    if failures == "exponential":
+        draw_of = lambda: _exponential(job.mtbf_s, seed)  # noqa: E731
+    elif failures == "weibull":
+        draw_of = lambda: _weibull(job.mtbf_s, shape, seed)  # noqa: E731
+    else:
+        times_s = _read(failures)
+        runs = 1
+        draw_of = lambda: _listed(times_s)  # noqa: E731
+    return lambda scheme: total_s(scheme, training_s, runs, draw_of())
+
+
+def _exponential(mtbf_s: float, seed: int) -> Draw:
+    generator = np.random.default_rng(seed)
+    return lambda num: generator.exponential(mtbf_s, num)
+
+
+def _weibull(mtbf_s: float, shape: float, seed: int) -> Draw:
+    from math import gamma
+
+    generator = np.random.default_rng(seed)
+    scale_s = mtbf_s / gamma(1 + 1 / shape)
+    return lambda num: scale_s * generator.weibull(shape, num)
+
+
+def _listed(times_s: list[float]) -> Draw:
+    """One after the other; then no more."""
+    left = iter(times_s)
+    return lambda num: np.full(num, next(left, np.inf))
+
+
+def _read(path: str) -> list[float]:
+    try:
+        lines = Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{path!r} is none of exponential, weibull, paper, and no file that can be read: {error}"
+        raise click.BadParameter(what, param_hint="--failures") from None
+    try:
+        times_s = [float(line) * _HOUR_S for line in lines]
+    except ValueError as error:
+        raise click.ClickException(f"{path}: {error}") from None
+    if not all(0 <= time_s < np.inf for time_s in times_s):
+        raise click.ClickException(f"{path}: hours from one failure to the next are no less than 0")
+    return times_s
+
+
+def _described(scheme: Scheme, totals_s: Times, hours: float, job: Profile) -> dict[str, Any]:
+    totals_h = totals_s / _HOUR_S
+    num_gpus = len(job.machines) * job.gpus_per_machine
+    return {
+        "way": scheme.name,
+        "hours": float(totals_h.mean()),
+        "deviation_hours": float(totals_h.std()),
+        "slowest_hours": float(totals_h.max()),
+        "wasted": float(np.mean(1 - hours / totals_h)),
+        "gpu_hours_lost": float((totals_h.mean() - hours) * num_gpus),
+    }
+
+
+def _show(job: Profile, hours: float, failures: str, runs: int, found: list[dict[str, Any]]) -> None:
+    console = Console(width=None if Console().is_terminal else 140)
+    of = "1 run" if failures not in ("exponential", "weibull", "paper") else f"{runs} runs"
+    often = f"one of them is lost every {job.mtbf_s / _HOUR_S:.1f} h"
+    if failures not in ("exponential", "weibull", "paper"):
+        often = "failures as listed"
+    console.print(
+        f"{job.name}: {hours:g} h of training on {len(job.machines)} machines\n"
+        f"{often} ({failures}); means of {of}\n",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    shown = table("WAY", "HOURS", "DEVIATION", "SLOWEST", "LOST", "GPU HOURS LOST")
+    for one in sorted(found, key=lambda one: float(one["hours"])):
+        cells = [f"{one[name]:.1f}" for name in ("hours", "deviation_hours", "slowest_hours")]
+        add_row(shown, (one["way"], *cells, f"{one['wasted']:.2%}", f"{one['gpu_hours_lost']:,.0f}"))
+    console.print(shown, highlight=False)

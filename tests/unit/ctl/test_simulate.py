@@ -1,0 +1,77 @@
+"""`swiftctl simulate`: what it prints, JSON, CSV, kinds of failures, and its refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from swift_agent.ctl.main import cli
+
+ROOT = Path(__file__).parents[3]
+VIT = str(ROOT / "examples" / "profiles" / "vit.json")
+
+
+def simulate(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["simulate", *args])
+
+
+def hours(*args: str) -> dict[str, float]:
+    found: dict[str, Any] = json.loads(simulate(VIT, "--hours", "85.6", "--json", *args).output)
+    return {way["way"]: way["hours"] for way in found["ways"]}
+
+
+def test_the_page_shows_what_it_prints() -> None:
+    shown = (ROOT / "docs" / "planning.md").read_text().rpartition("```console\n")[2].partition("\n```")[0]
+    command, *expected = shown.splitlines()
+    assert command == "$ swiftctl simulate examples/profiles/vit.json --hours 480"
+    found = simulate(VIT, "--hours", "480")
+    assert found.exit_code == 0
+    assert [line.rstrip() for line in found.output.splitlines()] == expected
+
+
+@pytest.mark.parametrize("kind", ["exponential", "weibull", "paper"])
+def test_kinds_of_failures(kind: str) -> None:
+    found = hours("--failures", kind)
+    assert found == hours("--failures", kind) != hours("--failures", kind, "--seed", "1")
+    assert 85.6 < found["SWIFT, logs and parallel recovery"] < found["SWIFT, logs"] < found["global checkpoints"] < 100
+
+
+def test_a_list_of_failures(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("10\n20.5\n")
+    profile = json.loads(Path(VIT).read_text())
+    found = hours("--failures", str(path))
+    # Two restarts, and what was lost since the last of the checkpoints, one in 427 s.
+    interval_h, cost = profile["checkpoint_every"] * profile["iteration_s"] / 3600, 1 / (100 * 4.27)
+    first_h = 10 / (1 + cost)
+    left_h = 20.5 - (35 / 3600 + first_h % interval_h)
+    second_h = first_h + left_h / (1 + cost)
+    lost_h = first_h % interval_h + second_h % interval_h
+    assert found["global checkpoints"] == pytest.approx(85.6 * (1 + cost) + 2 * 35 / 3600 + lost_h)
+
+
+def test_csv() -> None:
+    output = simulate(VIT, "--hours", "85.6", "--csv", "--runs", "10").output
+    rows = list(csv.DictReader(output.splitlines()))
+    assert rows[0]["way"] == "global checkpoints" and float(rows[0]["hours"]) > 85.6
+
+
+@pytest.mark.parametrize(("args", "code", "wrong"), [
+    (["--hours", "0"], 2, "0"),
+    (["--hours", "5", "--json", "--csv"], 2, "--json or --csv, not both"),
+    (["--hours", "5", "--failures", "wibull"], 2, "'wibull' is none of exponential, weibull, paper"),
+    (["--hours", "5", "--failures", "TRACE"], 1, "could not convert string to float"),
+    (["--hours", "5", "--failures", "NEGATIVE"], 1, "hours from one failure to the next are no less than 0"),
+    (["--hours", "5000", "--failures", "FAST"], 1, "no end after 100000 failures"),
+])  # fmt: skip
+def test_refusals(args: list[str], code: int, wrong: str, tmp_path: Path) -> None:
+    for name, text in (("TRACE", "1 two"), ("NEGATIVE", "-1"), ("FAST", "0.001 " * 100_001)):
+        (tmp_path / name).write_text(text)
+    args = [str(tmp_path / arg) if arg.isupper() else arg for arg in args]
+    found = simulate(VIT, *args)
+    assert found.exit_code == code and wrong in found.output.replace("\n", " "), found.output
