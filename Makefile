@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs native ready demo test test-all test-gpu soak lint bench clean
+.PHONY: help venv etcd hdfs native ready demo test test-all test-gpu soak lint bench tables clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
 	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
+	@echo "make tables  the tables of the SWIFT paper that can be computed, beside the paper's figures"
 	@echo "make clean   remove what the other targets made"
 
 venv: $(VENV)/.installed
@@ -85,6 +86,9 @@ bench: venv etcd
 	$(PY) benchmarks/message_log.py
 	$(PY) benchmarks/replay.py
 	$(PY) benchmarks/scale.py
+
+tables: venv
+	$(PY) benchmarks/tables.py
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -90,7 +90,8 @@ def total_s(scheme: Scheme, training_s: float, num_runs: int, draw: Draw) -> Tim
     for _ in range(MAX_FAILURES):
         if not running.size:
             return clock_s
-        until_s, pending, progress = draw(running.size), pending_s[running], progress_s[running]
+        # As many are drawn each time, so that every scheme meets the same failures.
+        until_s, pending, progress = draw(num_runs)[running], pending_s[running], progress_s[running]
         needed_s = (training_s - progress) * (1 + scheme.cost)
         ends = until_s >= pending + needed_s
         clock_s[running] += np.where(ends, pending + needed_s, until_s)
