@@ -21,7 +21,18 @@ from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_recovery.strategy.simulation import Draw, Scheme, Times, schemes, total_as_in_the_paper_s, total_s
 
 _HOUR_S = 3600.0
+_KINDS = ("exponential", "weibull", "paper")
 Simulate = Callable[[Scheme], Times]
+
+
+def _scales(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(number) for number in given.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or len(set(found)) < len(found):
+        raise click.BadParameter(f"{given!r}: type whole numbers, each once, as 1,4,16")
+    return found
 
 
 @click.command()
@@ -37,11 +48,13 @@ Simulate = Callable[[Scheme], Times]
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--snapshot-every", type=click.IntRange(min=1), default=30, show_default=True, metavar="ITERATIONS",
               help="Of CheckFreq-like and Elastic-Horovod-like snapshots.")  # fmt: skip
+@click.option("--scale", "scales", default="1", show_default=True, metavar="N[,N...]", callback=_scales,
+              help="So many replicas of the job train as one: failures come so many times as often.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print a line for each way.")
 def simulate(
-    profile: Path, hours: float, failures: str, shape: float, runs: int, seed: int, snapshot_every: int, as_json: bool,
-    as_csv: bool,
+    profile: Path, hours: float, failures: str, shape: float, runs: int, seed: int, snapshot_every: int,
+    scales: tuple[int, ...], as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """Simulate a training of HOURS of the job that PROFILE describes, with failures.
 
@@ -56,11 +69,17 @@ def simulate(
         job = parse(profile.read_text())
     except (ProfileError, OSError, UnicodeDecodeError) as error:
         raise click.ClickException("\n".join(f"{profile}: {line}" for line in str(error).splitlines())) from None
-    run = _simulation(job, hours * _HOUR_S, failures, shape, runs, seed)
-    try:
-        found = [_described(scheme, run(scheme), hours, job) for scheme in schemes(job, snapshot_every)]
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
+    if failures not in _KINDS and scales != (1,):
+        raise click.UsageError("--scale goes with --failures exponential, weibull or paper, not with a list of them")
+    found = []
+    for scale in scales:
+        run = _simulation(job.mtbf_s / scale, hours * _HOUR_S, failures, shape, runs, seed)
+        try:
+            found += [
+                _described(scheme, run(scheme), hours, job, scale) for scheme in schemes(job, snapshot_every, scale)
+            ]
+        except ValueError as error:
+            raise click.ClickException(f"{scale} times the machines: {error}" if scale > 1 else str(error)) from None
     if as_json:
         click.echo(json.dumps({"name": job.name, "hours": hours, "failures": failures, "runs": runs, "ways": found}))
     elif as_csv:
@@ -73,16 +92,16 @@ def simulate(
         _show(job, hours, failures, runs, found)
 
 
-def _simulation(job: Profile, training_s: float, failures: str, shape: float, runs: int, seed: int) -> Simulate:
+def _simulation(mtbf_s: float, training_s: float, failures: str, shape: float, runs: int, seed: int) -> Simulate:
     """Each scheme meets the same failures."""
     if failures == "paper":
-        positions = np.random.default_rng(seed).random((runs, int(training_s // job.mtbf_s)))
-        return lambda scheme: total_as_in_the_paper_s(scheme, training_s, job.mtbf_s, positions)
+        positions = np.random.default_rng(seed).random((runs, int(training_s // mtbf_s)))
+        return lambda scheme: total_as_in_the_paper_s(scheme, training_s, mtbf_s, positions)
     draw_of: Callable[[], Draw]
     if failures == "exponential":
-        draw_of = lambda: _exponential(job.mtbf_s, seed)  # noqa: E731
+        draw_of = lambda: _exponential(mtbf_s, seed)  # noqa: E731
     elif failures == "weibull":
-        draw_of = lambda: _weibull(job.mtbf_s, shape, seed)  # noqa: E731
+        draw_of = lambda: _weibull(mtbf_s, shape, seed)  # noqa: E731
     else:
         times_s = _read(failures)
         runs = 1
@@ -124,11 +143,12 @@ def _read(path: str) -> list[float]:
     return times_s
 
 
-def _described(scheme: Scheme, totals_s: Times, hours: float, job: Profile) -> dict[str, Any]:
+def _described(scheme: Scheme, totals_s: Times, hours: float, job: Profile, scale: int) -> dict[str, Any]:
     totals_h = totals_s / _HOUR_S
-    num_gpus = len(job.machines) * job.gpus_per_machine
+    num_gpus = len(job.machines) * job.gpus_per_machine * scale
     return {
         "way": scheme.name,
+        "gpus": num_gpus,
         "hours": float(totals_h.mean()),
         "deviation_hours": float(totals_h.std()),
         "slowest_hours": float(totals_h.max()),
@@ -139,15 +159,23 @@ def _described(scheme: Scheme, totals_s: Times, hours: float, job: Profile) -> d
 
 def _show(job: Profile, hours: float, failures: str, runs: int, found: list[dict[str, Any]]) -> None:
     console = Console(width=None if Console().is_terminal else 140)
-    of = "1 run" if failures not in ("exponential", "weibull", "paper") else f"{runs} runs"
+    of = f"{runs} runs" if failures in _KINDS else "1 run"
     often = f"one of them is lost every {job.mtbf_s / _HOUR_S:.1f} h"
-    if failures not in ("exponential", "weibull", "paper"):
+    if failures not in _KINDS:
         often = "failures as listed"
     console.print(
         f"{job.name}: {hours:g} h of training on {len(job.machines)} machines\n"
         f"{often} ({failures}); means of {of}\n",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    numbers = list(dict.fromkeys(one["gpus"] for one in found))
+    if len(numbers) > 1:
+        shown = table("LOST, ON SO MANY GPUS", *(f"{num_gpus:,}" for num_gpus in numbers))
+        lost = {(one["way"], one["gpus"]): f"{one['wasted']:.2%}" for one in found}
+        for way in dict.fromkeys(one["way"] for one in found):
+            add_row(shown, (way, *(lost.get((way, num_gpus)) for num_gpus in numbers)))
+        console.print(shown, highlight=False)
+        return
     shown = table("WAY", "HOURS", "DEVIATION", "SLOWEST", "LOST", "GPU HOURS LOST")
     for one in sorted(found, key=lambda one: float(one["hours"])):
         cells = [f"{one[name]:.1f}" for name in ("hours", "deviation_hours", "slowest_hours")]

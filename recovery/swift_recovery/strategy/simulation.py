@@ -8,12 +8,13 @@ count an iteration twice: what a failure takes back is paid for as time, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swift_recovery.strategy.choose import ways
+from swift_recovery.strategy.intervals import young_s
 from swift_recovery.strategy.profile import Profile
 
 Times = NDArray[np.float64]
@@ -47,21 +48,26 @@ class Scheme:
         return np.fmod(progress_s, self.interval_s) * self.repeats
 
 
-def schemes(profile: Profile, snapshot_every: int = 30) -> tuple[Scheme, ...]:
+def schemes(profile: Profile, snapshot_every: int = 30, scale: int = 1) -> tuple[Scheme, ...]:
     """Those of SWIFT's section 7.3 and of Just-In-Time Checkpointing, as far as they are possible for the job.
 
     Snapshots every *snapshot_every* iterations: CheckFreq has a budget of 3.5 % for them; of Elastic Horovod the
-    figures of SWIFT's Table 5 say 7.5 %.
+    figures of SWIFT's Table 5 say 7.5 %. *scale*: so many replicas of the job train as one. Failures then come so many
+    times as often, which changes how often checkpoints pay, and each machine has a replica.
     """
     step_s = profile.iteration_s
     interval_s, snapshot_s = profile.checkpoint_every * step_s, snapshot_every * step_s
     restart_s = profile.restart_s + profile.load_s
-    periodic = profile.checkpoint_s / interval_s
+    best_s = max(step_s, young_s(profile.checkpoint_s, profile.mtbf_s / scale))
     found = [
-        Scheme("global checkpoints", periodic, restart_s, interval_s),
+        Scheme("global checkpoints", profile.checkpoint_s / interval_s, restart_s, interval_s),
+        Scheme("global checkpoints, as often as pays", profile.checkpoint_s / best_s, restart_s, best_s),
         Scheme("CheckFreq-like snapshots", 0.035, restart_s, snapshot_s),
         Scheme("Elastic-Horovod-like snapshots", 0.075, profile.replace_s, snapshot_s),
     ]
+    if scale > 1:
+        machines = tuple(replace(machine, has_replica=True) for machine in profile.machines)
+        profile = replace(profile, machines=machines)
     if all(machine.has_replica for machine in profile.machines):
         # Half of the interrupted iteration, on average, and a checkpoint that is taken after the failure.
         again_s = step_s / 2

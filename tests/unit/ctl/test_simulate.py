@@ -55,6 +55,16 @@ def test_a_list_of_failures(tmp_path: Path) -> None:
     assert found["global checkpoints"] == pytest.approx(85.6 * (1 + cost) + 2 * 35 / 3600 + lost_h)
 
 
+def test_more_machines_lose_more() -> None:
+    output = simulate(VIT, "--hours", "85.6", "--scale", "1,8", "--runs", "100").output
+    (heading,) = (line for line in output.splitlines() if line.startswith("LOST"))
+    assert heading.split()[-2:] == ["128", "1,024"]
+    lost = {line[:35].strip(): line[35:].replace("%", "").split() for line in output.splitlines()[4:]}
+    assert float(lost["SWIFT, logs"][0]) < float(lost["SWIFT, logs"][1])
+    # The others are replicas of it.
+    assert lost["SWIFT, replicas"][0] == "-" and float(lost["SWIFT, replicas"][1]) < 1
+
+
 def test_csv() -> None:
     output = simulate(VIT, "--hours", "85.6", "--csv", "--runs", "10").output
     rows = list(csv.DictReader(output.splitlines()))
@@ -63,6 +73,8 @@ def test_csv() -> None:
 
 @pytest.mark.parametrize(("args", "code", "wrong"), [
     (["--hours", "0"], 2, "0"),
+    (["--hours", "5", "--scale", "1,1"], 2, "'1,1': type whole numbers, each once, as 1,4,16"),
+    (["--hours", "5", "--scale", "2", "--failures", "TRACE"], 2, "--scale goes with --failures exponential"),
     (["--hours", "5", "--json", "--csv"], 2, "--json or --csv, not both"),
     (["--hours", "5", "--failures", "wibull"], 2, "'wibull' is none of exponential, weibull, paper"),
     (["--hours", "5", "--failures", "TRACE"], 1, "could not convert string to float"),

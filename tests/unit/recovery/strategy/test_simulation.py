@@ -95,13 +95,24 @@ def vit() -> Profile:
 def test_the_schemes_of_a_job() -> None:
     names = [scheme.name for scheme in schemes(vit())]
     assert names == [
-        "global checkpoints", "CheckFreq-like snapshots", "Elastic-Horovod-like snapshots", "SWIFT, logs",
-        "SWIFT, logs and parallel recovery",
+        "global checkpoints", "global checkpoints, as often as pays", "CheckFreq-like snapshots",
+        "Elastic-Horovod-like snapshots", "SWIFT, logs", "SWIFT, logs and parallel recovery",
     ]  # fmt: skip
     replicated = replace(vit(), machines=(Machine(1.0, 1e9, True),) * 4, boundary_bytes=())
-    assert [scheme.name for scheme in schemes(replicated)][3:] == [
+    assert [scheme.name for scheme in schemes(replicated)][4:] == [
         "just-in-time checkpoints, by the script", "just-in-time checkpoints, transparent", "SWIFT, replicas",
     ]  # fmt: skip
+
+
+def test_checkpoints_that_come_as_often_as_they_pay_waste_least() -> None:
+    profile = vit()
+    for scale in (1, 16):
+        found = [one for one in schemes(profile, scale=scale) if one.name.startswith("global")]
+        totals = {
+            one.name: total_s(one, 480 * HOUR_S, 500, exponential(profile.mtbf_s / scale)) for one in found
+        }
+        lost = wasted(totals, 480 * HOUR_S)
+        assert lost["global checkpoints, as often as pays"] < lost["global checkpoints"]
 
 
 def test_what_a_scheme_costs_on_average_is_what_a_plan_predicts() -> None:
