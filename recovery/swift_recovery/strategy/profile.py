@@ -125,6 +125,7 @@ def _machines(given: Any, wrong: list[str]) -> list[Machine]:
         where = f"machines[{number}]"
         if not isinstance(data, dict):
             wrong.append(f'{where}: not an object, as {{"computation_s": 1.5}}')
+            found.append(Machine(1.0))  # it counts, for the boundaries
             continue
         known = {*MACHINE_FIELDS, "has_replica"}
         fields = ", ".join(sorted(known))

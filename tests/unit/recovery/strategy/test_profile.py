@@ -48,7 +48,7 @@ def test_a_pipeline_takes_the_time_of_its_bubble_too() -> None:
         "restart_s: '5' is no number",
         "name: not a text",
     ]),
-    (json.dumps({**LEAST, "machines": [{}, 3, {"computation_s": True, "has_replica": 1}]}), [
+    (json.dumps({**LEAST, "machines": [{}, 3, {"computation_s": True, "has_replica": 1}], "boundary_bytes": [1, 2]}), [
         "machines[0].computation_s: has to be given",
         'machines[1]: not an object, as {"computation_s": 1.5}',
         "machines[2].computation_s: True is no number",
