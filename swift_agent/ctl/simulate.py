@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,8 @@ def _exponential(mtbf_s: float, seed: int) -> Draw:
 
 
 def _weibull(mtbf_s: float, shape: float, seed: int) -> Draw:
-    from math import gamma
-
     generator = np.random.default_rng(seed)
-    scale_s = mtbf_s / gamma(1 + 1 / shape)
+    scale_s = mtbf_s / math.gamma(1 + 1 / shape)
     return lambda num: scale_s * generator.weibull(shape, num)
 
 

@@ -61,7 +61,7 @@ def _log(profile: Profile, budget_bytes: float | None, helpers: bool) -> Way:
     name: Name = "log+parallel" if helpers else "log"
     if not profile.boundary_bytes:
         return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
-    chain = chain_of(profile, helpers)
+    chain = chain_of(profile)
 
     def repeat(group: range) -> float:
         return repeat_s(profile, group, helpers)
@@ -92,11 +92,11 @@ def _checkpoints(profile: Profile) -> float:
     return profile.checkpoint_s / (profile.checkpoint_every * profile.iteration_s)
 
 
-def chain_of(profile: Profile, helpers: bool = False) -> Chain:
+def chain_of(profile: Profile) -> Chain:
     """Its machines as `grouping` takes them."""
     return Chain(
         [machine.computation_s for machine in profile.machines], profile.boundary_bytes, profile.network_bytes_per_s,
-        profile.checkpoint_every, helpers,
+        profile.checkpoint_every,
     )  # fmt: skip
 
 
