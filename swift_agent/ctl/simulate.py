@@ -22,6 +22,7 @@ from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_recovery.strategy.simulation import Draw, Scheme, Times, schemes, total_as_in_the_paper_s, total_s
 
 _HOUR_S = 3600.0
+_MOST_POSITIONS = 100_000_000  # of 8 bytes
 _KINDS = ("exponential", "weibull", "paper")
 Simulate = Callable[[Scheme], Times]
 
@@ -38,7 +39,7 @@ def _scales(context: click.Context, parameter: click.Parameter, given: str) -> t
 
 @click.command()
 @click.argument("profile", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path))
-@click.option("--hours", type=click.FloatRange(min=0, min_open=True), required=True,
+@click.option("--hours", type=click.FloatRange(min=0, max=1e6, min_open=True), required=True,
               help="How long the training takes if nothing fails.")  # fmt: skip
 @click.option("--failures", default="exponential", show_default=True, metavar="KIND",
               help="exponential, weibull, or paper (SWIFT's Table 5: so many as fit into --hours), by the profile's "
@@ -64,6 +65,8 @@ def simulate(
     Exit codes: 0 simulated, 1 a file has mistakes, or failures come so fast that the training does not end, 2 a wrong
     command line.
     """
+    if math.isnan(hours):
+        raise click.UsageError("--hours nan: type a number of hours")
     if as_json and as_csv:
         raise click.UsageError("--json or --csv, not both")
     try:
@@ -96,7 +99,10 @@ def simulate(
 def _simulation(mtbf_s: float, training_s: float, failures: str, shape: float, runs: int, seed: int) -> Simulate:
     """Each scheme meets the same failures."""
     if failures == "paper":
-        positions = np.random.default_rng(seed).random((runs, int(training_s // mtbf_s)))
+        num_failures = int(training_s // mtbf_s)
+        if runs * num_failures > _MOST_POSITIONS:
+            raise click.UsageError(f"{num_failures} failures in each of {runs} runs are too many; type fewer --runs")
+        positions = np.random.default_rng(seed).random((runs, num_failures))
         return lambda scheme: total_as_in_the_paper_s(scheme, training_s, mtbf_s, positions)
     draw_of: Callable[[], Draw]
     if failures == "exponential":

@@ -7,7 +7,6 @@ in part: all that is wrong with it is told at once.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "computation_s": (0, False, None),
     "state_bytes": (0, True, 0),
 }
+_MOST = 1e30
 _WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
 
 
@@ -88,7 +88,7 @@ def parse(text: str) -> Profile:
     """Raises `ProfileError`."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"no JSON: {error}") from None
     if not isinstance(data, dict):
         raise ProfileError("not an object: a profile begins with {")
@@ -147,7 +147,7 @@ def _number(
     value = data.get(name, default)
     if value is None:
         wrong.append(f"{where}: has to be given")
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    elif not _is_number(value):
         wrong.append(f"{where}: {value!r} is no number")
     elif name not in data:
         return float(value)
@@ -160,6 +160,11 @@ def _number(
     return 1.0
 
 
+def _is_number(value: Any) -> bool:
+    """Of a size that can be worked with: JSON has whole numbers of any length."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
+
+
 def _boundaries(given: Any, num_machines: int, wrong: list[str]) -> tuple[float, ...]:
     num = num_machines - 1
     values = [given] * num if isinstance(given, (int, float)) else given
@@ -169,7 +174,7 @@ def _boundaries(given: Any, num_machines: int, wrong: list[str]) -> tuple[float,
         wrong.append(f"boundary_bytes: one number for all, or a list of {num}, one between each two machines")
         return ()
     for number, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if not _is_number(value) or value < 0:
             wrong.append(f"boundary_bytes[{number}]: {value!r} is no number of bytes")
             return ()
     return tuple(map(float, values))

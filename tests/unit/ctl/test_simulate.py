@@ -73,6 +73,9 @@ def test_csv() -> None:
 
 @pytest.mark.parametrize(("args", "code", "wrong"), [
     (["--hours", "0"], 2, "0"),
+    (["--hours", "nan"], 2, "--hours nan: type a number of hours"),
+    (["--hours", "inf"], 2, "inf"),
+    (["--hours", "85000", "--runs", "1000000", "--failures", "paper"], 2, "too many; type fewer --runs"),
     (["--hours", "5", "--scale", "1,1"], 2, "'1,1': type whole numbers, each once, as 1,4,16"),
     (["--hours", "5", "--scale", "2", "--failures", "TRACE"], 2, "--scale goes with --failures exponential"),
     (["--hours", "5", "--json", "--csv"], 2, "--json or --csv, not both"),

@@ -61,6 +61,7 @@ def test_a_pipeline_takes_the_time_of_its_bubble_too() -> None:
         "boundary_bytes[0]: -1 is no number of bytes",
     ]),
     (json.dumps({**LEAST, "load_s": float("nan")}), ["load_s: nan is no number"]),
+    (json.dumps({**LEAST, "restart_s": 10**400}), [f"restart_s: {10**400} is no number"]),
 ])  # fmt: skip
 def test_all_that_is_wrong_is_told(text: str, wrong: list[str]) -> None:
     with pytest.raises(ProfileError) as error:
@@ -73,3 +74,8 @@ def test_a_field_that_there_is_not() -> None:
         parse(json.dumps({**LEAST, "bandwidth": 1}))
     with pytest.raises(ProfileError, match=r"machines\[0\].gpus: no such field; there are computation_s, has_replica"):
         parse(json.dumps({**LEAST, "machines": [{"computation_s": 1, "gpus": 8}]}))
+
+
+def test_lists_in_lists_without_end_are_no_profile() -> None:
+    with pytest.raises(ProfileError, match="no JSON"):
+        parse("[" * 200_000)
