@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With two processes of pytest (make test) one has what starts jobs that compute, in its order and never two at a
     time. The other has the rest, file by file: first the jobs that wait, then what waits for servers, which takes only
-    the time that jobs leave it. The one with the jobs helps with these when it has no more."""
+    the time that jobs leave it. Strangers' scripts are a sixth of all: whichever is free takes an eighth of them. The
+    one with the jobs helps with the rest when it has no more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTheirNeeds(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/strangers/"):  # what is lost in a script comes last in its name
+                return f"strangers {zlib.crc32(nodeid.rpartition('-')[0].encode()) % 8}"
             return nodeid.partition("::")[0] if nodeid.startswith((*tiers.WAITING, *tiers.NO_JOBS)) else "jobs"
 
     config.option.loadscopereorder = False  # as they were collected, jobs first

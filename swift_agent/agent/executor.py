@@ -84,6 +84,8 @@ class Executor:
                 self._channels.send(local_ranks, wire.Pause(generation))
             case commands.SendBoundary(local_ranks, generation, iteration):
                 self._channels.send(local_ranks, wire.Boundary(generation, iteration))
+            case commands.SendLogGroup(local_ranks, ranks):
+                self._channels.send(local_ranks, wire.LogGroup(ranks))
             case commands.AskIteration(local_ranks):
                 self._channels.send(local_ranks, wire.Where())
             case commands.TellRate(generation, iteration, per_s):

@@ -98,6 +98,34 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
 
 
+def _log_groups(
+    text: str, num_nodes: int, max_nodes: int, mistakes: list[str]
+) -> tuple[tuple[int, ...], ...]:
+    """Those of several nodes, of a text like `0-1,2,3-5`."""
+    if not text:
+        return ()
+    groups = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            mistakes.append(f"--log-groups {text}: {part!r} is no node or range of nodes; type for example 0-1,2-3")
+            return ()
+        if last >= num_nodes:
+            mistakes.append(f"--log-groups {text}: there is no node {last}; --nnodes {num_nodes} are 0-{num_nodes - 1}")
+            return ()
+        groups.append(tuple(range(first, last + 1)))
+    if max_nodes > num_nodes:
+        mistakes.append(
+            f"--log-groups {text}: nodes of a job that changes its size have no fixed numbers; leave it out, or type "
+            f"--nnodes {num_nodes}"
+        )
+    nodes = [node for group in groups for node in group]
+    if twice := sorted({node for node in nodes if nodes.count(node) > 1}):
+        mistakes.append(f"--log-groups {text}: node {twice[0]} is in two groups; name each node once")
+    return tuple(group for group in groups if len(group) > 1)
+
+
 def _check_heartbeat(ns: argparse.Namespace, mistakes: list[str]) -> None:
     shortest_s, longest_s = HEARTBEATS_S
     if not shortest_s <= ns.heartbeat <= longest_s:

@@ -29,6 +29,7 @@ from swift_agent.launch.checks import (
     _entry_kind,
     _etcd,
     _join_timeouts_s,
+    _log_groups,
     _num_nodes,
     _num_workers,
     _preload,
@@ -59,7 +60,7 @@ class AgentConfig:
     directory for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own;
     they may take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are
     copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
-    which of the first nodes this one shall be.
+    which of the first nodes this one shall be. *log_groups*: see `JobRecord`.
     """
 
     launch: LaunchConfig
@@ -89,6 +90,7 @@ class AgentConfig:
     heartbeat_s: float
     stop_deadline_s: float
     recovery: str
+    log_groups: tuple[tuple[int, ...], ...]
     key: JobKey = field(repr=False)
     keep_logs: bool = True
     journal: str | None = None
@@ -117,6 +119,7 @@ class AgentConfig:
         preload = _preload(ns.preload, mistakes)
         if ns.recovery not in get_args(Way):
             mistakes.append(f"--recovery {ns.recovery}: there is no such way; type one of {', '.join(get_args(Way))}")
+        groups = _log_groups(ns.log_groups, nnodes, max_nodes, mistakes)
         if ns.on_etcd_loss not in get_args(OnEtcdLoss):
             ways = " or ".join(get_args(OnEtcdLoss))
             mistakes.append(f"--on-etcd-loss {ns.on_etcd_loss}: there is no such way; type {ways}")
@@ -172,6 +175,7 @@ class AgentConfig:
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             recovery=ns.recovery,
+            log_groups=groups,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
             journal=journal,

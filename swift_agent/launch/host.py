@@ -17,7 +17,7 @@ from swift_rendezvous.store.etcd_config import UNIX, EtcdConfig
 
 def job_fingerprint(config: AgentConfig) -> str:
     """Equal for agents that can be of one job."""
-    return _digest([config.nnodes, config.max_nodes, config.recovery])
+    return _digest([config.nnodes, config.max_nodes, config.recovery, config.log_groups])
 
 
 def fingerprint(config: AgentConfig) -> str:

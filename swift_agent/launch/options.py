@@ -94,6 +94,7 @@ def _add_ours(parser: _Parser) -> None:
     add("--journal", "DIR", None, "Write every event and decision of the agent into a file there. Or $SWIFT_JOURNAL.")
     add("--message-log", "DIR", None, "Directory on a disk of this node for logs of messages. Or $SWIFT_MESSAGE_LOG.")
     add("--message-log-limit", "GB", None, "What they may take on this node. Default: half of what is free.", float)
+    add("--log-groups", "0-1,2", "", "Nodes between which no messages are logged: they go back together (0-1,2-3).")
     add("--log-store", "URL", None, "They are copied there: a shared directory, s3://, hdfs://. Or $SWIFT_LOG_STORE.")
     add("--etcd-user", "NAME", None, "User name at etcd; the password comes from a file or $SWIFT_ETCD_PASSWORD.")
     add("--etcd-password-file", "FILE", None, "File that holds the password.")

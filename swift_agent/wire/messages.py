@@ -69,6 +69,13 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class LogGroup:
+    """From the next iteration on messages to these ranks are not logged; see `JobRecord.log_groups`."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Where:
     """Say which iteration comes next."""
 
@@ -98,8 +105,10 @@ class Release:
     """The job is over."""
 
 
-ToWorker = Go | Stop | Pause | Boundary | Where | Wait | Place | Refused | Release
-TO_WORKER: Vocabulary[ToWorker] = Vocabulary(Go, Stop, Pause, Boundary, Where, Wait, Place, Refused, Release)
+ToWorker = Go | Stop | Pause | Boundary | LogGroup | Where | Wait | Place | Refused | Release
+TO_WORKER: Vocabulary[ToWorker] = Vocabulary(
+    Go, Stop, Pause, Boundary, LogGroup, Where, Wait, Place, Refused, Release
+)
 
 # ---- from a worker to its agent ----
 

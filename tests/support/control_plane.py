@@ -409,14 +409,15 @@ class Sim:
     """*num_failures* of them happen, then the job must come to its end."""
 
     def __init__(self, seed: int, *, num_nodes: int = 2, num_workers: int = 2, num_spares: int = 1, target: int = 3,
-                 tracked: bool = True, num_failures: int = 3, max_nodes: int = 0, num_late: int = 0) -> None:
+                 tracked: bool = True, num_failures: int = 3, max_nodes: int = 0, num_late: int = 0,
+                 log_groups: tuple[tuple[int, ...], ...] = ()) -> None:
         self.rng = random.Random(seed)
         self.num_nodes, self.num_workers, self.num_spares = num_nodes, num_workers, num_spares
         self.world_size, self.target, self.tracked = num_nodes * num_workers, target, tracked
         self.num_late = num_late
         self.num_failures, self.happened = num_failures, list[str]()
         self.store, self.keys = MemoryStore(), Keys("job")
-        self.job = JobRecord(num_nodes, num_workers, "c", 1000, max_nodes=max_nodes)
+        self.job = JobRecord(num_nodes, num_workers, "c", 1000, max_nodes=max_nodes, log_groups=log_groups)
         self.worlds: dict[int, int] = {}
         self.ran: list[tuple[int, int, int]] = []
         # Every iteration that a rank has run: number, rank, size of the world.

@@ -1,4 +1,4 @@
-"""Pipelines of four stages (`pipeline_train.py`): undisturbed runs, what must be equal to them, and random kills."""
+"""Pipelines of four stages, or more (`pipeline_train.py`): undisturbed runs, what must be equal to them, and random kills."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ class References:
         self._directory, self._etcd, self._forks = directory, etcd, forks
         self._known: dict[tuple[str, ...], Outcome] = {}
 
-    def __call__(self, schedule: str, **orders: object) -> Outcome:
+    def __call__(self, schedule: str, num_nodes: int = 4, **orders: object) -> Outcome:
         key = (schedule, *(f"{name}={value}" for name, value in sorted(orders.items())))
+        key += (f"{num_nodes} nodes",) * (num_nodes != 4)
         if key not in self._known:
             directory = self._directory / f"{len(self._known)}"
             directory.mkdir()
             agents = Agents(
-                directory, self._etcd, num_nodes=4, num_workers=1, job_id="-".join((self._directory.name, *key)),
-                script=SCRIPT, orders={"schedule": schedule, **orders}, forks=self._forks,
+                directory, self._etcd, num_nodes=num_nodes, num_workers=1,
+                job_id="-".join((self._directory.name, *key)).replace(" ", "-"), script=SCRIPT, orders={"schedule": schedule, **orders}, forks=self._forks,
                 start_method="spawn" if key == ("Schedule1F1B",) else "forkserver",
             )  # fmt: skip
-            self._known[key] = agents.run("abcd")
-            assert len(self._known[key].results) == 4, self._known[key].text()
+            self._known[key] = agents.run("abcdef"[:num_nodes])
+            assert len(self._known[key].results) == num_nodes, self._known[key].text()
         return self._known[key]
 
 

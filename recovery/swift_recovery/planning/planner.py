@@ -51,6 +51,9 @@ def make_plan(
         return Plan(
             "restart", f"{'; '.join(what)} and no survivor holds a replica of their state{_from(checkpoint)}"
         )
+    if apart := sorted(rank for rank, report in holding.items() if not set(report.unlogged).isdisjoint(orphans)):
+        why = f"ranks {orphans} would have to repeat iterations without ranks {apart}, which log nothing for them"
+        return Plan("restart", f"{why}{_from(checkpoint)}")
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
     if not common:

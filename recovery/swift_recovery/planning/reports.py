@@ -28,7 +28,8 @@ class RankReport:
     this rank has sent in an iteration is in its log, but for those before *checkpoint*: the iteration of the newest one
     that it knows to count, 0 if there is none. *unwinds*: why this rank cannot stay in the middle of iteration number
     *iteration*, in words that follow its name; '' if it can, or is not in it. *lacks*: why a rank that has begun does
-    not hold a complete state, in words that follow its name as well.
+    not hold a complete state, in words that follow its name as well. *unlogged*: ranks to which what this one has sent
+    is not in its log: they can only repeat iterations together with it.
     """
 
     rank: int
@@ -43,14 +44,15 @@ class RankReport:
     checkpoint: int = 0
     unwinds: str = ""
     lacks: str = ""
+    unlogged: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""
         # Not `asdict`, which copies every rank.
-        data = {**vars(self), "replicas": ranges_of(self.replicas), "updated": ranges_of(self.updated)}
+        data = {**vars(self), **{name: ranges_of(getattr(self, name)) for name in ("replicas", "updated", "unlogged")}}
         if not self.updated:
             del data["updated"], data["num_parameters"]
-        for name in ("reduced", "logs", "checkpoint", "unwinds", "lacks"):
+        for name in ("reduced", "logs", "checkpoint", "unwinds", "lacks", "unlogged"):
             if not data[name]:
                 del data[name]
         return data
@@ -73,6 +75,7 @@ class RankReport:
             checkpoint=int(data.get("checkpoint", 0)),
             unwinds=str(data.get("unwinds", "")),
             lacks=str(data.get("lacks", "")),
+            unlogged=ranks_of(data.get("unlogged", "")),
         )
 
 

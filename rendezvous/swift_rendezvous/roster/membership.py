@@ -168,6 +168,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
             num_restarts=generation.num_restarts + 1,
             handover={},
             bare={},
+            epochs={},
         )
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):

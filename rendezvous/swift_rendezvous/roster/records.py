@@ -40,6 +40,8 @@ class JobRecord:
     *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
     *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
     *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
+    *log_groups*: slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT,
+    section 5.3). A slot that is in none is alone.
     """
 
     num_nodes: int
@@ -49,6 +51,7 @@ class JobRecord:
     secret_proof: str = ""
     max_nodes: int = 0
     recovery: str = ""
+    log_groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ class GenerationRecord:
     its workers: they hold the state until the new owner has it. With mode `resize` all workers are started again, but
     the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
     are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
-    *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`.
+    *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`. *epochs*: by slot, as *epoch*, where not
+    all workers were started again, but those of a log group.
     """
 
     number: int
@@ -145,6 +149,11 @@ class GenerationRecord:
     bare: dict[int, tuple[int, ...]] = field(default_factory=dict)
     recovery: str = ""
     troubles: tuple[Trouble, ...] = ()
+    epochs: dict[int, int] = field(default_factory=dict)
+
+    def epoch_of(self, slot: int) -> int:
+        """A process of that slot that is older must not live on."""
+        return max(self.epoch, self.epochs.get(slot, 0))
 
     @property
     def world_size(self) -> int:

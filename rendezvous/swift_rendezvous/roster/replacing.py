@@ -12,7 +12,7 @@ This module must never read a clock; times come in as arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from swift_rendezvous.roster import draining, resizing, setbacks
@@ -27,7 +27,7 @@ from swift_rendezvous.roster.decision import (
     last_call,
     nodes_are,
 )
-from swift_rendezvous.roster.losses import Losses, describe, exits_of, failed_ranks, spares
+from swift_rendezvous.roster.losses import Losses, describe, exits_of, failed_ranks, some_of, spares
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,
     GenerationRecord,
@@ -210,6 +210,13 @@ def _goes_on(now: Situation) -> Decision:
     bare = bare_ranks(now.view, old)
     for slot, ranks in gone.items():
         bare.setdefault(slot, set()).update(ranks)
+    # A drained node must be able to hand over what it holds.
+    back = [] if now.restart else [slot for slot in _go_back(now.view, gone) if slot not in handover]
+    for slot in back:
+        bare.setdefault(slot, set()).update(range(old.workers_of(slot)))
+    with_them = [slot for slot in back if slot not in gone]
+    if with_them:
+        done += f"; {some_of(with_them)} of the same log group begin again with them"
     new = GenerationRecord(
         number=old.number + 1,
         mode="restart" if now.restart else "replace",
@@ -225,9 +232,15 @@ def _goes_on(now: Situation) -> Decision:
         bare={slot: tuple(sorted(bare[slot])) for slot in sorted(bare) if not now.restart and slot not in returned},
         recovery=old.recovery,
         troubles=old.troubles,
+        epochs={} if now.restart else {**old.epochs, **dict.fromkeys(back, old.number + 1)},
     )
     plan = (PublishPlan(),) if now.restart else ()
     return Decision((PublishGeneration(new), *plan, *now.forget), why=new.why)
+
+
+def _go_back(view: View, hit: Collection[int]) -> list[int]:
+    """The slots whose log group is hit: nobody could repeat there what one of them has lost."""
+    return sorted({slot for group in view.log_groups if not set(group).isdisjoint(hit) for slot in group})
 
 
 def _with_troubles(now: Situation) -> GenerationRecord:

@@ -110,6 +110,15 @@ class View:
     """By name, which is the key without the job's prefix, what cannot be read, or should be there and is not."""
 
     @property
+    def log_groups(self) -> tuple[tuple[int, ...], ...]:
+        """See `JobRecord`."""
+        return self.job.log_groups if self.job is not None else ()
+
+    def log_group_of(self, slot: int) -> tuple[int, ...]:
+        """The slots of its group, itself among them."""
+        return next((group for group in self.log_groups if slot in group), (slot,))
+
+    @property
     def number(self) -> int:
         """The current generation, 0 before the first."""
         return self.generation.number if self.generation else 0

@@ -83,6 +83,14 @@ class SendBoundary:
 
 
 @dataclass(frozen=True)
+class SendLogGroup:
+    """From their next iteration on they log no messages to these ranks."""
+
+    local_ranks: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class AskIteration:
     local_ranks: tuple[int, ...]
 
@@ -242,6 +250,7 @@ Command = (
     | DropKept
     | SendPause
     | SendBoundary
+    | SendLogGroup
     | AskIteration
     | TellRate
     | SendRelease

@@ -81,6 +81,8 @@ class Worker:
     apart_why: str = ""
     is_hopeless: bool = False
     """It is unfit, and so would be those that are started again."""
+    log_group: tuple[int, ...] = ()
+    """The ranks that it was told not to log messages for."""
     killed: bool = False
     exit: WorkerExit | None = None
 

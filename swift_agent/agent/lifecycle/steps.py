@@ -20,6 +20,7 @@ from swift_agent.agent.lifecycle.commands import (
     SendGo,
     SendKeep,
     SendLeave,
+    SendLogGroup,
     SendRelease,
     SendStop,
     StartWorkers,
@@ -51,6 +52,7 @@ from swift_rendezvous.roster.records import (
     GenerationRecord,
 )
 from swift_rendezvous.roster.resizing import is_elastic
+from swift_rendezvous.roster.view import View
 
 
 def _count_restart(state: AgentState, generation: GenerationRecord, slot: int) -> AgentState:
@@ -72,7 +74,7 @@ def _host_store(state: AgentState, generation: GenerationRecord, slot: int, comm
 
 def _processes(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     """Every local rank has a process that is not older than the epoch; a lost one is replaced once that is agreed."""
-    outdated = [w for w in state.workers.values() if w.alive and w.generation < generation.epoch]
+    outdated = [w for w in state.workers.values() if w.alive and w.generation < generation.epoch_of(slot)]
     if not resize.may_begin(state.view, slot, state.workers, state.kept):
         return state
     if outdated:
@@ -84,7 +86,7 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
     missing = []
     for local_rank in range(generation.workers_of(slot)):
         worker = state.workers.get(local_rank)
-        if worker is None or worker.generation < generation.epoch:
+        if worker is None or worker.generation < generation.epoch_of(slot):
             missing.append(local_rank)
         elif not worker.alive and not worker.done:
             agreed = worker.generation < generation.number and local_rank in generation.lost.get(slot, ())
@@ -117,7 +119,8 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
             )  # fmt: skip
             state = _issue(state, commands, ("node", other), WriteFailure(generation.number, failure))
     left = max(state.max_restarts, 0) - state.restarts_used
-    dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= generation.epoch]
+    epoch = generation.epoch_of(slot)
+    dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= epoch]
     dead = [w for w in dead if w.generation == generation.number or w.local_rank not in generation.lost.get(slot, ())]
     keeper = resize.keeper(view, slot, state.workers, state.kept)
     if keeper is not None and (not keeper.alive or keeper.unfit):
@@ -128,7 +131,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         evidence = "; ".join([describe_exit(exit_) for exit_ in exits] + [w.unfit for w in dead if w.unfit and w.alive])
         failure = FailureRecord("workers", slot, state.incarnation, ranks, evidence, state.node_id, left, exits)
         return _issue(state, commands, ("workers", ranks), WriteFailure(generation.number, failure))
-    unfit = [w for w in state.workers.values() if w.alive and w.unfit and w.generation >= generation.epoch]
+    unfit = [w for w in state.workers.values() if w.alive and w.unfit and w.generation >= epoch]
     if unfit:
         evidence = "; ".join(f"rank {_rank(generation, slot, w)}: {w.unfit}" for w in unfit)
         is_final = any(w.is_hopeless for w in unfit)
@@ -141,7 +144,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         # It left before the others had finished, with state that cannot be asked for any more; or it was to
         # replace another and never came to that.
         done = [w for w in state.workers.values() if w.done]
-        gone = [w for w in done if (view.plan is None if w.hello else w.generation > generation.epoch)]
+        gone = [w for w in done if (view.plan is None if w.hello else w.generation > epoch)]
     if gone:
         evidence = f"ranks {[_rank(generation, slot, w) for w in gone]} had exited before the job was finished"
         failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
@@ -159,8 +162,13 @@ def _stop_and_go(
 ) -> AgentState:
     """*left*: the slot that this node was drained from; its workers do not go on, but may have to hand over."""
     view, number = state.view, generation.number
-    lost = told_losses(view)
+    lost, slot = told_losses(view), generation.slot_of(state.incarnation)
     living = [w for w in state.workers.values() if w.alive and w.hello and not w.killed]
+    group = _log_group(view, generation, slot)
+    untold = tuple(sorted(w.local_rank for w in living if w.log_group != group))
+    if untold:
+        commands.append(SendLogGroup(untold, group))
+        state = _mark(state, untold, log_group=group)
     # A worker that waits at its end is in no collective, and may yet be released: only a new generation calls it back.
     # Once the workers are released nothing is recovered any more.
     stop = [
@@ -194,10 +202,11 @@ def _stop_and_go(
         return state
     if is_elastic(view.job) and not view.tracked:
         return state  # nothing is done that a late node's restart of all workers would undo
+    epoch = generation.epoch if slot is None else generation.epoch_of(slot)
     ready = [
         w.local_rank
         for w in living
-        if w.phase in OUTSIDE and w.current < number and w.generation >= generation.epoch
+        if w.phase in OUTSIDE and w.current < number and w.generation >= epoch
     ]
     if left is not None and not set(Plan.from_json(view.plan.content).handovers) & set(generation.ranks_of(left)):
         return state
@@ -205,6 +214,12 @@ def _stop_and_go(
         commands.append((SendGo if left is None else SendLeave)(tuple(sorted(ready)), number))
         state = _mark(state, ready, current=number, report=None)
     return state
+
+
+def _log_group(view: View, generation: GenerationRecord, slot: int | None) -> tuple[int, ...]:
+    """The ranks of the slot's log group; () if it is alone."""
+    group = view.log_group_of(slot) if slot is not None else ()
+    return tuple(rank for one in group for rank in generation.ranks_of(one)) if len(group) > 1 else ()
 
 
 def _pause(state: AgentState, slot: int, commands: list[Command]) -> AgentState:
@@ -244,7 +259,7 @@ def _report_progress(
     reports: list[Mapping[str, Any]] = []
     for local_rank in range(generation.workers_of(slot)):
         worker = state.workers.get(local_rank)
-        if worker is None or worker.generation < generation.epoch:
+        if worker is None or worker.generation < generation.epoch_of(slot):
             return state  # one that is being ended does not hold the state of the one that follows
         rank = _rank(generation, slot, worker)
         if worker.phase in ("started", "waiting"):
@@ -259,7 +274,7 @@ def _report_progress(
 
 def _report_end(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:
     workers = [state.workers.get(local_rank) for local_rank in range(generation.workers_of(slot))]
-    if any(w is None or w.generation < generation.epoch for w in workers):
+    if any(w is None or w.generation < generation.epoch_of(slot) for w in workers):
         return state  # the end of a process that is being restarted is not the end of its rank
     if told_losses(state.view) and not state.view.released:
         return state

@@ -64,6 +64,8 @@ class Supervisor(Fence):
         self.pausing = False
         self._pause_in = 0
         self._promised = 0
+        self.log_group: frozenset[int] = frozenset()
+        """The ranks to which messages are not logged, from the next iteration on."""
         self._boundary: int | None = None
         self._parked = False
         self._go: Go | None = None
@@ -284,6 +286,8 @@ class Supervisor(Fence):
                 with self.changing():
                     if self._pause_in == generation:
                         self._boundary = iteration
+            case msg.LogGroup(ranks):
+                self.log_group = frozenset(ranks)
             case msg.Where():
                 with self.fence:
                     iteration = self._position()

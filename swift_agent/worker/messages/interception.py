@@ -29,6 +29,7 @@ from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.collective_results import Outputs, Results
 from swift_agent.worker.messages.cpp_messages import Unseen
 from swift_agent.worker.messages.operations import Owner, Receive, Send
+from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
@@ -36,6 +37,8 @@ from swift_logging_store.log.log import SentLog
 from swift_recovery.errors import CannotReplay
 from swift_recovery.replay.message_counts import Counts
 from swift_recovery.replay.source import Repetition
+
+_NOBODY_REPEATS = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
 
 
 class Interception:
@@ -57,6 +60,10 @@ class Interception:
         self.has_agreed = False
         """To the update of the iteration."""
         self._refuses = False
+        self.unlogged: frozenset[int] = frozenset()
+        """Ranks to which messages are not logged."""
+        # What they were sent in this iteration, to be sent again if a failure elsewhere cuts it.
+        self._sent: dict[Channel, dict[int, torch.Tensor]] = {}
         # By the name of the group, the peer's rank in it, and the tag.
         self._to: dict[tuple[str, int, int], Channel] = {}
         self._from: dict[tuple[str, int, int], Channel] = {}
@@ -76,6 +83,21 @@ class Interception:
             self.recv_from_any,
         )
         torch_messages.wrap_collectives(self.collective)
+
+    def begin_unlogged(self, ranks: frozenset[int]) -> None:
+        """An iteration begins. Messages to these ranks are not logged, in this one and all that follow."""
+        self._sent.clear()
+        self.unlogged |= ranks
+
+    def take_unlogged(self, missing: dict[Channel, range]) -> list[tuple[Channel, torch.Tensor]]:
+        """Those of *missing* that are in no log, in their order; they are taken out of it."""
+        found = []
+        for channel in [channel for channel in missing if channel in self._sent]:
+            sent, numbers = self._sent[channel], missing.pop(channel)
+            if lacks := [number for number in numbers if number not in sent]:
+                raise LogError(f"messages {lacks[:3]} of {channel}, to be sent again, were not kept")
+            found += [(channel, sent[number]) for number in numbers]
+        return found
 
     def let_go(self) -> None:
         """Of receives that were not waited for."""
@@ -113,7 +135,10 @@ class Interception:
         repetition = self._repetition
         if repetition.is_on:
             repetition.check_sent(channel, number, self.iteration, tensor)
-        self.log_sent(channel, number, tensor)
+        if channel.destination in self.unlogged:
+            self._keep_sent(channel, number, tensor)
+        else:
+            self.log_sent(channel, number, tensor)
         if repetition.is_over(channel.destination):
             if self._counts.is_waited_for(channel, number):
                 # If it is cut its receiver will ask for it in the next generation.
@@ -146,11 +171,17 @@ class Interception:
         if self._refuses:
             raise CannotReplay("a message outside of iterations is in no log")
 
+    def _keep_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        # The script may change it as soon as it is sent.
+        self._sent.setdefault(channel, {})[number] = tensor.detach().clone()
+        if not self._collectives.are_known and not self._log.incomplete:
+            self._log.give_up(_NOBODY_REPEATS, for_good=True)
+
     def log_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         num_bytes = tensor.numel() * tensor.element_size()
         limit, why = transfer.MAX_MESSAGE_BYTES, ""
         if not self._collectives.are_known:
-            why = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
+            why = _NOBODY_REPEATS
         elif num_bytes > limit:
             why = f"a message of {num_bytes} bytes is more than the {limit} that can be handed on"
         if why and not self._log.incomplete:

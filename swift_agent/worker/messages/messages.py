@@ -55,17 +55,18 @@ class Messages:
     """Of the rank *rank*; its `log` is written below *directory*, which is local to the node. One per process.
 
     *note* tells people; *check* raises when a recovery is cut; *is_ours*: see `Archive`; *in_place*: asked when a
-    message is cut.
+    message is cut; *log_group*: the ranks to which messages are not logged, asked when an iteration begins.
     """
 
     def __init__(
         self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None,
         is_ours: Callable[[], bool] = lambda: True, in_place: InPlace | None = None,
+        log_group: Callable[[], frozenset[int]] = frozenset,
     ) -> None:  # fmt: skip
         self.rank = rank
         self._in_place = in_place or Alone()
         self.beginnings = Beginnings()
-        self._note, self._check = note, check
+        self._note, self._check, self._log_group = note, check, log_group
         self._sent_before = SentBefore(directory, rank)
         self._has_predecessors = True  # for all that is known
         self._directory = directory / f"{self._sent_before.prefix}{uuid.uuid4().hex[:8]}"
@@ -99,6 +100,11 @@ class Messages:
         return 0 < self._complete_from <= self.checkpoint or (self._complete_from == 0 and self._has_begin)
 
     @property
+    def unlogged(self) -> frozenset[int]:
+        """The ranks to which nothing is logged, or not since some iteration."""
+        return self._its.unlogged
+
+    @property
     def _has_begin(self) -> bool:
         return bool(self.beginnings.origins) or self.checkpoint > 0
 
@@ -108,6 +114,7 @@ class Messages:
         """An iteration begins; its messages count."""
         its = self._its
         its.iteration, its.generation, its.has_agreed = iteration, generation, False
+        its.begin_unlogged(self._log_group())
         self._counts.begin()
         self._collectives.begin()
         self._ways.begin()
@@ -321,8 +328,9 @@ class Messages:
         self._sent_here = {}
         for other in others.values():
             self._follow(stands, other.sent)
+        kept = self._its.take_unlogged(missing)
         logged = transfer.logged(self.log, missing, self._check)
-        self._its.again = [self._its.send_again(*message) for message in logged]
+        self._its.again = [self._its.send_again(*message) for message in (*kept, *logged)]
         self._its.receive_again()
         self.reconnected += 1
 

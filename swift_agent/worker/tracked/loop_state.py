@@ -376,6 +376,7 @@ class Place:
                 num_parameters=updates.num_parameters,
                 reduced=holds and self.inside == "iteration" and self.owed is None and updates.reduced,
                 logs=tracked.messages is not None and tracked.messages.is_complete,
+                unlogged=tuple(sorted(tracked.messages.unlogged)) if tracked.messages is not None else (),
                 checkpoint=tracked.checkpoints.newest if tracked.checkpoints is not None else 0,
                 unwinds=tracked.unwinds if holds and self.inside == "iteration" and not self.replays else "",
             )

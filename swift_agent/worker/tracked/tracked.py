@@ -72,7 +72,8 @@ class Tracked:
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             check_ways()
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
-            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place)
+            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place,
+                                     lambda: supervisor.log_group)  # fmt: skip
         self.pipelines = Pipelines(in_place) if supervisor is not None and pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:

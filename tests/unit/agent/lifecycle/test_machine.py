@@ -15,6 +15,7 @@ from swift_agent.agent.lifecycle import state
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,
     FinishedRecord,
+    JobRecord,
     PlanRecord,
     ProgressRecord,
     ResultRecord,
@@ -720,3 +721,30 @@ def test_that_the_script_is_recovered_in_place_is_written_again_when_somebody_re
     none_of(agent.change(tracked=True), cmd.WriteTracked)
     only(agent.change(tracked=False), cmd.WriteTracked)
     none_of(agent.change(), cmd.WriteTracked)
+
+
+# ---- log groups ----
+
+
+def test_workers_are_told_their_log_group_before_they_begin() -> None:
+    agent = Agent()
+    job = JobRecord(2, 2, "command", 3, log_groups=((0, 1),))
+    agent.see(view(tracked=True, store=STORE, job=job))
+    agent.start()
+    told = [c for c in agent.given if isinstance(c, (cmd.SendLogGroup, cmd.SendGo))]
+    assert told == [cmd.SendLogGroup((0,), (0, 1, 2, 3)), cmd.SendGo((0,), 1), cmd.SendLogGroup((1,), (0, 1, 2, 3)),
+                    cmd.SendGo((1,), 1)]  # fmt: skip
+
+
+def test_living_workers_are_started_again_when_their_group_goes_back() -> None:
+    agent = training()
+    new = replace(generation(2, "replace", store_slot=1), epochs={0: 2})
+    commands = agent.change(generation=new, generation_revision=20, plan=None, store=None, failures={}, progress={})
+    assert only(commands, cmd.KillWorkers).local_ranks == (0, 1)
+    none_of(commands, cmd.SendStop, cmd.StartWorkers, cmd.WriteProgress)
+    none_of(agent.exit(0, -15), cmd.WriteFailure, cmd.StartWorkers)
+    commands = agent.exit(1, -15)
+    assert only(commands, cmd.StartWorkers) == cmd.StartWorkers((0, 1), 2, warm=True)
+    none_of(commands, cmd.WriteFailure)
+    assert only(commands, cmd.WriteProgress).reports == tuple({"rank": r, "status": "fresh"} for r in (0, 1))
+    assert agent.state.restarts_used == 0

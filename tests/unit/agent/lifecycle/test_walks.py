@@ -23,6 +23,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "three nodes, no spare": {"num_nodes": 3, "num_workers": 1, "num_spares": 0, "num_failures": 4},
     "one node": {"num_nodes": 1, "num_workers": 3, "num_spares": 0, "num_failures": 4},
     "an untracked job": {"tracked": False},
+    "log groups": {"num_nodes": 4, "num_workers": 1, "num_failures": 5, "target": 5, "log_groups": ((0, 1), (2, 3))},
     "two to four nodes": {"max_nodes": 4, "num_spares": 1, "target": 6, "num_failures": 5},
     "two to four nodes of one worker": {"max_nodes": 4, "num_spares": 2, "num_workers": 1, "target": 8},
     "an untracked job of 2 to 4 nodes": {"tracked": False, "max_nodes": 4, "num_spares": 1, "target": 20},
@@ -76,7 +77,7 @@ def test_nothing_is_lost_nor_run_twice_when_a_job_grows(num_workers: int) -> Non
 
 MUTANTS = {
     "starts beside a living process": (
-        "if worker is None or worker.generation < generation.epoch:\n            missing",
+        "if worker is None or worker.generation < generation.epoch_of(slot):\n            missing",
         "if worker is None or worker.generation < generation.number:\n            missing"),
     "goes before the plan": ("if lost or view.plan is None or view.plan.restart or view.store is None:",
                              "if view.plan is None or view.store is None:"),
@@ -93,7 +94,7 @@ MUTANTS = {
     "does not repeat a loss in the next generation": (
         "issued = state.issued if view.number == old.number else frozenset()", "issued = state.issued"),
     "speaks of a worker that is being ended": (
-        "if worker is None or worker.generation < generation.epoch:\n            return state  # one that is",
+        "if worker is None or worker.generation < generation.epoch_of(slot):\n            return state  # one that is",
         "if worker is None:\n            return state  # one that is"),
     "ends old workers before one has kept their state": (
         "if not resize.may_begin(state.view, slot, state.workers, state.kept):", "if False:"),

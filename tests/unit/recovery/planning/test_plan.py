@@ -272,6 +272,16 @@ def test_who_repeats_alone_counts_as_being_there() -> None:
     assert plan.replays == (2,) and plan.iteration == 5
 
 
+def test_what_logs_nothing_for_another_goes_back_with_it() -> None:
+    apart = [logging(0, 5, unlogged=(1,)), logging(2, 5, unlogged=(3,)), logging(3, 5, unlogged=(2,))]
+    plan = make_plan(apart, 4)
+    assert plan.kind == "restart" and "ranks [1] would have to repeat iterations without ranks [0]" in plan.why
+    plan = make_plan(apart[1:], 4)
+    assert (plan.kind, plan.iteration, plan.replays, plan.stays) == ("copy", 5, (0, 1), True)
+    assert RankReport.from_json(json.loads(json.dumps(apart[0].to_json()))) == apart[0]
+    assert "unlogged" not in logging(0, 5).to_json()
+
+
 COLLECTIVE = "have taken part in a collective of it"
 
 

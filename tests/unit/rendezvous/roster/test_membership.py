@@ -33,7 +33,7 @@ from swift_rendezvous.roster.records import (
     WorkerExit,
 )
 from swift_rendezvous.roster.view import Damaged, View
-from tests.support.records import failure, generation, node, view
+from tests.support.records import failure, generation, node, owner, view
 
 RULES = Rules(replacement_timeout_s=30.0)
 
@@ -635,3 +635,37 @@ def test_an_older_generation_is_not_written_over_a_newer_one() -> None:
     end = result(ask(replace(unread, begun=2)))
     assert end.state == "stopped"
     assert "generation cannot be read (no JSON), though generation 2 had begun; the last that is known" in end.why
+
+
+# ---- log groups ----
+
+
+def grouped(**changes: Any) -> View:
+    """Four nodes of two workers each, in two log groups."""
+    names = ("n0", "n1", "n2", "n3")
+    job = JobRecord(4, 2, "command", 3, log_groups=((0, 1), (2, 3)))
+    return view(**{"names": (*names, "n4"), "job": job, "generation": generation(slots=names), **changes})
+
+
+def test_a_loss_takes_its_log_group_back() -> None:
+    new = published(ask(grouped(failures={1: failure("workers", 1, (1,))})))
+    assert new.lost == {1: (1,)} and new.epochs == {0: 2, 1: 2}
+    assert new.bare == {0: (0, 1), 1: (0, 1)}  # whoever goes back holds no state any more
+    assert [new.epoch_of(slot) for slot in range(4)] == [2, 2, 1, 1]
+    assert new.why.endswith("slots [0] of the same log group begin again with them")
+
+
+def test_a_group_that_went_back_stays_back_in_the_generations_to_come() -> None:
+    old = replace(generation(2, "replace", ("n0", "n1", "n2", "n3")), epochs={0: 2, 1: 2}, bare={0: (0, 1), 1: (0, 1)})
+    new = published(ask(grouped(generation=old, failures={3: failure("node", 3)})))
+    assert new.epochs == {0: 2, 1: 2, 2: 3, 3: 3} and sorted(new.bare) == [0, 1, 2, 3]
+    # Where all start again there are none left.
+    new = published(ask(grouped(generation=old, failures={0: failure("restart", 0)})))
+    assert new.mode == "restart" and new.epochs == {}
+
+
+def test_what_a_drained_node_hands_over_does_not_go_back() -> None:
+    old = generation(2, "replace", ("n0", "n4", "n2", "n3"), handover={1: owner("n1")}, lost={1: (0, 1)})
+    old = replace(old, bare={1: (0, 1)})
+    new = published(ask(grouped(generation=old, failures={0: failure("workers", 0, (0,))})))
+    assert new.handover == {1: owner("n1")} and new.epochs == {0: 3}
