@@ -1,4 +1,4 @@
-"""Pipelines of four stages, or more (`pipeline_train.py`): undisturbed runs, what must be equal to them, and random kills."""
+"""Pipelines of `pipeline_train.py`: undisturbed runs, what must be equal to them, and random kills."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class References:
             directory.mkdir()
             agents = Agents(
                 directory, self._etcd, num_nodes=num_nodes, num_workers=1,
-                job_id="-".join((self._directory.name, *key)).replace(" ", "-"), script=SCRIPT, orders={"schedule": schedule, **orders}, forks=self._forks,
+                job_id="-".join((self._directory.name, *key)).replace(" ", "-"), script=SCRIPT,
+                orders={"schedule": schedule, **orders}, forks=self._forks,
                 start_method="spawn" if key == ("Schedule1F1B",) else "forkserver",
             )  # fmt: skip
             self._known[key] = agents.run("abcdef"[:num_nodes])

@@ -62,8 +62,10 @@ class Interception:
         self._refuses = False
         self.unlogged: frozenset[int] = frozenset()
         """Ranks to which messages are not logged."""
-        # What they were sent in this iteration, to be sent again if a failure elsewhere cuts it.
+        # What they were sent in this iteration, and in the one before it until all have agreed to this one's update: to
+        # be sent again if a failure elsewhere cuts it on its way.
         self._sent: dict[Channel, dict[int, torch.Tensor]] = {}
+        self._sent_before: dict[Channel, dict[int, torch.Tensor]] = {}
         # By the name of the group, the peer's rank in it, and the tag.
         self._to: dict[tuple[str, int, int], Channel] = {}
         self._from: dict[tuple[str, int, int], Channel] = {}
@@ -86,14 +88,23 @@ class Interception:
 
     def begin_unlogged(self, ranks: frozenset[int]) -> None:
         """An iteration begins. Messages to these ranks are not logged, in this one and all that follow."""
-        self._sent.clear()
+        self._sent = {}  # of one that was cut
         self.unlogged |= ranks
+
+    def agree(self) -> None:
+        """All agree to the update: they have all of the iteration before."""
+        self.has_agreed, self._sent_before = True, {}
+
+    def end_unlogged(self) -> None:
+        """The iteration counts. Others may still wait for what it has sent."""
+        self._sent, self._sent_before = {}, self._sent
 
     def take_unlogged(self, missing: dict[Channel, range]) -> list[tuple[Channel, torch.Tensor]]:
         """Those of *missing* that are in no log, in their order; they are taken out of it."""
-        found = []
-        for channel in [channel for channel in missing if channel in self._sent]:
-            sent, numbers = self._sent[channel], missing.pop(channel)
+        found: list[tuple[Channel, torch.Tensor]] = []
+        for channel in [channel for channel in missing if channel.destination in self.unlogged]:
+            sent = {**self._sent_before.get(channel, {}), **self._sent.get(channel, {})}
+            numbers = missing.pop(channel)
             if lacks := [number for number in numbers if number not in sent]:
                 raise LogError(f"messages {lacks[:3]} of {channel}, to be sent again, were not kept")
             found += [(channel, sent[number]) for number in numbers]

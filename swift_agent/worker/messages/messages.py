@@ -128,6 +128,7 @@ class Messages:
         if not was_iteration:
             return
         self._its.let_go()
+        self._its.end_unlogged()
         self._counts.end()
         self._collectives.end()
         self._ways.end()
@@ -291,7 +292,7 @@ class Messages:
         def agree_aside() -> None:
             self._ways.check_seen()
             self._results.agree()
-            self._its.has_agreed = True
+            self._its.agree()
             with self._collectives.aside():
                 agree()
 

@@ -84,7 +84,7 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
     names = ("send", "recv", "recv_anysource", *torch_messages.ALIKE)
     operations = {name: getattr(dist.ProcessGroup, name) for name in names}
 
-    def one(rank: int) -> Messages:
+    def one(rank: int, log_group: tuple[int, ...] = ()) -> Messages:
         for name, original in operations.items():
             monkeypatch.setattr(dist.ProcessGroup, name, original)
         if dist.is_initialized():
@@ -92,7 +92,7 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
         directory = tmp_path / f"node{rank}"
         directory.mkdir(exist_ok=True)
-        made = Messages(rank, directory, notes.append)
+        made = Messages(rank, directory, notes.append, log_group=lambda: frozenset(log_group))
         made.beginnings.origins = [[0, 0]] * 3
         return made
 
@@ -822,6 +822,49 @@ def test_a_replacement_that_was_cut_sends_again_to_who_waits_after_its_update(
     with replacement.aside():  # it did not come
         replacement.rejoin({0: told("begin"), 2: told("end")}, (), 1, 3)
     assert again == [(2, 0.0), (2, 1.0)] * 2
+
+
+def test_what_is_not_logged_is_sent_again_while_it_may_be_on_its_way(
+    make: Callable[..., Messages], again: list[tuple[int, float]]
+) -> None:
+    """In the iteration, after it, and in the next one until all have agreed to that one's update."""
+    sender = make(1, log_group=(1, 2))
+    sender.begin(0, 1)
+    send(0)
+    send(7, to=0)
+    with sender.aside():
+        sender.rejoin({0: told("middle"), 2: told("middle")}, (), 0, 2)
+    assert sorted(again) == [(0, 7.0), (2, 0.0)]
+    sender.end()
+    with sender.aside():
+        sender.rejoin({0: told("end", has=[(1, 0, 1)]), 2: told("end")}, (), 1, 3)
+    sender.begin(1, 3)
+    send(1)
+    with sender.aside():
+        sender.rejoin({0: told("end", has=[(1, 0, 1)]), 2: told("end")}, (), 1, 4)
+    assert again[2:] == [(2, 0.0), (2, 0.0), (2, 1.0)]
+    sender.agreeing(lambda: None)()
+    with sender.aside():
+        sender.rejoin({0: told("end", has=[(1, 0, 1)]), 2: told("middle", has=[(1, 2, 1)])}, (), 1, 5)
+    assert again[5:] == [(2, 1.0)]
+    with pytest.raises(LogError, match="to be sent again, were not kept"), sender.aside():
+        sender.rejoin({0: told("end", has=[(1, 0, 1)]), 2: told("end")}, (), 1, 6)
+    assert sender.gift(0, 1, [0]) is not None and sender.unlogged == {1, 2}
+
+
+def test_of_an_iteration_that_is_run_again_nothing_is_kept(
+    make: Callable[..., Messages], again: list[tuple[int, float]]
+) -> None:
+    sender = make(1, log_group=(1, 2))
+    sender.begin(0, 1)
+    send(0)
+    send(1)
+    sender.rewind()
+    sender.begin(0, 2)
+    send(5)
+    with sender.aside():
+        sender.rejoin({0: told("middle"), 2: told("middle")}, (), 0, 3)
+    assert again == [(2, 5.0)]
 
 
 def test_who_does_not_stay_has_nothing_of_logs_that_it_throws_away(make: Callable[[int], Messages]) -> None:
