@@ -35,6 +35,7 @@ OURS = {
     "standbys": 1,
     "stop_deadline": 10.0,
     "recovery": "exact",
+    "log_groups": "",
     "node_id": None,
     "journal": None,
     "message_log": None,
