@@ -56,11 +56,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+# torch does not keep the Python object alive, and NCCL asks it for the first time in the first collective.
+_stores: list[Any] = []
+
+
 def join(backend: str = "gloo") -> None:
     from swift_agent.wire.store_client import StoreClient
 
     limit = timedelta(seconds=25)
     store = StoreClient(*store_of(1), TOKEN, limit)
+    _stores.append(store)
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=limit)
 
 
