@@ -9,14 +9,16 @@ Commands that end or move the agent itself are the loop's. This module must neve
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from swift_agent.agent import transactions
-from swift_agent.agent.lifecycle import commands, timeline
+from swift_agent.agent.lifecycle import commands, strategy, timeline
 from swift_agent.agent.lifecycle.machine import EVIDENCE_S
 from swift_agent.agent.lifecycle.rate import TELL_S
 from swift_agent.agent.lifecycle.state import AgentState
@@ -57,6 +59,7 @@ class Executor:
         self._writer, self._crew, self._channels, self._stores = writer, crew, channels, stores
         self._state, self._presence, self._doubt = state, presence, doubt
         self._started_s = time.time()
+        self._told_profile = self._wrote_profile = False
 
     def execute(self, command: commands.Command, at_s: float) -> None:
         """*at_s*: when the event came that *command* follows from, monotonic."""
@@ -126,7 +129,7 @@ class Executor:
             state.view,
             state.incarnation,
             socket_path=self._channels.path,
-            message_log=self._message_log,
+            message_log="" if self._config.strategy in ("replica", "checkpoint") else self._message_log,
             timers=self._timers,
             run=run_name(self._presence().job, self._started_s if self._config.etcd is None else None),
         )
@@ -153,13 +156,29 @@ class Executor:
     def recovered(self, view: View, phases: Mapping[str, float]) -> None:
         """Have the recovery that is over told, and written into the history."""
         assert view.generation is not None and view.plan is not None
+        predicted_s = strategy.predicted_s(view)
         log.info(
-            "recovered: generation %d goes on at iteration %d: %s",
+            "recovered: generation %d goes on at iteration %d: %s%s",
             view.generation.number,
             transactions.resumed_iteration(view),
             timeline.describe(dict(phases)),
+            "" if predicted_s is None else f" ({predicted_s * 1000:.0f} ms were predicted)",
         )
         self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time()))
+
+    def measured(self, view: View, acting: bool) -> None:
+        """Have it told how the job recovers, once all its workers have been measured: *acting*, by this coordinator."""
+        if acting and not self._told_profile and (record := strategy.decide(view, self._config.job_id)) is not None:
+            self._told_profile = True
+            for line in record.lines:
+                log.info("%s", line)
+            self._write(transactions.profiled(self._keys, view, self._presence().me, record))
+        if self._config.profile is not None and view.profile is not None and not self._wrote_profile:
+            self._wrote_profile = True
+            try:
+                Path(self._config.profile).write_text(json.dumps(view.profile.content, indent=2) + "\n")
+            except OSError as error:
+                log.warning("--profile %s: cannot be written: %s", self._config.profile, error.strerror or error)
 
     def probe(self, answered: Callable[[bool], None]) -> None:
         """Write something that changes nothing, to see whether the store takes it: see `patience`. *answered* is

@@ -273,6 +273,7 @@ class Agent:
         self._tell_limit(view)
         self._crew.prepare_standbys()
         self._stores.close_before(view.recovered)
+        self._executor.measured(view, self._presence.coordinator.acting)
         phases = self._timeline.observe(view, time.monotonic())
         if phases is not None and self._presence.coordinator.acting:
             self._executor.recovered(view, phases)

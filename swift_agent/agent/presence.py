@@ -101,7 +101,8 @@ class Presence:
             most = config.max_nodes if config.max_nodes > config.nnodes else 0
             job = JobRecord(
                 config.nnodes, config.nproc, host.job_fingerprint(config), config.max_restarts, config.key.proof, most,
-                config.recovery, config.log_groups,
+                config.recovery, config.log_groups, config.log_budget,
+                "" if config.strategy == "auto" else config.strategy,
             )  # fmt: skip
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
             self.job: int = entry.job

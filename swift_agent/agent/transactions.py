@@ -15,9 +15,11 @@ from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
     EventRecord,
     ExitedRecord,
+    MeasuredRecord,
     NodeRecord,
     ParkedRecord,
     PositionRecord,
+    ProfileRecord,
     ProgressRecord,
     RateRecord,
     ResultRecord,
@@ -64,6 +66,9 @@ def transaction_of(command: commands.Command, keys: Keys, view: View, me: NodeRe
         case commands.WriteResumed(generation, slot, iteration, phases_s):
             resumed = ResumedRecord(slot, iteration, dict(phases_s))
             what, key, value = "resumed", keys.resumed(generation, slot), encode(resumed)
+        case commands.WriteMeasured(generation, slot, ranks):
+            measured = MeasuredRecord(slot, me.incarnation, tuple(map(dict, ranks)))
+            what, key, value = "measured", keys.measured(generation, slot), encode(measured)
         case commands.WriteFinished(generation, finished):
             what, key, value = "finished", keys.finished(generation, finished.slot), encode(finished)
         case commands.WriteExited(generation, slot):
@@ -101,6 +106,12 @@ def hosted_store(keys: Keys, view: View, me: NodeRecord, generation: int, store:
 def rate(keys: Keys, view: View, me: NodeRecord, record: RateRecord, lease_id: int) -> Transaction:
     """How fast the job trains; gone with this node."""
     return Transaction("rate", fence(keys, view, me), [Put(keys.rate, encode(record), lease_id=lease_id)])
+
+
+def profiled(keys: Keys, view: View, me: NodeRecord, record: ProfileRecord) -> Transaction:
+    """What the job costs, once in a run: whichever coordinator is the first to say it."""
+    guards = [*fence(keys, view, me), Compare.absent(keys.profile)]
+    return Transaction("profile", guards, [Put(keys.profile, encode(record))])
 
 
 def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> Transaction:

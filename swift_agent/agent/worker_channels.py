@@ -191,6 +191,8 @@ class WorkerChannels:
                 self._on_event(msg.WorkerHolds(local_rank, pid))
             case wire.Resumed(generation, iteration, phases_s):
                 self._on_event(msg.WorkerResumed(local_rank, pid, generation, iteration, phases_s))
+            case wire.Measured(generation, measured):
+                self._on_event(msg.WorkerMeasured(local_rank, pid, generation, measured))
             case wire.Finished(generation, end):
                 self._on_event(msg.WorkerFinished(local_rank, pid, generation, end))
             case wire.Promised(generation, iteration):

@@ -41,6 +41,7 @@ from swift_agent.ctl.simulate import simulate
 from swift_agent.ctl.steer import gc, stop
 from swift_rendezvous.roster.decision import nodes_are
 from swift_rendezvous.roster.keys import ROOT, Keys
+from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import Compacted, KeyValue, KeyValueStore
 
@@ -235,10 +236,11 @@ def history(config: EtcdConfig, job: str, as_json: bool) -> None:
 @cli.command()
 @click.argument("job")
 @click.argument("generation", type=click.IntRange(min=1), required=False)
+@click.option("--strategy", is_flag=True, help="Say how JOB recovers what is lost, what that costs, and why.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @needs_etcd
-def explain(config: EtcdConfig, job: str, generation: int | None, as_json: bool) -> None:
-    """Say why JOB has this GENERATION (by default the current one) and this plan.
+def explain(config: EtcdConfig, job: str, generation: int | None, strategy: bool, as_json: bool) -> None:
+    """Say why JOB has this GENERATION (by default the current one) and this plan; or how it recovers.
 
     Exit codes: 0 said, 1 no such job, nothing kept of this generation, or etcd does not answer, 2 a wrong command line.
     """
@@ -246,6 +248,8 @@ def explain(config: EtcdConfig, job: str, generation: int | None, as_json: bool)
         entries = records_of(store, config, job)
         view = jobs.view_of(job, entries)
         episodes = explaining.history(jobs.events_of(job, entries))
+    if strategy:
+        return _explain_strategy(job, view, as_json)
     number = generation or view.number
     if number == 0:
         raise click.ClickException(f"job {job!r} has no generation yet: {nodes_are(len(view.nodes))} here")
@@ -262,6 +266,22 @@ def explain(config: EtcdConfig, job: str, generation: int | None, as_json: bool)
     console = Console()
     for sentence in found.sentences:
         console.print(Text(sentence))
+
+
+def _explain_strategy(job: str, view: View, as_json: bool) -> None:
+    known = view.profile
+    if known is None:
+        raise click.ClickException(
+            f"job {job!r} has not been measured yet: all its workers are in the first 9 iterations of a run, "
+            "and tell what they cost if nothing fails in these"
+        )
+    if as_json:
+        groups = [list(group) for group in view.log_groups]
+        click.echo(json.dumps({"job": job, "way": known.way, "lines": known.lines, "log_groups": groups,
+                               "profile": known.content}))  # fmt: skip
+        return
+    for line in known.lines:
+        click.echo(line)
 
 
 # ---- native --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from swift_agent.errors import SwiftError
 from swift_agent.torch_private import launcher as torch_launcher
 from swift_logging_store.stores.contract import StoreUnknown
 from swift_logging_store.stores.open import check_url
+from swift_recovery.strategy.budget import parse_budget
 from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.store.etcd_config import EtcdConfig
 
@@ -35,6 +36,9 @@ MIN_LEASE_TTL_S = 2
 
 # More often than that is noise on the network, less often is slower than the lease.
 HEARTBEATS_S = (0.02, 5.0)
+
+# `--strategy`.
+STRATEGIES = ("auto", "replica", "log", "checkpoint")
 
 
 class ConfigError(SwiftError, ValueError):
@@ -124,6 +128,28 @@ def _log_groups(
     if twice := sorted({node for node in nodes if nodes.count(node) > 1}):
         mistakes.append(f"--log-groups {text}: node {twice[0]} is in two groups; name each node once")
     return tuple(group for group in groups if len(group) > 1)
+
+
+def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str]) -> None:
+    if ns.strategy == "log+parallel":
+        mistakes.append("--strategy log+parallel: not in this version, which only predicts it; type --strategy log")
+    elif ns.strategy not in STRATEGIES:
+        mistakes.append(f"--strategy {ns.strategy}: there is no such way; type one of {', '.join(STRATEGIES)}")
+    if ns.profile and (os.path.isdir(ns.profile) or not os.path.isdir(os.path.dirname(ns.profile) or ".")):
+        mistakes.append(f"--profile {ns.profile}: no file can be written there; name one in a directory that exists")
+    budget = ns.log_budget
+    if not budget:
+        return
+    try:
+        parse_budget(budget)
+    except ValueError as error:
+        mistakes.append(f"--log-budget {error}")
+    if ns.log_groups:
+        mistakes.append(f"--log-budget {budget} --log-groups {ns.log_groups}: groups are chosen, or named; type one")
+    if ns.strategy not in ("auto", "log"):
+        mistakes.append(f"--log-budget {budget} --strategy {ns.strategy}: nothing is logged; leave one of them out")
+    if is_elastic:
+        mistakes.append(f"--log-budget {budget}: a job that changes its size has no fixed groups; leave it out")
 
 
 def _check_heartbeat(ns: argparse.Namespace, mistakes: list[str]) -> None:

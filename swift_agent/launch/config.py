@@ -24,6 +24,7 @@ from swift_agent.launch.checks import (
     _check_entry,
     _check_name,
     _check_numbers,
+    _check_strategy,
     _check_streams,
     _directory,
     _entry_kind,
@@ -60,7 +61,8 @@ class AgentConfig:
     directory for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own;
     they may take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are
     copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
-    which of the first nodes this one shall be. *log_groups*: see `JobRecord`.
+    which of the first nodes this one shall be. *log_groups*, *log_budget*: see `JobRecord`.
+    *strategy*: how lost state comes back. *profile*: the file for what the job was measured to cost.
     """
 
     launch: LaunchConfig
@@ -91,9 +93,12 @@ class AgentConfig:
     stop_deadline_s: float
     recovery: str
     log_groups: tuple[tuple[int, ...], ...]
+    log_budget: str
+    strategy: str
     key: JobKey = field(repr=False)
     keep_logs: bool = True
     journal: str | None = None
+    profile: str | None = None
     message_log: str | None = None
     message_log_bytes: int | None = None
     log_store: str | None = None
@@ -120,6 +125,7 @@ class AgentConfig:
         if ns.recovery not in get_args(Way):
             mistakes.append(f"--recovery {ns.recovery}: there is no such way; type one of {', '.join(get_args(Way))}")
         groups = _log_groups(ns.log_groups, nnodes, max_nodes, mistakes)
+        _check_strategy(ns, max_nodes > nnodes, mistakes)
         if ns.on_etcd_loss not in get_args(OnEtcdLoss):
             ways = " or ".join(get_args(OnEtcdLoss))
             mistakes.append(f"--on-etcd-loss {ns.on_etcd_loss}: there is no such way; type {ways}")
@@ -176,6 +182,9 @@ class AgentConfig:
             stop_deadline_s=ns.stop_deadline,
             recovery=ns.recovery,
             log_groups=groups,
+            log_budget=ns.log_budget,
+            strategy=ns.strategy,
+            profile=ns.profile or None,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
             journal=journal,

@@ -17,7 +17,8 @@ from swift_rendezvous.store.etcd_config import UNIX, EtcdConfig
 
 def job_fingerprint(config: AgentConfig) -> str:
     """Equal for agents that can be of one job."""
-    return _digest([config.nnodes, config.max_nodes, config.recovery, config.log_groups])
+    logs: list[object] = [config.log_groups, config.log_budget, config.strategy]
+    return _digest([config.nnodes, config.max_nodes, config.recovery, *logs])
 
 
 def fingerprint(config: AgentConfig) -> str:

@@ -213,6 +213,14 @@ class AskPlace:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What this worker costs, of a few iterations that nothing has disturbed (see `RankMeasured`)."""
+
+    generation: int
+    measured: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Modules:
     """What the script has imported."""
 
@@ -229,8 +237,9 @@ class Note:
 
 ToAgent = (
     Hello | Report | Holds | Resumed | Finished | Promised | Parked | Kept | At | Unfit | Suspect | Again | AskPlace
-    | Modules | Note
+    | Measured | Modules | Note
 )  # fmt: skip
 TO_AGENT: Vocabulary[ToAgent] = Vocabulary(
-    Hello, Report, Holds, Resumed, Finished, Promised, Parked, Kept, At, Unfit, Suspect, Again, AskPlace, Modules, Note
+    Hello, Report, Holds, Resumed, Finished, Promised, Parked, Kept, At, Unfit, Suspect, Again, AskPlace, Measured,
+    Modules, Note,
 )

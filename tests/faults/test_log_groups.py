@@ -7,11 +7,13 @@ stage and the losses of every micro-batch are bit for bit those of an undisturbe
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from swift_recovery.strategy.profile import parse
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, kill_at_random
 from tests.tiers import in_soak
@@ -31,7 +33,7 @@ def run(make_agents: Callable[..., Agents]) -> Start:
         return make_agents(
             num_nodes=num_nodes, num_workers=1, max_restarts=20, script=SCRIPT,
             orders={"faults": faults, "schedule": schedule, **orders},
-            options=("--log-groups", groups, "--spares", str(len(nodes) - num_nodes), *options),
+            options=(*(("--log-groups", groups) if groups else ()), "--spares", str(len(nodes) - num_nodes), *options),
         ).run(nodes)  # fmt: skip
 
     return train
@@ -138,3 +140,27 @@ def test_random_moments(
         agents.start(node)
     kill_at_random(agents, num_kills, random.Random(seed))
     assert_equal(agents.wait(), undisturbed_pipelines("Schedule1F1B", iterations=30), 30)
+
+
+def test_groups_are_chosen_for_a_budget(run: Start, undisturbed_pipelines: References) -> None:
+    """Once the job has measured itself, in its first nine iterations; it tells what it costs, and how it recovers."""
+    faults = [{"at": "backward", "iteration": 20, "rank": 2, "scope": "worker"}]
+    outcome = run(
+        faults, groups="", options=("--log-budget", "40%", "--profile", "measured.json"), iterations=30, pace_s=0.1,
+        checkpoint=5, patient=True,
+    )  # fmt: skip
+    text = outcome.text()
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=30), 30)
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {2, 3}, text
+    assert "messages are logged between groups of nodes only, from the next iteration on: 0-1 2-3" in text
+    assert "replica: not possible: no other machine holds what machine 0 does" in text
+    assert re.search(r"  log: a lost node costs about .*: taken\n", text) and "ms were predicted)" in text
+    measured = parse((outcome.directory / "measured.json").read_text())
+    assert len(measured.machines) == 4 and len(measured.boundary_bytes) == 3 and measured.checkpoint_every == 5
+
+
+def test_a_job_that_shall_not_log(run: Start, undisturbed_pipelines: References) -> None:
+    faults = [{"at": "backward", "iteration": 5, "rank": 2, "scope": "worker"}]
+    outcome = run(faults, groups="", options=("--strategy", "checkpoint"), checkpoint=3, patient=True)
+    assert "all workers restart" in outcome.text()
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B"))

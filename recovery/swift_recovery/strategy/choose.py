@@ -75,7 +75,7 @@ def _log(profile: Profile, budget_bytes: float | None, helpers: bool) -> Way:
         likelihood = len(group) / chain.num_machines
         fetched_s = num_repeated * _crossing_bytes(profile, group) / profile.network_bytes_per_s
         recovery_s += likelihood * max(num_repeated * repeat(group), fetched_s)
-    sent = [_sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
+    sent = [sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
     # Copies are made while the pipeline waits; what does not fit there delays it.
     exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
     cost = exposed_s / profile.iteration_s + _checkpoints(profile)
@@ -116,7 +116,7 @@ def _crossing_bytes(profile: Profile, group: range) -> float:
     return sum(profile.boundary_bytes[end] for end in ends if 0 <= end < len(profile.boundary_bytes)) / 2
 
 
-def _sent_bytes(profile: Profile, machine: int, groups: Groups) -> float:
+def sent_bytes(profile: Profile, machine: int, groups: Groups) -> float:
     """What a machine logs in an iteration: about half of what passes each boundary at which a group ends."""
     (group,) = (group for group in groups if machine in group)
     ends = [end for end in (machine - 1, machine) if end in (group.start - 1, group.stop - 1)]

@@ -120,9 +120,16 @@ class Keys:
     def handover(self, generation: int, slot: int) -> str:
         return self.of_slot("~handover", generation, slot)
 
+    def measured(self, generation: int, slot: int) -> str:
+        return self.of_slot("~measured", generation, slot)
+
     @property
     def rate(self) -> str:
         return self.prefix + "rate"
+
+    @property
+    def profile(self) -> str:
+        return self.prefix + "profile"
 
     def drain(self, node_id: str) -> str:
         return f"{self.prefix}drain/{node_id}"

@@ -22,11 +22,13 @@ from swift_rendezvous.roster.records import (
     FinishedRecord,
     GenerationRecord,
     JobRecord,
+    MeasuredRecord,
     NodeRecord,
     ParkedRecord,
     PauseRecord,
     PlanRecord,
     PositionRecord,
+    ProfileRecord,
     ProgressRecord,
     RateRecord,
     ResultRecord,
@@ -70,6 +72,7 @@ PER_JOB = (
     Kind("preload", "preload", _names),
     _kind("end", "result", ResultRecord),
     _kind("rate", "rate", RateRecord),
+    _kind("profile", "profile", ProfileRecord),
 )
 # Below them are names of nodes.
 NODES = _kind("nodes", "nodes", NodeRecord)
@@ -92,6 +95,7 @@ PER_SLOT = (
     _kind("~parked", "parked", ParkedRecord),
     _kind("~handover", "handovers", ProgressRecord),
     _kind("taken", "taken", TakenRecord),
+    _kind("~measured", "measured", MeasuredRecord),
 )
 # Read by people; of them a view has the last numbers.
 HISTORY = "events"

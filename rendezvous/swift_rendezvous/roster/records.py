@@ -41,7 +41,8 @@ class JobRecord:
     *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
     *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
     *log_groups*: slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT,
-    section 5.3). A slot that is in none is alone.
+    section 5.3). A slot that is in none is alone. *log_budget*: for which groups are chosen once the job is measured;
+    *strategy*: the way to recover, '' for that which is best.
     """
 
     num_nodes: int
@@ -52,6 +53,8 @@ class JobRecord:
     max_nodes: int = 0
     recovery: str = ""
     log_groups: tuple[tuple[int, ...], ...] = ()
+    log_budget: str = ""
+    strategy: str = ""
 
 
 @dataclass(frozen=True)
@@ -350,6 +353,29 @@ class RateRecord:
     per_s: float | None
     generation: int
     time_s: float
+
+
+@dataclass(frozen=True)
+class MeasuredRecord:
+    """What the workers of a slot have measured of themselves: by local rank, in the words of the room that plans."""
+
+    slot: int
+    incarnation: str
+    ranks: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class ProfileRecord:
+    """What the job costs, as measured, and what follows from it; written once in a run.
+
+    *content*: a profile as people write them. *lines*: the ways to recover, compared, for people; *way*: that which is
+    taken. *log_groups*: of slots, see `JobRecord`, where the job has a budget for logs; they hold from now on.
+    """
+
+    content: dict[str, Any]
+    lines: tuple[str, ...]
+    way: str
+    log_groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

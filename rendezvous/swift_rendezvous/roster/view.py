@@ -30,11 +30,13 @@ from swift_rendezvous.roster.records import (
     FinishedRecord,
     GenerationRecord,
     JobRecord,
+    MeasuredRecord,
     NodeRecord,
     ParkedRecord,
     PauseRecord,
     PlanRecord,
     PositionRecord,
+    ProfileRecord,
     ProgressRecord,
     RateRecord,
     ResultRecord,
@@ -101,7 +103,9 @@ class View:
     handovers: Mapping[int, ProgressRecord] = field(default_factory=dict)
     """slot -> what the workers of its drained former owner hold."""
     taken: Mapping[int, TakenRecord] = field(default_factory=dict)
+    measured: Mapping[int, MeasuredRecord] = field(default_factory=dict)
     rate: RateRecord | None = None
+    profile: ProfileRecord | None = None
     recovered: int = 0
     """The last generation whose recovery is in the history: it has been told."""
     begun: int = 0
@@ -112,7 +116,8 @@ class View:
     @property
     def log_groups(self) -> tuple[tuple[int, ...], ...]:
         """See `JobRecord`."""
-        return self.job.log_groups if self.job is not None else ()
+        chosen = self.profile.log_groups if self.profile is not None else ()
+        return chosen or (self.job.log_groups if self.job is not None else ())
 
     def log_group_of(self, slot: int) -> tuple[int, ...]:
         """The slots of its group, itself among them."""
@@ -156,7 +161,10 @@ REMOVED = "was removed by somebody"
 
 _NOTHING = View()
 # By name. The records of the job itself that need no more than to be read:
-_SIMPLE = {kind.name: kind for kind in kinds.PER_JOB if kind.attribute in ("tracked", "preload", "result", "rate")}
+_SIMPLE = {
+    kind.name: kind for kind in kinds.PER_JOB
+    if kind.attribute in ("tracked", "preload", "result", "rate", "profile")
+}  # fmt: skip
 _PER_GENERATION = {kind.name: kind for kind in kinds.PER_GENERATION}
 _PER_SLOT = {kind.name: kind for kind in kinds.PER_SLOT}
 

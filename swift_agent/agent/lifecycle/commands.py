@@ -143,6 +143,13 @@ class WriteResumed:
 
 
 @dataclass(frozen=True)
+class WriteMeasured:
+    generation: int
+    slot: int
+    ranks: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class WriteFinished:
     generation: int
     record: FinishedRecord
@@ -259,6 +266,7 @@ Command = (
     | WriteFailure
     | WriteProgress
     | WriteResumed
+    | WriteMeasured
     | WriteFinished
     | WriteExited
     | WritePosition

@@ -59,6 +59,14 @@ class WorkerResumed:
 
 
 @dataclass(frozen=True)
+class WorkerMeasured:
+    local_rank: int
+    pid: int
+    generation: int
+    measured: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class WorkerFinished:
     local_rank: int
     pid: int
@@ -197,6 +205,7 @@ Event = (
     | ReportReceived
     | WorkerHolds
     | WorkerResumed
+    | WorkerMeasured
     | WorkerFinished
     | WorkerPromised
     | WorkerParked

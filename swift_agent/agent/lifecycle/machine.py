@@ -46,6 +46,7 @@ from swift_agent.agent.lifecycle.events import (
     WorkerFinished,
     WorkerHolds,
     WorkerKept,
+    WorkerMeasured,
     WorkerParked,
     WorkerPromised,
     WorkerResumed,
@@ -163,6 +164,8 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
         case WorkerResumed(local_rank, pid, generation, iteration, phases_s):
             what = {"resumed": generation, "resumed_iteration": iteration, "phases_s": phases_s, "holds": True}
             return _update(state, local_rank, pid, **what)
+        case WorkerMeasured(local_rank, pid, generation, measured):
+            return _update(state, local_rank, pid, measured_in=generation, measured=measured)
         case WorkerHolds(local_rank, pid):
             return _update(state, local_rank, pid, holds=True)
         case WorkerFinished(local_rank, pid, generation, end):

@@ -56,6 +56,9 @@ class Worker:
     resumed: int = 0
     """In which it trains again."""
     resumed_iteration: int = 0
+    measured_in: int = 0
+    """In which it has measured itself."""
+    measured: Mapping[str, Any] | None = None
     holds: bool = False
     """It has the state of some iteration, whichever."""
     phases_s: Mapping[str, float] = field(default_factory=dict)

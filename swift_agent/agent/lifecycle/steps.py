@@ -28,6 +28,7 @@ from swift_agent.agent.lifecycle.commands import (
     WriteFailure,
     WriteFinished,
     WriteHandover,
+    WriteMeasured,
     WriteProgress,
     WriteResumed,
     WriteTaken,
@@ -292,6 +293,9 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
             state = replace(state, kept=None)
         if slot in generation.handover:
             state = _issue(state, commands, ("taken",), WriteTaken(number, slot))
+    found = [w.measured for w in local if w.measured_in == number and w.measured is not None]
+    if len(found) == len(local) and slot not in state.view.measured:
+        state = _issue(state, commands, ("measured",), WriteMeasured(number, slot, tuple(found)))
     if all(w.finished is not None or w.done for w in local):
         checksums = {_rank(generation, slot, w): dict(w.finished) for w in local if w.finished is not None}
         record = FinishedRecord(slot, state.incarnation, checksums)

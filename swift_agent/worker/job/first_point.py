@@ -32,7 +32,8 @@ def tracked(
         raise UsageError(
             "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
         )
-    logs = Path(os.environ[ENV_MESSAGE_LOG]) if supervisor and named.logs_messages else None
+    place = os.environ.get(ENV_MESSAGE_LOG)  # '': swift-run was told not to log
+    logs = Path(place) if supervisor and named.logs_messages and place else None
     made = Tracked(
         named.pending, named.replicas, world_size, supervisor, overlap_update=named.overlap_update, exact=named.exact,
         stage_of=rank if named.is_stage else None, logs=logs, rank=rank, checkpoints=checkpoints, in_place=running,

@@ -26,6 +26,7 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.line.in_script import imported_packages
 from swift_agent.worker.loop.dry_runs import DryRuns
+from swift_agent.worker.loop.measuring import Measuring
 from swift_agent.worker.loop.passed_over import PassedOver
 from swift_agent.worker.loop.peer_errors import NotLogged, cause_of, is_communication_error, only_logged, own
 from swift_agent.worker.loop.recovery import Recovery
@@ -46,12 +47,13 @@ class Iterations:
     def __init__(
         self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, recovery: Recovery,
         dry_runs: DryRuns, out: WaysOut, standing: MyStanding, comparison: Comparison | None,
+        measuring: Measuring | None = None,
     ) -> None:  # fmt: skip
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
         self._recovery, self._dry_runs, self._out = recovery, dry_runs, out
         self._standing, self._comparison = standing, comparison
         self.over = PassedOver(place, supervisor, tracked, recovery, dry_runs, out, comparison, self.complete)
-        self._modules_sent = False
+        self._modules_sent, self._measuring = False, measuring
 
     def run(self, call: Callable[[], R]) -> R:
         # All that this calls in every iteration runs with cold caches: the fewer calls and objects the better.
@@ -87,9 +89,13 @@ class Iterations:
                     supervisor.hold(number)
                 if supervisor.interrupted:
                     supervisor.check()
+                if self._measuring is not None and not self._measuring.begin():
+                    self._measuring = None
                 result = call()
                 tracked.updates.join_agreement()
                 self.complete()
+                if self._measuring is not None:
+                    self._measuring.finish()
                 self.over.is_new = False
                 self._standing.finishes()
             except CannotReplay as error:

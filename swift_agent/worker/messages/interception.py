@@ -146,6 +146,8 @@ class Interception:
         repetition = self._repetition
         if repetition.is_on:
             repetition.check_sent(channel, number, self.iteration, tensor)
+        if self._owner.meter is not None:
+            self._owner.meter.sent(channel.destination, tensor.numel() * tensor.element_size())
         if channel.destination in self.unlogged:
             self._keep_sent(channel, number, tensor)
         else:

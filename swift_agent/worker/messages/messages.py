@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -28,18 +29,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swift_agent.torch_private import (
-    groups,
-)
-from swift_agent.torch_private import (
-    messages as torch_messages,
-)
+from swift_agent.torch_private import groups
+from swift_agent.torch_private import messages as torch_messages
 from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.messages.beginnings import Beginnings
 from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to
+from swift_agent.worker.messages.operations import Meter
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
@@ -80,6 +78,8 @@ class Messages:
         self._repetition = Repetition(self._directory / "taken", self._sent_before, note)
         self._sent_here: dict[Channel, int] = {}  # to this rank, before the plan's iteration, while it repeats others
         self.reconnected = 0
+        self.meter: Meter | None = None
+        """Counts while the job is measured."""
         self._has_threads = False
         # Sent again in the last iteration.
         self._again_before: list[Any] = []
@@ -293,8 +293,12 @@ class Messages:
             self._ways.check_seen()
             self._results.agree()
             self._its.agree()
+            meter = self.meter
+            began_s = time.perf_counter() if meter is not None else 0.0
             with self._collectives.aside():
                 agree()
+            if meter is not None:
+                meter.waited_s += time.perf_counter() - began_s
 
         return agree_aside
 

@@ -9,7 +9,8 @@ This module must never decide which rank stays.
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,10 +21,24 @@ import torch.distributed as dist
 _NO_TIMEOUT = timedelta(0)  # torch's
 
 
+class Meter:
+    """What messages add to while a job is measured. *waited_s*: for messages, and for others to agree to an update."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self.sent_bytes: Counter[int] = Counter()
+        self.num_sent: Counter[int] = Counter()
+
+    def sent(self, destination: int, num_bytes: int) -> None:
+        self.sent_bytes[destination] += num_bytes
+        self.num_sent[destination] += 1
+
+
 class Owner(Protocol):
     """Of all operations of an iteration. *reconnected* counts how often this process has stayed in one."""
 
     reconnected: int
+    meter: Meter | None
 
     def stay(self, error: Exception) -> None:
         """Return on new connections, where all that was waited for has begun again; or raise *error*."""
@@ -118,12 +133,15 @@ class Receive(_Work):
             queue = self._queue
             if queue is None:
                 return bool(self.inner.wait(timeout))
-            first = queue[0]
+            first, meter = queue[0], self._owner.meter
+            began_s = time.perf_counter() if meter is not None else 0.0
             try:
                 first.inner.wait(timeout)
             except Exception as error:
                 cut = error
             else:
+                if meter is not None:
+                    meter.waited_s += time.perf_counter() - began_s
                 if queue and queue[0] is first:  # else another thread has run the iteration again, or ended it
                     queue.popleft()
                     first.is_done = True

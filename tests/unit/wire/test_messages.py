@@ -20,6 +20,7 @@ SAID_TO_WORKER: list[wire.ToWorker] = [
     wire.Stop(2, "node b is lost"),
     wire.Pause(2),
     wire.Boundary(2, 9),
+    wire.LogGroup((0, 1, 2)),
     wire.Where(),
     wire.Wait(),
     wire.Place(5, ""),
@@ -40,6 +41,7 @@ SAID_TO_AGENT: list[wire.ToAgent] = [
     wire.Suspect("reset by peer"),
     wire.Again(2, "timed out"),
     wire.AskPlace(5, 2),
+    wire.Measured(3, {"rank": 1, "iteration_s": 0.5, "sent_bytes": {"2": 100}}),
     wire.Modules(("numpy", "torchvision")),
     wire.Note(1, "repeats 4 iterations"),
 ]

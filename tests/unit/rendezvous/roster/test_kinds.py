@@ -54,7 +54,7 @@ def test_what_belongs_to_a_generation_is_removed_behind_it() -> None:
     swept = touched(coordinator.Coordinator._sweep(Bare(), 3))  # type: ignore[arg-type]
     assert swept == {"/swift/j/" + key for key in (
         "failure/3/", "~progress/3/", "~resumed/3/", "~finished/3/", "exited/3/", "~position/3/", "~parked/3/",
-        "~handover/3/", "taken/3/", "store/3", "plan/3", "release/3", "pause/3",
+        "~handover/3/", "taken/3/", "~measured/3/", "store/3", "plan/3", "release/3", "pause/3",
     )}  # fmt: skip
 
 

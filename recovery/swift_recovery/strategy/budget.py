@@ -1,0 +1,45 @@
+"""How much of its messages a job may log: a size for each node, or a part of all of them. Pure.
+
+It must never choose groups that log more, if any groups log so little.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from swift_recovery.strategy.choose import chain_of, repeat_s, sent_bytes
+from swift_recovery.strategy.grouping import Groups, alone, optimal
+from swift_recovery.strategy.profile import Profile
+
+UNITS = {"": 1, **{name: 1 << (10 * power) for power, name in enumerate(("KiB", "MiB", "GiB", "TiB", "PiB"), 1)}}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """*value*: bytes, or with *is_part* a part of what all messages between machines are."""
+
+    value: float
+    is_part: bool
+
+
+def parse_budget(text: str) -> Budget:
+    """`200GiB` or `20%`. Raises ValueError, with what to type."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[KMGTP]iB|)", text.strip())
+    if found is None or (found[2] == "%" and float(found[1]) > 100):
+        raise ValueError(f"{text!r} is no size; type 500GiB, 2TiB, or 20% of all messages")
+    return Budget(float(found[1]) / 100, True) if found[2] == "%" else Budget(float(found[1]) * UNITS[found[2]], False)
+
+
+def groups_within(profile: Profile, budget: Budget) -> Groups:
+    """Groups of machines with the shortest expected recovery. A size is for the logs of each machine, between two
+    checkpoints. One group of all machines, which log nothing: no others fit."""
+    chain = chain_of(profile)
+    everything = chain.log_bytes(alone(chain))
+    allowed = everything * budget.value if budget.is_part else everything
+    while True:
+        groups = optimal(chain, allowed, lambda group: repeat_s(profile, group))
+        most = max(sent_bytes(profile, machine, groups) for machine in range(chain.num_machines))
+        if budget.is_part or most * profile.checkpoint_every <= budget.value or len(groups) == 1:
+            return groups
+        allowed = chain.log_bytes(groups) * (1 - 1e-9) - 1e-9

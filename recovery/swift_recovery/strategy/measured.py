@@ -1,0 +1,141 @@
+"""What each rank has measured of itself in a few iterations, put together as the profile of its job. Pure.
+
+A worker counts and times what happens anyway. What it cannot see (the network, disks, a restart) is taken from
+`ASSUMED`, and said to be. This module must never take what was assumed for measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from swift_recovery.planning.reports import ranges_of, ranks_of
+from swift_recovery.strategy.profile import FIELDS, Machine, Profile, pipelined_s
+
+# Bytes per second, and seconds with warm standbys and with new processes, on the machines of benchmarks/.
+ASSUMED: Mapping[str, float] = {
+    "network_bytes_per_s": 1.25e9,
+    "log_bytes_per_s": 2e9,
+    "state_bytes_per_s": 1e9,
+    "restart_s": 6.0,
+    "replace_s": 0.5,
+}
+_NEVER = 1_000_000  # iterations between two checkpoints of a script that takes none
+
+
+@dataclass(frozen=True)
+class RankMeasured:
+    """Of one rank; times are medians of the iterations that were measured.
+
+    - *iteration_s*: from the begin of an iteration to that of the next.
+    - *computation_s*: of an iteration, without waits for messages and for the agreement to its update.
+    - *sent_bytes*: by rank, in messages of an iteration. *num_messages*: of them, to the rank that gets most.
+    - *state_bytes*: parameters, buffers and optimizer state. *replicas*: the ranks that hold the same.
+    - *checkpoint_every*: iterations, 0: none are taken. *logs*: its messages are logged.
+    """
+
+    rank: int
+    iteration_s: float
+    computation_s: float
+    state_bytes: int
+    replicas: tuple[int, ...]
+    sent_bytes: Mapping[int, int]
+    num_messages: int = 0
+    checkpoint_every: int = 0
+    logs: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        sent = {str(rank): num_bytes for rank, num_bytes in self.sent_bytes.items()}
+        return {**asdict(self), "replicas": ranges_of(self.replicas), "sent_bytes": sent}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankMeasured:
+        """Raises KeyError, TypeError or ValueError on what `to_json` did not write."""
+        return cls(
+            rank=int(data["rank"]),
+            iteration_s=float(data["iteration_s"]),
+            computation_s=float(data["computation_s"]),
+            state_bytes=int(data["state_bytes"]),
+            replicas=ranks_of(data["replicas"]),
+            sent_bytes={int(rank): int(num_bytes) for rank, num_bytes in data["sent_bytes"].items()},
+            num_messages=int(data["num_messages"]),
+            checkpoint_every=int(data["checkpoint_every"]),
+            logs=bool(data["logs"]),
+        )
+
+
+@dataclass(frozen=True)
+class JobMeasured:
+    """*elsewhere_bytes*: in messages of an iteration between nodes that are no neighbours. *takes_checkpoints*: else
+    what is lost begins at iteration 0. *assumed*: the fields of the profile that nobody has measured."""
+
+    profile: Profile
+    elsewhere_bytes: float
+    takes_checkpoints: bool
+    assumed: tuple[str, ...]
+
+
+def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasured:
+    """*nodes*: what the ranks of each have measured, in the order of their slots. The chain of the profile is that
+    order: pipelines are laid out so. Raises ValueError where there is nothing."""
+    if not nodes or not all(nodes):
+        raise ValueError("a job has nodes, and each of them ranks")
+    node_of = {one.rank: node for node, ranks in enumerate(nodes) for one in ranks}
+    ranks = [one for of_node in nodes for one in of_node]
+    between = [[0.0] * len(nodes) for _ in nodes]
+    for one in ranks:
+        for rank, num_bytes in one.sent_bytes.items():
+            if rank in node_of:
+                between[node_of[one.rank]][node_of[rank]] += num_bytes
+    boundaries = [between[at][at + 1] + between[at + 1][at] for at in range(len(nodes) - 1)]
+    across = sum(sent for at, row in enumerate(between) for to, sent in enumerate(row) if at != to)
+    machines = tuple(
+        Machine(
+            computation_s=max(max(one.computation_s for one in of_node), 1e-9),
+            state_bytes=float(sum(one.state_bytes for one in of_node)),
+            has_replica=all(any(node_of.get(rank) not in (node, None) for rank in one.replicas) for one in of_node),
+        )
+        for node, of_node in enumerate(nodes)
+    )
+    micro_batches = max(1, *(one.num_messages for one in ranks)) if across else 1
+    every = max(one.checkpoint_every for one in ranks)
+    largest = max(machine.state_bytes for machine in machines)
+    profile = Profile(
+        name=name,
+        machines=machines,
+        boundary_bytes=tuple(boundaries) if across else (),
+        micro_batches=micro_batches,
+        iteration_s=max(max(one.iteration_s for one in ranks), 1e-9),
+        network_bytes_per_s=ASSUMED["network_bytes_per_s"],
+        log_bytes_per_s=ASSUMED["log_bytes_per_s"],
+        gpus_per_machine=max(map(len, nodes)),
+        checkpoint_every=every or _NEVER,
+        checkpoint_s=largest / ASSUMED["state_bytes_per_s"] if every else 0.0,
+        load_s=largest / ASSUMED["state_bytes_per_s"],
+        restart_s=ASSUMED["restart_s"],
+        replace_s=ASSUMED["replace_s"],
+        machine_mtbf_hours=float(FIELDS["machine_mtbf_hours"][2] or 0),
+    )
+    if not any(machine.computation_s < profile.iteration_s for machine in machines):
+        # Where waits are not seen, as on a GPU, all of it is computation.
+        each_s = profile.iteration_s * micro_batches / (micro_batches + len(nodes) - 1)
+        if across:
+            machines = tuple(replace(machine, computation_s=each_s) for machine in machines)
+            profile = replace(profile, machines=machines, iteration_s=pipelined_s([each_s] * len(nodes), micro_batches))
+    assumed = ("network_bytes_per_s", "log_bytes_per_s", "checkpoint_s", "load_s", "restart_s", "replace_s",
+               "machine_mtbf_hours")  # fmt: skip
+    return JobMeasured(profile, across - sum(boundaries), every > 0, assumed)
+
+
+def to_file(measured: JobMeasured) -> dict[str, Any]:
+    """As `profile.parse` reads it."""
+    job = measured.profile
+    data: dict[str, Any] = {
+        "name": job.name,
+        "machines": [asdict(machine) for machine in job.machines],
+        **{name: getattr(job, name) for name in FIELDS},
+    }
+    if job.boundary_bytes:
+        data["boundary_bytes"] = list(job.boundary_bytes)
+    return data

@@ -1,0 +1,61 @@
+"""What a job was measured to cost, and the ways to recover it, compared in lines for people. Pure.
+
+It must never say of what was assumed that it was measured.
+"""
+
+from __future__ import annotations
+
+from swift_recovery.strategy.budget import UNITS
+from swift_recovery.strategy.choose import Way
+from swift_recovery.strategy.grouping import Groups
+from swift_recovery.strategy.measured import JobMeasured
+
+
+def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) -> tuple[str, ...]:
+    """The first says what was measured; then comes one for each way. *taken*: the name of that which is."""
+    profile = job.profile
+    sent = sum(profile.boundary_bytes) + job.elsewhere_bytes
+    largest = max(machine.state_bytes for machine in profile.machines)
+    said = [
+        f"measured: {time_of(profile.iteration_s)} for an iteration, {size_of(largest)} of state on a node"
+        + (f", {size_of(sent)} of messages between nodes in an iteration" if sent else "")
+        + f"; assumed: a network of {size_of(profile.network_bytes_per_s)}/s, logs of "
+        f"{size_of(profile.log_bytes_per_s)}/s"
+    ]
+    said += [_line(job, way, way.name == taken) for way in found]
+    if groups:
+        said.append(f"messages are logged between groups of nodes only, from the next iteration on: {text_of(groups)}")
+    return tuple(said)
+
+
+def _line(job: JobMeasured, way: Way, is_taken: bool) -> str:
+    if way.impossible:
+        return f"  {way.name}: not possible: {way.impossible}"
+    if not job.takes_checkpoints and way.name in ("log", "log+parallel"):
+        said = "as long as the job has run, since iteration 0: the script takes no checkpoints (job.checkpoint)"
+    else:
+        said = f"a lost node costs about {time_of(way.recovery_s)}"
+        said += f", {way.cost:+.2%} without failures, {size_of(way.storage_bytes)} on the node that needs most"
+    if way.name == "log+parallel":
+        said += "; not in this version"
+    return f"  {way.name}: {said}" + (": taken" if is_taken else "")
+
+
+def text_of(groups: Groups) -> str:
+    return " ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
+
+
+def time_of(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def size_of(num_bytes: float) -> str:
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+        if num_bytes >= UNITS[unit]:
+            return f"{num_bytes / UNITS[unit]:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,77 @@
+"""From what all workers have measured to how the job recovers: its profile, the ways compared, its log groups. Pure.
+
+Must never read a clock, and never decide twice in a run: what is written first holds.
+"""
+
+from __future__ import annotations
+
+import json
+
+from swift_recovery.planning.plan import Plan
+from swift_recovery.strategy import sentences
+from swift_recovery.strategy.budget import groups_within, parse_budget
+from swift_recovery.strategy.choose import Way, repeat_s, ways
+from swift_recovery.strategy.grouping import Groups
+from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
+from swift_recovery.strategy.profile import ProfileError, parse
+from swift_rendezvous.roster.records import ProfileRecord
+from swift_rendezvous.roster.view import View
+
+
+def decide(view: View, job_id: str) -> ProfileRecord | None:
+    """None: it is decided, or not all slots have been measured, or what they said cannot be read."""
+    generation = view.generation
+    if generation is None or view.profile is not None or len(view.measured) < len(generation.slots):
+        return None
+    try:
+        nodes = [[RankMeasured.from_json(data) for data in view.measured[slot].ranks] for slot in sorted(view.measured)]
+        job = put_together(job_id, nodes)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    logs = all(one.logs for ranks in nodes for one in ranks)
+    wanted = view.job.strategy if view.job is not None else ""
+    found = tuple(_possible(way, job, logs) for way in ways(job.profile))
+    taken = _taken(found, wanted)
+    groups: Groups = ()
+    if view.job is not None and view.job.log_budget and taken == "log":
+        groups = groups_within(job.profile, parse_budget(view.job.log_budget))
+    said = sentences.lines(job, found, taken, groups)
+    chosen = tuple(tuple(group) for group in groups if len(group) > 1)
+    return ProfileRecord(to_file(job), said, taken, chosen)
+
+
+def predicted_s(view: View) -> float | None:
+    """Of the recovery of the current generation, as its plan has it, None where nothing is known."""
+    generation, planned, known = view.generation, view.plan, view.profile
+    if generation is None or planned is None or known is None:
+        return None
+    try:
+        job, plan = parse(json.dumps(known.content)), Plan.from_json(planned.content)
+    except (ProfileError, KeyError, TypeError, ValueError):
+        return None
+    if plan.kind != "copy" or len(job.machines) != len(generation.slots):
+        return None
+    if plan.replays:
+        slots = sorted({generation.slot_with(rank) for rank in plan.replays})
+        group = range(slots[0], slots[-1] + 1)
+        return job.replace_s + (plan.iteration - plan.checkpoint) * repeat_s(job, group) + job.iteration_s
+    moved = max((job.machines[generation.slot_with(rank)].state_bytes for rank in plan.sources), default=0.0)
+    return job.replace_s + moved / job.network_bytes_per_s + job.iteration_s
+
+
+def _possible(way: Way, job: JobMeasured, logs: bool) -> Way:
+    """What a profile cannot say: what this script does."""
+    if way.impossible:
+        return way
+    if way.name == "checkpoint" and not job.takes_checkpoints:
+        return Way(way.name, "the script takes none (job.checkpoint): all workers would start over")
+    if way.name in ("log", "log+parallel") and not logs:
+        return Way(way.name, "messages are not logged in this job")
+    return way
+
+
+def _taken(found: tuple[Way, ...], wanted: str) -> str:
+    """As the planner does it, whatever is lost: a replica if there is one, else logs, else a checkpoint."""
+    order = (wanted,) if wanted else ("replica", "log", "checkpoint")
+    possible = {way.name for way in found if not way.impossible}
+    return next((name for name in order if name in possible), "")

@@ -1,0 +1,91 @@
+"""What this rank costs: a few of its first iterations, timed and counted, are told to the agent once.
+
+It costs two readings of the clock for an iteration, and two for a message, until it is over. A process that a failure
+has disturbed meanwhile tells nothing, nor does one that takes part in a recovery. It
+must never change what it measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+
+import torch
+
+from swift_agent.wire import messages as msg
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.messages.operations import Meter
+from swift_agent.worker.tracked.tracked import Tracked
+from swift_recovery.errors import StateError
+from swift_recovery.strategy.measured import RankMeasured
+
+# The first ones make buffers, connect and compile.
+SKIPPED = 3
+NUM_MEASURED = 5
+
+
+class Measuring:
+    """Of one process, from its first iteration on until it is over."""
+
+    def __init__(self, rank: int, supervisor: Supervisor, tracked: Tracked) -> None:
+        self._rank, self._supervisor, self._tracked = rank, supervisor, tracked
+        self._generation = supervisor.generation
+        self._num_begun = 0
+        self._began_s, self._waited_before_s = 0.0, 0.0
+        self._iterations_s: list[float] = []
+        self._computations_s: list[float] = []
+        self._meter = Meter()
+
+    def begin(self) -> bool:
+        """An iteration begins. Whether anything is left to be measured."""
+        now_s = time.perf_counter()
+        if self._supervisor.generation != self._generation:
+            return self._end()
+        self._num_begun += 1
+        if self._num_begun <= SKIPPED:
+            return True
+        if self._num_begun > SKIPPED + 1:
+            self._iterations_s.append(now_s - self._began_s)
+            if len(self._iterations_s) == NUM_MEASURED:
+                self._tell()
+                return self._end()
+        elif self._tracked.messages is not None:
+            self._tracked.messages.meter = self._meter
+        self._began_s, self._waited_before_s = now_s, self._meter.waited_s
+        return True
+
+    def finish(self) -> None:
+        """The iteration counts."""
+        if self._num_begun > SKIPPED:
+            waited_s = self._meter.waited_s - self._waited_before_s
+            self._computations_s.append(max(0.0, time.perf_counter() - self._began_s - waited_s))
+
+    def _end(self) -> bool:
+        if self._tracked.messages is not None:
+            self._tracked.messages.meter = None
+        return False
+
+    def _tell(self) -> None:
+        tracked, meter = self._tracked, self._meter
+        measured = RankMeasured(
+            rank=self._rank,
+            iteration_s=statistics.median(self._iterations_s),
+            computation_s=statistics.median(self._computations_s[:NUM_MEASURED]),
+            state_bytes=self._state_bytes(),
+            replicas=tuple(tracked.replicas),
+            sent_bytes={rank: num_bytes // NUM_MEASURED for rank, num_bytes in meter.sent_bytes.items()},
+            num_messages=max(meter.num_sent.values(), default=0) // NUM_MEASURED,
+            checkpoint_every=tracked.checkpoints.every if tracked.checkpoints is not None else 0,
+            logs=tracked.messages is not None and tracked.messages.is_complete,
+        )
+        self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
+
+    def _state_bytes(self) -> int:
+        with contextlib.suppress(StateError):  # what cannot be copied is told where it matters
+            return sum(map(_bytes_of, self._tracked.state.tensors()))
+        return sum(map(_bytes_of, self._tracked.state.parameters()))
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

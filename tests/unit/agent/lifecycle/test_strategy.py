@@ -1,0 +1,84 @@
+"""How a job recovers, decided once all its workers are measured; what a recovery should take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swift_agent.agent.lifecycle.strategy import decide, predicted_s
+from swift_recovery.planning.plan import Plan
+from swift_recovery.strategy.measured import RankMeasured
+from swift_rendezvous.roster.records import JobRecord, MeasuredRecord, PlanRecord
+from swift_rendezvous.roster.view import View
+from tests.support.records import generation, view
+
+NAMES = ("n0", "n1", "n2", "n3")
+
+
+def measured(num: int = 4, **changes: Any) -> dict[int, MeasuredRecord]:
+    """Stages of a pipeline, one on each node."""
+    records = {}
+    for at in range(num):
+        sent = {to: 500 for to in (at - 1, at + 1) if 0 <= to < num}
+        one = RankMeasured(at, 0.1, 0.07, 1000, (at,), sent, 4, 10, True)
+        records[at] = MeasuredRecord(at, f"n{at}.1", (replace(one, **changes).to_json(),))
+    return records
+
+
+def job(**changes: Any) -> View:
+    record = JobRecord(4, 1, "command", 3, **{k: changes.pop(k) for k in ("log_budget", "strategy") if k in changes})
+    first = replace(generation(slots=NAMES), num_workers=1)
+    return view(**{"names": NAMES, "job": record, "generation": first, "measured": measured(), **changes})
+
+
+def test_nothing_is_decided_before_all_are_measured_nor_twice() -> None:
+    one = measured()
+    del one[2]
+    assert decide(job(measured=one), "J") is None
+    found = decide(job(), "J")
+    assert found is not None and decide(job(profile=found), "J") is None
+    assert decide(replace(job(), generation=None), "J") is None
+
+
+def test_what_cannot_be_read_decides_nothing() -> None:
+    for damaged in ({}, {"rank": "x"}, {**measured()[0].ranks[0], "sent_bytes": [1]}):
+        assert decide(job(measured={**measured(), 0: MeasuredRecord(0, "n0.1", (damaged,))}), "J") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "way"),
+    [
+        ({}, "", "log"),
+        ({}, "checkpoint", "checkpoint"),
+        ({"replicas": (0, 1, 2, 3)}, "", "replica"),
+        ({"logs": False}, "", "checkpoint"),
+        ({"logs": False, "checkpoint_every": 0}, "", ""),
+    ],
+)
+def test_the_way_is_the_planners(changes: dict[str, Any], wanted: str, way: str) -> None:
+    found = decide(job(measured=measured(**changes), strategy=wanted), "J")
+    assert found is not None and found.way == way
+    assert [line.split(":")[0].strip() for line in found.lines if line.endswith(": taken")] == ([way] if way else [])
+
+
+def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
+    found = decide(job(log_budget="40%"), "J")
+    assert found is not None and found.log_groups == ((0, 1), (2, 3))
+    assert job(profile=found).log_groups == ((0, 1), (2, 3)) and job(profile=found).log_group_of(1) == (0, 1)
+    assert decide(job(log_budget="100%"), "J").log_groups == ()  # type: ignore[union-attr]
+    assert decide(job(log_budget="40%", measured=measured(replicas=(0, 1, 2, 3))), "J").log_groups == ()  # type: ignore[union-attr]
+
+
+def test_what_a_recovery_should_take() -> None:
+    known = decide(job(), "J")
+    def of(plan: Plan) -> float | None:
+        return predicted_s(job(profile=known, plan=PlanRecord(1, plan.to_json(), "w")))
+
+    one = of(Plan("copy", "w", 15, replays=(1,), checkpoint=10))
+    two = of(Plan("copy", "w", 15, replays=(1, 2), checkpoint=10))
+    assert one == pytest.approx(0.5 + 5 * 0.07 + 0.1)
+    assert two == pytest.approx(0.5 + 5 * (0.07 + 0.07 / 4) + 0.1)
+    assert of(Plan("copy", "w", 15, sources={1: 0})) == pytest.approx(0.6, abs=0.01)
+    assert of(Plan("restart", "w")) is None and predicted_s(job()) is None

@@ -1,0 +1,135 @@
+"""What ranks have measured, put together: as the profile of a job, and as lines for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from swift_recovery.strategy.budget import Budget, groups_within, parse_budget
+from swift_recovery.strategy.choose import sent_bytes, ways
+from swift_recovery.strategy.measured import RankMeasured, put_together, to_file
+from swift_recovery.strategy.profile import Profile, parse
+from swift_recovery.strategy.sentences import lines, size_of, time_of
+
+
+def rank(number: int, sent: Mapping[int, int] | None = None, **changes: object) -> RankMeasured:
+    base = RankMeasured(number, 1.0, 0.7, 100, (number,), sent or {}, num_messages=4 if sent else 0,
+                        checkpoint_every=10, logs=bool(sent))  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def pipeline(num: int = 4) -> list[list[RankMeasured]]:
+    """Each sends 1000 bytes to each neighbour."""
+    return [[rank(at, {to: 1000 for to in (at - 1, at + 1) if 0 <= to < num})] for at in range(num)]
+
+
+def test_a_pipeline() -> None:
+    job = put_together("J", pipeline())
+    profile = job.profile
+    assert profile.boundary_bytes == (2000.0, 2000.0, 2000.0) and job.elsewhere_bytes == 0
+    assert (profile.micro_batches, profile.iteration_s, profile.checkpoint_every) == (4, 1.0, 10)
+    assert [machine.computation_s for machine in profile.machines] == [0.7] * 4
+    assert not any(machine.has_replica for machine in profile.machines) and job.takes_checkpoints
+    assert {"network_bytes_per_s", "restart_s", "machine_mtbf_hours"} <= set(job.assumed)
+
+
+def test_what_is_written_is_read_as_a_profile() -> None:
+    for nodes in (pipeline(), [[rank(0)], [rank(1)]]):
+        job = put_together("J", nodes)
+        assert parse(json.dumps(to_file(job))) == job.profile
+    one = pipeline()[1][0]
+    assert RankMeasured.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_ranks_of_one_node_send_each_other_nothing_that_counts() -> None:
+    nodes = [[rank(0, {1: 5}), rank(1, {2: 7})], [rank(2, {3: 9}), rank(3, {0: 3}, state_bytes=900)]]
+    job = put_together("J", nodes)
+    assert job.profile.boundary_bytes == (10.0,) and job.profile.gpus_per_machine == 2
+    assert [machine.state_bytes for machine in job.profile.machines] == [200.0, 1000.0]
+
+
+def test_messages_past_the_neighbour_are_told() -> None:
+    nodes = [[rank(0, {1: 10})], [rank(1, {2: 10})], [rank(2, {0: 6})]]
+    job = put_together("J", nodes)
+    assert (job.profile.boundary_bytes, job.elsewhere_bytes) == ((10.0, 10.0), 6.0)
+
+
+@pytest.mark.parametrize(("replicas", "has"), [((0, 1), False), ((0, 2), True)])
+def test_a_replica_counts_on_another_node_only(replicas: tuple[int, ...], has: bool) -> None:
+    nodes = [[rank(0, replicas=replicas), rank(1, replicas=(1, 3))], [rank(2), rank(3)]]
+    assert put_together("J", nodes).profile.machines[0].has_replica is has
+
+
+def test_without_pipeline_there_are_no_messages() -> None:
+    job = put_together("J", [[rank(0, replicas=(0, 1), checkpoint_every=0)], [rank(1, replicas=(0, 1))]])
+    assert job.profile.boundary_bytes == () and job.profile.micro_batches == 1
+    found = {way.name: way.impossible for way in ways(job.profile)}
+    assert not found["replica"] and "no pipeline" in found["log"]
+
+
+def test_where_waits_are_not_seen_a_pipeline_is_taken_to_be_full() -> None:
+    nodes = [[replace(one, computation_s=1.0) for one in of_node] for of_node in pipeline()]
+    profile = put_together("J", nodes).profile
+    # 4 micro-batches through 4 stages: 4 of 7 parts of the time each computes.
+    assert profile.machines[0].computation_s == pytest.approx(4 / 7) and profile.iteration_s == pytest.approx(1.0)
+
+
+def test_nothing_is_put_together_of_nothing() -> None:
+    with pytest.raises(ValueError, match="has nodes"):
+        put_together("J", [[]])
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("20%", Budget(0.2, True)), ("2TiB", Budget(2.0 * (1 << 40), False)), ("0", Budget(0.0, False))],
+)
+def test_budgets(text: str, budget: Budget) -> None:
+    assert parse_budget(text) == budget
+
+
+@pytest.mark.parametrize("text", ["", "101%", "2TB", "-1", "a", "1e3", "9" * 400])
+def test_no_budgets(text: str) -> None:
+    with pytest.raises(ValueError, match="type 500GiB"):
+        parse_budget(text)
+
+
+def profile(num: int = 6) -> Profile:
+    return put_together("J", pipeline(num)).profile
+
+
+@pytest.mark.parametrize(("part", "most"), [(1.0, 6), (0.5, 3), (0.2, 2), (0.1, 1)])
+def test_a_part_of_all_messages(part: float, most: int) -> None:
+    groups = groups_within(profile(), Budget(part, True))
+    assert len(groups) == most and [machine for group in groups for machine in group] == list(range(6))
+
+
+def test_a_size_is_for_each_node() -> None:
+    job = profile()
+    everything = groups_within(job, Budget(1e12, False))
+    assert [len(group) for group in everything] == [1] * 6
+    # A machine with a boundary on each side logs 2000 bytes in an iteration, and 10 of them between two checkpoints.
+    groups = groups_within(job, Budget(10_000, False))
+    assert len(groups) > 1 and max(sent_bytes(job, machine, groups) for machine in range(6)) <= 1000
+    assert groups_within(job, Budget(0, False)) == (range(6),)
+
+
+def test_lines_for_people() -> None:
+    job = put_together("J", pipeline())
+    said = lines(job, ways(job.profile), "log", (range(0, 2), range(2, 4)))
+    assert said[0].startswith("measured: 1 s for an iteration, 100 B of state on a node, 5.86 KiB of messages")
+    assert "assumed: a network of 1.16 GiB/s" in said[0]
+    assert [line for line in said if line.endswith(": taken")] == [said[2]] and said[2].startswith("  log: a lost node")
+    assert said[1] == "  replica: not possible: no other machine holds what machine 0 does"
+    assert "not in this version" in said[3]
+    assert said[-1].endswith("from the next iteration on: 0-1 2-3")
+    forever = put_together("J", [[replace(one, checkpoint_every=0) for one in node] for node in pipeline()])
+    assert "since iteration 0: the script takes no checkpoints" in lines(forever, ways(forever.profile), "log", ())[2]
+
+
+def test_times_and_sizes() -> None:
+    said = ["2.1 ms", "3.1 s", "45 s", "2.2 min", "2.2 h"]
+    assert [time_of(value) for value in (0.0021, 3.14, 45.0, 130.0, 8000.0)] == said
+    assert [size_of(value) for value in (12, 2048, 3 * (1 << 30))] == ["12 B", "2 KiB", "3 GiB"]
