@@ -25,7 +25,7 @@ help:
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
 	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
-	@echo "make tables  the tables of the SWIFT paper that can be computed, beside the paper's figures"
+	@echo "make tables  the tables of the SWIFT paper that can be computed; FIGURES=DIR draws its figures there, too"
 	@echo "make clean   remove what the other targets made"
 
 venv: $(VENV)/.installed
@@ -88,7 +88,7 @@ bench: venv etcd
 	$(PY) benchmarks/scale.py
 
 tables: venv
-	$(PY) benchmarks/tables.py
+	$(PY) benchmarks/tables.py $(if $(FIGURES),--figures '$(FIGURES)')
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -17,7 +17,9 @@ import click
 import numpy as np
 from rich.console import Console
 
+from swift_agent.ctl import sweeps
 from swift_agent.ctl.common import add_row, table
+from swift_agent.ctl.plots import draw, plot_option
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_recovery.strategy.simulation import Draw, Scheme, Times, schemes, total_as_in_the_paper_s, total_s
 
@@ -52,15 +54,21 @@ def _scales(context: click.Context, parameter: click.Parameter, given: str) -> t
               help="Of CheckFreq-like and Elastic-Horovod-like snapshots.")  # fmt: skip
 @click.option("--scale", "scales", default="1", show_default=True, metavar="N[,N...]", callback=_scales,
               help="So many replicas of the job train as one: failures come so many times as often.")  # fmt: skip
+@click.option("--sweep", metavar="WHAT[=N,N...]", callback=sweeps.parsed,
+              help="Once for each: mtbf, hours from one failure of the job to the next, or checkpoint_every, "
+              "iterations. Without numbers: from an eighth of the profile's to eight times it.")  # fmt: skip
+@plot_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print a line for each way.")
 def simulate(
     profile: Path, hours: float, failures: str, shape: float, runs: int, seed: int, snapshot_every: int,
-    scales: tuple[int, ...], as_json: bool, as_csv: bool,
+    scales: tuple[int, ...], sweep: sweeps.Sweep | None, plot: Path | None, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """Simulate a training of HOURS of the job that PROFILE describes, with failures.
 
     PROFILE is a JSON file that you write: machines, bytes, times. docs/planning.md says what is in it.
+
+    --plot draws the hours against what --sweep varies (mtbf, if it is not given).
 
     Exit codes: 0 simulated, 1 a file has mistakes, or failures come so fast that the training does not end, 2 a wrong
     command line.
@@ -75,17 +83,38 @@ def simulate(
         raise click.ClickException("\n".join(f"{profile}: {line}" for line in str(error).splitlines())) from None
     if failures not in _KINDS and scales != (1,):
         raise click.UsageError("--scale goes with --failures exponential, weibull or paper, not with a list of them")
+    if plot and sweep is None:
+        sweep = sweeps.Sweep("mtbf")
+    if sweep:
+        if scales != (1,):
+            raise click.UsageError("--scale or --sweep (or --plot), not both")
+        if failures not in _KINDS and sweep.name == "mtbf":
+            raise click.UsageError("--sweep mtbf and --plot go with --failures exponential, weibull or paper")
+    training_s = hours * _HOUR_S
     found = []
-    for scale in scales:
-        run = _simulation(job.mtbf_s / scale, hours * _HOUR_S, failures, shape, runs, seed)
+    if sweep:
+        sweep = sweep.of(job)
+        for value in sweep.values:
+            varied = sweep.applied(job, value)
+            run = _simulation(varied.mtbf_s, training_s, failures, shape, runs, seed)
+            for scheme in schemes(varied, snapshot_every):
+                found.append({sweep.column: value, **_described(scheme, _ended(run, scheme), hours, varied, 1)})
+        if all(row["hours"] is None for row in found):
+            raise click.ClickException("no training ends, with any of the values: failures leave no time to recover")
+    for scale in scales if not sweep else ():
+        run = _simulation(job.mtbf_s / scale, training_s, failures, shape, runs, seed)
         try:
             found += [
                 _described(scheme, run(scheme), hours, job, scale) for scheme in schemes(job, snapshot_every, scale)
             ]
         except ValueError as error:
             raise click.ClickException(f"{scale} times the machines: {error}" if scale > 1 else str(error)) from None
+    of = f"{runs} runs" if failures in _KINDS else "1 run"
+    if sweep and plot:
+        draw(sweeps.chart(sweep, job, found, hours, f"means of {of}"), plot)
     if as_json:
-        click.echo(json.dumps({"name": job.name, "hours": hours, "failures": failures, "runs": runs, "ways": found}))
+        heading = {"name": job.name, "hours": hours, "failures": failures, "runs": runs}
+        click.echo(json.dumps({**heading, **({"sweep": sweep.name} if sweep else {}), "ways": found}))
     elif as_csv:
         lines = io.StringIO()
         writer = csv.DictWriter(lines, found[0])
@@ -93,7 +122,15 @@ def simulate(
         writer.writerows(found)
         click.echo(lines.getvalue(), nl=False)
     else:
-        _show(job, hours, failures, runs, found)
+        _show(job, hours, failures, of, found, sweep)
+
+
+def _ended(run: Simulate, scheme: Scheme) -> Times | None:
+    """None if it has no end."""
+    try:
+        return run(scheme)
+    except ValueError:
+        return None
 
 
 def _simulation(mtbf_s: float, training_s: float, failures: str, shape: float, runs: int, seed: int) -> Simulate:
@@ -148,9 +185,12 @@ def _read(path: str) -> list[float]:
     return times_s
 
 
-def _described(scheme: Scheme, totals_s: Times, hours: float, job: Profile, scale: int) -> dict[str, Any]:
-    totals_h = totals_s / _HOUR_S
+def _described(scheme: Scheme, totals_s: Times | None, hours: float, job: Profile, scale: int) -> dict[str, Any]:
     num_gpus = len(job.machines) * job.gpus_per_machine * scale
+    if totals_s is None:
+        names = ("hours", "deviation_hours", "slowest_hours", "wasted", "gpu_hours_lost")
+        return {"way": scheme.name, "gpus": num_gpus, **dict.fromkeys(names)}
+    totals_h = totals_s / _HOUR_S
     return {
         "way": scheme.name,
         "gpus": num_gpus,
@@ -162,10 +202,13 @@ def _described(scheme: Scheme, totals_s: Times, hours: float, job: Profile, scal
     }
 
 
-def _show(job: Profile, hours: float, failures: str, runs: int, found: list[dict[str, Any]]) -> None:
+def _show(
+    job: Profile, hours: float, failures: str, of: str, found: list[dict[str, Any]], sweep: sweeps.Sweep | None
+) -> None:
     console = Console(width=None if Console().is_terminal else 140)
-    of = f"{runs} runs" if failures in _KINDS else "1 run"
     often = f"one of them is lost every {job.mtbf_s / _HOUR_S:.1f} h"
+    if sweep and sweep.name == "mtbf":
+        often = "one of them is lost as often as given"
     if failures not in _KINDS:
         often = "failures as listed"
     console.print(
@@ -173,6 +216,11 @@ def _show(job: Profile, hours: float, failures: str, runs: int, found: list[dict
         f"{often} ({failures}); means of {of}\n",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if sweep:
+        console.print(sweeps.shown(sweep, found), highlight=False)
+        if any(one["hours"] is None for one in found):
+            console.print("\n-: no end; failures leave no time to recover", highlight=False)
+        return
     numbers = list(dict.fromkeys(one["gpus"] for one in found))
     if len(numbers) > 1:
         shown = table("LOST, ON SO MANY GPUS", *(f"{num_gpus:,}" for num_gpus in numbers))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from swift_recovery.strategy.choose import chain_of, repeat_s, sent_bytes
-from swift_recovery.strategy.grouping import Groups, alone, optimal
+from swift_recovery.strategy.choose import best_groups, chain_of, sent_bytes
+from swift_recovery.strategy.grouping import Groups, alone
 from swift_recovery.strategy.profile import Profile
 
 UNITS = {"": 1, **{name: 1 << (10 * power) for power, name in enumerate(("KiB", "MiB", "GiB", "TiB", "PiB"), 1)}}
@@ -38,7 +38,7 @@ def groups_within(profile: Profile, budget: Budget) -> Groups:
     everything = chain.log_bytes(alone(chain))
     allowed = everything * budget.value if budget.is_part else everything
     while True:
-        groups = optimal(chain, allowed, lambda group: repeat_s(profile, group))
+        groups = best_groups(profile, allowed)
         most = max(sent_bytes(profile, machine, groups) for machine in range(chain.num_machines))
         if budget.is_part or most * profile.checkpoint_every <= budget.value or len(groups) == 1:
             return groups

@@ -7,6 +7,7 @@ It must never call a way possible that would lose an iteration for good.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,24 +63,38 @@ def _log(profile: Profile, budget_bytes: float | None, helpers: bool) -> Way:
     if not profile.boundary_bytes:
         return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
     chain = chain_of(profile)
-
-    def repeat(group: range) -> float:
-        return repeat_s(profile, group, helpers)
-
-    groups = alone(chain) if budget_bytes is None else optimal(chain, budget_bytes, repeat)
+    groups = alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers)
     if len(groups) == 1:
         return Way(name, "the budget for logs allows no two groups: nothing would be logged")
-    num_repeated = profile.checkpoint_every / 2
-    recovery_s = profile.replace_s + profile.load_s
-    for group in groups:
-        likelihood = len(group) / chain.num_machines
-        fetched_s = num_repeated * _crossing_bytes(profile, group) / profile.network_bytes_per_s
-        recovery_s += likelihood * max(num_repeated * repeat(group), fetched_s)
+    recovery_s = log_recovery_s(profile, groups, helpers)
     sent = [sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
     # Copies are made while the pipeline waits; what does not fit there delays it.
     exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
     cost = exposed_s / profile.iteration_s + _checkpoints(profile)
     return Way(name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups)
+
+
+def best_groups(profile: Profile, budget_bytes: float, helpers: bool = False) -> Groups:
+    """Those with the shortest expected recovery whose logs fit into the budget. One of all machines, for which nothing
+    is logged, only if no others fit."""
+
+    def repeat(group: range) -> float:
+        return math.inf if len(group) == len(profile.machines) else from_logs_s(profile, group, helpers)
+
+    return optimal(chain_of(profile), budget_bytes, repeat)
+
+
+def log_recovery_s(profile: Profile, groups: Groups, helpers: bool = False) -> float:
+    """Seconds, expected, for one lost machine, any of them, whose group repeats its iterations from logs (SWIFT,
+    sections 5.2 and 5.3)."""
+    expected_s = sum(len(group) * from_logs_s(profile, group, helpers) for group in groups) / len(profile.machines)
+    return profile.replace_s + profile.load_s + profile.checkpoint_every / 2 * expected_s
+
+
+def from_logs_s(profile: Profile, group: range, helpers: bool = False) -> float:
+    """Of one iteration by a group that was lost: it is repeated as fast as its messages come from logs, at most."""
+    fetched_s = _crossing_bytes(profile, group) / profile.network_bytes_per_s
+    return max(repeat_s(profile, group, helpers), fetched_s)
 
 
 def _checkpoint(profile: Profile) -> Way:

@@ -30,7 +30,7 @@ class Measuring:
 
     def __init__(self, rank: int, supervisor: Supervisor, tracked: Tracked) -> None:
         self._rank, self._supervisor, self._tracked = rank, supervisor, tracked
-        self._generation = supervisor.generation
+        self._generation = 0  # of the first iteration
         self._num_begun = 0
         self._began_s, self._waited_before_s = 0.0, 0.0
         self._iterations_s: list[float] = []
@@ -40,6 +40,7 @@ class Measuring:
     def begin(self) -> bool:
         """An iteration begins. Whether anything is left to be measured."""
         now_s = time.perf_counter()
+        self._generation = self._generation or self._supervisor.generation
         if self._supervisor.generation != self._generation:
             return self._end()
         self._num_begun += 1

@@ -33,6 +33,7 @@ WRITES: dict[str, commands.Command] = {
     KEYS.failure(1, 1): commands.WriteFailure(1, failure("workers", 1, (0,))),
     KEYS.progress(1, 0): commands.WriteProgress(1, 0, ({"rank": 0},)),
     KEYS.resumed(1, 0): commands.WriteResumed(1, 0, 7, {"transfer": 0.5}),
+    KEYS.measured(1, 0): commands.WriteMeasured(1, 0, ({"rank": 0, "iteration_s": 0.5},)),
     KEYS.finished(1, 0): commands.WriteFinished(1, FinishedRecord(0, "n0.1", {})),
     KEYS.exited(1, 0): commands.WriteExited(1, 0),
     KEYS.position(1, 0): commands.WritePosition(1, 0, 7),

@@ -32,10 +32,38 @@ def test_the_page_shows_what_it_prints() -> None:
     assert [line.rstrip() for line in found.output.splitlines()][: len(expected)] == expected
 
 
+def test_the_page_shows_what_checkpoints_cost() -> None:
+    found = plan("examples/profiles/wide-resnet-50.json", "--gpu-hour-cost", "2.5").output
+    lines = [line.rstrip() for line in found.splitlines()]
+    shown = lines[next(at for at, line in enumerate(lines) if line.startswith("CHECKPOINTS WHERE")) :]
+    page = (ROOT / "docs" / "planning.md").read_text()
+    assert len(shown) == 6 and "```\n" + "\n".join(shown) + "\n```" in page
+
+
 def test_groups_within_budgets_and_intervals() -> None:
     output = plan(VIT).output
     assert "25%         469 GiB   2.53 s                0-2 3-6 7-10 11-15" in output
-    assert "a checkpoint of 1 s pays every 82 iterations (Young; by Daly 82 iterations)" in output
+    assert "a checkpoint takes 1 s:" in output
+    assert "as this profile says           100 iterations  19.7 GPU hours" in output
+    assert "c* of Just-In-Time (Young)     82 iterations   19.3 GPU hours" in output
+
+
+def test_what_checkpoints_cost_as_often_as_pays_and_just_in_time() -> None:
+    found = {one["name"]: one for one in json.loads(plan(VIT, "--json", "--gpu-hour-cost", "2").output)["intervals"]}
+    here, best = found["as this profile says"], found["c* of Just-In-Time (Young)"]
+    assert best["gpu_hours_lost_per_day"] < here["gpu_hours_lost_per_day"] and best["seconds"] < here["seconds"]
+    assert here["seconds"] == pytest.approx(427)
+    assert best["money_lost_per_day"] == 2 * best["gpu_hours_lost_per_day"] and len(found) == 3
+    # The same as the way's.
+    (way,) = (one for one in json.loads(plan(VIT, "--json").output)["ways"] if one["name"] == "checkpoint")
+    assert here["gpu_hours_lost_per_day"] == pytest.approx(way["gpu_hours_lost_per_day"])
+    # Where each machine has a replica a checkpoint may be taken after a failure.
+    replicated = json.loads(plan("examples/profiles/wide-resnet-50.json", "--json").output)["intervals"]
+    last = {one["name"]: one for one in replicated[-2:]}
+    assert list(last) == [f"just in time, {how} (not in this version)" for how in ("by the script", "transparent")]
+    assert all(one["seconds"] is None for one in last.values())
+    lost = [one["gpu_hours_lost_per_day"] for one in (replicated[1], *last.values())]
+    assert lost == sorted(lost, reverse=True)
 
 
 def test_what_this_version_does_not_do_is_never_the_best() -> None:
@@ -44,12 +72,15 @@ def test_what_this_version_does_not_do_is_never_the_best() -> None:
     assert by_name["log+parallel"]["recovery_s"] < by_name["log"]["recovery_s"]
     assert found["best"] == "log" and not by_name["log+parallel"]["in_this_version"]
     limited = json.loads(plan(VIT, "--json", "--log-budget", "25%").output)
-    assert limited["best"] == "checkpoint" and not limited["ways"][1]["in_this_version"]
+    assert limited["best"] == "log" and limited["ways"][1]["in_this_version"]
     assert limited["ways"][1]["groups"] == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14, 15]]
 
 
-def test_a_budget_in_bytes_is_the_same_as_its_part() -> None:
-    assert plan(VIT, "--json", "--log-budget", "469GiB").output == plan(VIT, "--json", "--log-budget", "20%").output
+def test_a_budget_in_bytes_is_for_each_machine() -> None:
+    """At a boundary each side logs what it sends: half of the bytes that pass."""
+    limited = json.loads(plan(VIT, "--json", "--log-budget", "100GiB").output)["ways"][1]
+    assert 1 < len(limited["groups"]) < 16 and limited["storage_bytes"] <= 100 * (1 << 30)
+    assert plan(VIT, "--json", "--log-budget", "500GiB").output == plan(VIT, "--json", "--log-budget", "100%").output
 
 
 def test_without_a_pipeline(tmp_path: Path) -> None:

@@ -71,7 +71,50 @@ def test_csv() -> None:
     assert rows[0]["way"] == "global checkpoints" and float(rows[0]["hours"]) > 85.6
 
 
+def test_a_sweep_of_failures() -> None:
+    args = ("--hours", "85.6", "--runs", "200", "--sweep", "mtbf=17,2,8")
+    found = json.loads(simulate(VIT, *args, "--json").output)
+    hours_of: dict[str, list[float]] = {}
+    for way in found["ways"]:
+        hours_of.setdefault(way["way"], []).append(way["hours"])
+    assert found["sweep"] == "mtbf" and [way["mtbf_hours"] for way in found["ways"][::6]] == [2, 8, 17]
+    for values in hours_of.values():
+        assert values == sorted(values, reverse=True) and len(set(values)) == 3
+    output = simulate(VIT, *args).output
+    assert "HOURS, BY TIME BETWEEN FAILURES       2 h   8 h   17 h" in output
+    # One of the values is the profile's: the same as without a sweep.
+    assert hours_of["SWIFT, logs"][2] == hours("--runs", "200")["SWIFT, logs"]
+
+
+def test_a_sweep_of_checkpoints() -> None:
+    args = ("--hours", "480", "--runs", "200", "--sweep", "checkpoint_every")
+    rows = list(csv.DictReader(simulate(VIT, *args, "--csv").output.splitlines()))
+    of = {float(row["checkpoint_every"]): float(row["hours"]) for row in rows if row["way"] == "global checkpoints"}
+    assert list(of) == [12, 25, 50, 100, 200, 400, 800]
+    # 82 pay: rarer and more frequent ones lose.
+    assert min(of, key=lambda every: of[every]) in (50, 100) and of[12] > of[25] > of[50] and of[800] > of[200]
+
+
+def test_a_sweep_to_where_nothing_ends() -> None:
+    args = ("--hours", "100", "--runs", "1", "--sweep")
+    output = simulate(VIT, *args, "mtbf=0.003,17").output
+    line = next(line for line in output.splitlines() if line.startswith("global checkpoints "))
+    assert line.split()[-2] == "-" and float(line.split()[-1]) > 100 and "-: no end" in output
+    found = simulate(VIT, *args, "mtbf=0.0001")
+    assert found.exit_code == 1 and "no training ends, with any of the values" in found.output
+
+
 @pytest.mark.parametrize(("args", "code", "wrong"), [
+    (["--hours", "5", "--sweep", "mtbf_hours"], 2, "'mtbf_hours': type mtbf or checkpoint_every"),
+    (["--hours", "5", "--sweep", "mtbf="], 2, "type hours from one failure to the next, above 0, each once"),
+    (["--hours", "5", "--sweep", "mtbf=1,nan"], 2, "type hours from one failure"),
+    (["--hours", "5", "--sweep", "mtbf=1,1"], 2, "each once"),
+    (["--hours", "5", "--sweep", "mtbf=0"], 2, "above 0"),
+    (["--hours", "5", "--sweep", "mtbf=inf"], 2, "above 0"),
+    (["--hours", "5", "--sweep", f"mtbf={','.join(map(str, range(1, 52)))}"], 2, "at most 50"),
+    (["--hours", "5", "--sweep", "checkpoint_every=1.5"], 2, "iterations are whole numbers"),
+    (["--hours", "5", "--sweep", "mtbf", "--scale", "2"], 2, "--scale or --sweep (or --plot), not both"),
+    (["--hours", "5", "--sweep", "mtbf", "--failures", "TRACE"], 2, "--sweep mtbf and --plot go with --failures"),
     (["--hours", "0"], 2, "0"),
     (["--hours", "nan"], 2, "--hours nan: type a number of hours"),
     (["--hours", "inf"], 2, "inf"),

@@ -46,6 +46,19 @@ def test_a_log_that_is_fetched_more_slowly_than_it_is_used_is_waited_for() -> No
     assert found(slow)["log"].recovery_s == 3 + 4 + 50 * (10 + 20 + 20 + 10) / 4
 
 
+def test_groups_are_chosen_by_how_fast_their_logs_come_too() -> None:
+    """A machine with little to compute waits for two boundaries' messages; in a group it waits for none inside."""
+    machines = (*PIPELINE.machines[:2], Machine(0.5, 4e9), Machine(0.5, 4e9))
+    job = replace(PIPELINE, machines=machines, network_bytes_per_s=1e9 / 10)
+    assert found(job)["log"].recovery_s == 3 + 4 + 50 * (8 + 10 + 10 + 5) / 4
+    limited = found(job, 3 * 1e9 * 100)["log"]
+    # Two by two: 9 s to repeat, and 5 s for what comes over one boundary.
+    assert limited.groups == (range(2), range(2, 4)) and limited.recovery_s == 3 + 4 + 50 * (9 + 5) / 2
+    # To log nothing would repeat faster still, but then nothing can be repeated.
+    slow = replace(job, network_bytes_per_s=1e9 / 1000)
+    assert len(found(slow, 3 * 1e9 * 100)["log"].groups) == 2
+
+
 def test_replicas_are_taken_where_there_are_some() -> None:
     replicated = replace(PIPELINE, machines=(Machine(8.0, 4e9, has_replica=True),) * 4)
     assert found(replicated)["replica"] == Way("replica", "", 3 + 4 + 11 / 2)

@@ -39,6 +39,9 @@ RECORDS: list[Any] = [
     k.TakenRecord(1, "n1.1"),
     k.RateRecord(12, 3.5, 2, 1.5),
     k.RateRecord(12, None, 2, 1.5),
+    k.MeasuredRecord(1, "n1.1", ({"rank": 2, "iteration_s": 0.5, "sent_bytes": {"1": 4}},)),
+    k.ProfileRecord({"machines": [{"computation_s": 1.5}]}, ("measured: ü", "  log: taken"), "log", ((0, 1), (2,))),
+    k.JobRecord(4, 8, "command", 3, log_groups=((0, 1), (2, 3)), log_budget="20%", strategy="log"),
     k.CoordinatorRecord("n0", "n0.1"),
     k.EventRecord(2, "recovered", "why", 1.5, {"any": ["thing"]}),
 ]

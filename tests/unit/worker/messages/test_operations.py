@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from swift_agent.worker.messages.operations import Receive, Send
+from swift_agent.worker.messages.operations import Meter, Receive, Send
 
 
 class Inner(dist.Work):
@@ -38,6 +38,7 @@ class Owner:
 
     def __init__(self, stays: int = 1) -> None:
         self.reconnected = 0
+        self.meter: Meter | None = None
         self.queue: deque[Receive] = deque()
         self.done: list[str] = []
         self._stays = stays

@@ -1,0 +1,66 @@
+"""What a rank measures of itself, once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from swift_agent.wire import messages as msg
+from swift_agent.worker.loop import measuring
+from swift_agent.worker.loop.measuring import NUM_MEASURED, SKIPPED, Measuring
+from swift_recovery.state.training_state import TrainingState
+from swift_recovery.strategy.measured import RankMeasured
+
+
+class Worker:
+    """With messages whose waits take a quarter of a second each, on a clock of its own."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.now_s, self.generation = 10.0, 3
+        self.told: list[msg.Measured] = []
+        monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        net = torch.nn.Linear(4, 2)
+        self.messages = SimpleNamespace(meter=None, is_complete=True)
+        self.tracked = SimpleNamespace(
+            messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7),
+            state=TrainingState({"net": net}, {"o": torch.optim.SGD(net.parameters(), lr=0.1)}, {}),
+        )  # fmt: skip
+        self.measuring: Measuring | None = Measuring(1, cast(Any, self), cast(Any, self.tracked))
+
+    def send(self, message: msg.Measured) -> None:
+        self.told.append(message)
+
+    def iterations(self, num: int) -> None:
+        for _ in range(num):
+            if self.measuring is not None and not self.measuring.begin():
+                self.measuring = None
+            self.now_s += 1.0
+            if self.messages.meter is not None:
+                self.messages.meter.waited_s += 0.25
+                self.messages.meter.sent(2, 600)
+                self.messages.meter.sent(2, 400)
+                self.messages.meter.sent(0, 100)
+            if self.measuring is not None:
+                self.measuring.finish()
+            self.now_s += 0.5  # between two iterations
+
+
+def test_it_is_told_once(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch)
+    worker.iterations(SKIPPED + NUM_MEASURED)
+    assert not worker.told and worker.measuring is not None
+    worker.iterations(20)
+    (told,) = worker.told
+    assert told.generation == 3 and worker.messages.meter is None
+    found = RankMeasured.from_json(told.measured)
+    assert found == RankMeasured(1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True)
+
+
+def test_whoever_was_disturbed_tells_nothing(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch)
+    worker.iterations(SKIPPED + 2)
+    worker.generation = 4
+    worker.iterations(20)
+    assert not worker.told and worker.measuring is None and worker.messages.meter is None
