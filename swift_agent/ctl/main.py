@@ -272,8 +272,8 @@ def _explain_strategy(job: str, view: View, as_json: bool) -> None:
     known = view.profile
     if known is None:
         raise click.ClickException(
-            f"job {job!r} has not been measured yet: all its workers are in the first 9 iterations of a run, "
-            "and tell what they cost if nothing fails in these"
+            f"job {job!r} has not been measured yet: that takes 9 iterations in which nothing fails, of a script whose "
+            "loop swift-agent knows (job.track)"
         )
     if as_json:
         groups = [list(group) for group in view.log_groups]

@@ -98,6 +98,8 @@ def test_history_and_explain(endpoint: str, store: EtcdStore) -> None:
 
 def test_what_is_not_there(endpoint: str, store: EtcdStore) -> None:
     enter(store, "gpt", "n0")
+    unmeasured = swiftctl(endpoint, "explain", "gpt", "--strategy")
+    assert unmeasured.exit_code == 1 and "has not been measured yet" in unmeasured.output
     for args in (("history", "no"), ("explain", "no"), ("stop", "no"), ("status", "no"), ("status", "no", "--watch")):
         result = swiftctl(endpoint, *args)
         assert result.exit_code == 1 and "no job 'no'" in result.stderr
@@ -278,6 +280,11 @@ def test_on_a_real_job(endpoint: str, store: EtcdStore, tmp_path: Path) -> None:
         said = swiftctl(endpoint, "explain", "real").stdout
         assert "killed by signal 9" in said and "iteration 3" in said
         assert "Rank 0 sends its state to rank 1." in said or "Rank 1 sends its state to rank 0." in said
+        wait_for(lambda: store.get(Keys("real").profile), 30, "what the job was measured to cost")
+        strategy = swiftctl(endpoint, "explain", "real", "--strategy").stdout
+        assert strategy.startswith("measured: ") and "  replica: a lost node costs about" in strategy
+        known = json.loads(swiftctl(endpoint, "explain", "real", "--strategy", "--json").stdout)
+        assert known["way"] == "replica" and len(known["profile"]["machines"]) == 2
         stopped = swiftctl(endpoint, "stop", "real", "--why", "the test is over")
         assert stopped.exit_code == 0 and "all nodes have left" in stopped.stdout, stopped.output
         assert swiftctl(endpoint, "status", "real").exit_code == 1

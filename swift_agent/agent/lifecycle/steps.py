@@ -294,7 +294,7 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
         if slot in generation.handover:
             state = _issue(state, commands, ("taken",), WriteTaken(number, slot))
     found = [w.measured for w in local if w.measured_in == number and w.measured is not None]
-    if len(found) == len(local) and slot not in state.view.measured:
+    if len(found) == len(local) and state.view.profile is None:
         state = _issue(state, commands, ("measured",), WriteMeasured(number, slot, tuple(found)))
     if all(w.finished is not None or w.done for w in local):
         checksums = {_rank(generation, slot, w): dict(w.finished) for w in local if w.finished is not None}

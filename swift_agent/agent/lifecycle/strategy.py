@@ -30,12 +30,12 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
         return None
     logs = all(one.logs for ranks in nodes for one in ranks)
     wanted = view.job.strategy if view.job is not None else ""
-    found = tuple(_possible(way, job, logs) for way in ways(job.profile))
-    taken = _taken(found, wanted)
+    found = tuple(_possible(way, job, logs, wanted) for way in ways(job.profile))
+    taken = _taken(found)
     groups: Groups = ()
     if view.job is not None and view.job.log_budget and taken == "log":
         groups = groups_within(job.profile, parse_budget(view.job.log_budget))
-    said = sentences.lines(job, found, taken, groups)
+    said = (*sentences.lines(job, found, taken, groups), *_remarks(taken, wanted))
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
     return ProfileRecord(to_file(job), said, taken, chosen)
 
@@ -59,8 +59,10 @@ def predicted_s(view: View) -> float | None:
     return job.replace_s + moved / job.network_bytes_per_s + job.iteration_s
 
 
-def _possible(way: Way, job: JobMeasured, logs: bool) -> Way:
-    """What a profile cannot say: what this script does."""
+def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
+    """What a profile cannot say: what this script does, and what it was told."""
+    if way.name in ("log", "log+parallel") and wanted in ("replica", "checkpoint"):
+        return Way(way.name, f"no messages are logged, as --strategy {wanted} has it")
     if way.impossible:
         return way
     if way.name == "checkpoint" and not job.takes_checkpoints:
@@ -70,8 +72,13 @@ def _possible(way: Way, job: JobMeasured, logs: bool) -> Way:
     return way
 
 
-def _taken(found: tuple[Way, ...], wanted: str) -> str:
+def _taken(found: tuple[Way, ...]) -> str:
     """As the planner does it, whatever is lost: a replica if there is one, else logs, else a checkpoint."""
-    order = (wanted,) if wanted else ("replica", "log", "checkpoint")
     possible = {way.name for way in found if not way.impossible}
-    return next((name for name in order if name in possible), "")
+    return next((name for name in ("replica", "log", "checkpoint") if name in possible), "")
+
+
+def _remarks(taken: str, wanted: str) -> tuple[str, ...]:
+    if not taken:
+        return ("nothing brings back what is lost: all workers would start over. Take checkpoints (job.checkpoint)",)
+    return (f"--strategy {wanted}: here that is {taken}, see above",) if wanted not in ("", taken) else ()

@@ -1,8 +1,7 @@
 """What this rank costs: a few of its first iterations, timed and counted, are told to the agent once.
 
-It costs two readings of the clock for an iteration, and two for a message, until it is over. A process that a failure
-has disturbed meanwhile tells nothing, nor does one that takes part in a recovery. It
-must never change what it measures.
+It costs two readings of the clock for an iteration, and two for a message, until it is over. Where a failure comes
+between it begins again, on all ranks, in the generation that follows. It must never change what it measures.
 """
 
 from __future__ import annotations
@@ -30,29 +29,32 @@ class Measuring:
 
     def __init__(self, rank: int, supervisor: Supervisor, tracked: Tracked) -> None:
         self._rank, self._supervisor, self._tracked = rank, supervisor, tracked
-        self._generation = 0  # of the first iteration
-        self._num_begun = 0
+        self._reset(0)
+
+    def _reset(self, generation: int) -> None:
+        self._generation, self._num_begun = generation, 0
         self._began_s, self._waited_before_s = 0.0, 0.0
         self._iterations_s: list[float] = []
         self._computations_s: list[float] = []
         self._meter = Meter()
+        self._count(None)
 
     def begin(self) -> bool:
         """An iteration begins. Whether anything is left to be measured."""
         now_s = time.perf_counter()
-        self._generation = self._generation or self._supervisor.generation
         if self._supervisor.generation != self._generation:
-            return self._end()
+            self._reset(self._supervisor.generation)
         self._num_begun += 1
         if self._num_begun <= SKIPPED:
             return True
         if self._num_begun > SKIPPED + 1:
             self._iterations_s.append(now_s - self._began_s)
             if len(self._iterations_s) == NUM_MEASURED:
+                self._count(None)
                 self._tell()
-                return self._end()
-        elif self._tracked.messages is not None:
-            self._tracked.messages.meter = self._meter
+                return False
+        else:
+            self._count(self._meter)
         self._began_s, self._waited_before_s = now_s, self._meter.waited_s
         return True
 
@@ -62,10 +64,9 @@ class Measuring:
             waited_s = self._meter.waited_s - self._waited_before_s
             self._computations_s.append(max(0.0, time.perf_counter() - self._began_s - waited_s))
 
-    def _end(self) -> bool:
+    def _count(self, meter: Meter | None) -> None:
         if self._tracked.messages is not None:
-            self._tracked.messages.meter = None
-        return False
+            self._tracked.messages.meter = meter
 
     def _tell(self) -> None:
         tracked, meter = self._tracked, self._meter

@@ -63,7 +63,7 @@ class _Loop:
         )  # fmt: skip
         self.iterations = Iterations(
             place, supervisor, groups, tracked, self.recovery, dry_runs, out, protected.standing, self.comparison,
-            Measuring(place.rank, supervisor, tracked) if place.status != "empty" else None,
+            Measuring(place.rank, supervisor, tracked),
         )  # fmt: skip
         self.sections = Sections(place, supervisor, groups, tracked, self.recovery, dry_runs, out, checks)
         self.ending = Ending(place, supervisor, tracked, self.recovery, self.checkpointing, self.comparison, lookout)

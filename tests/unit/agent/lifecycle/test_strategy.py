@@ -55,12 +55,17 @@ def test_what_cannot_be_read_decides_nothing() -> None:
         ({"replicas": (0, 1, 2, 3)}, "", "replica"),
         ({"logs": False}, "", "checkpoint"),
         ({"logs": False, "checkpoint_every": 0}, "", ""),
+        ({"replicas": (0, 1, 2, 3)}, "checkpoint", "replica"),
+        ({"logs": False}, "log", "checkpoint"),
     ],
 )
 def test_the_way_is_the_planners(changes: dict[str, Any], wanted: str, way: str) -> None:
     found = decide(job(measured=measured(**changes), strategy=wanted), "J")
     assert found is not None and found.way == way
     assert [line.split(":")[0].strip() for line in found.lines if line.endswith(": taken")] == ([way] if way else [])
+    assert ("here that is" in found.lines[-1]) == (bool(way) and wanted not in ("", way))
+    assert ("all workers would start over. Take checkpoints" in found.lines[-1]) == (not way)
+    assert any("as --strategy checkpoint has it" in line for line in found.lines) == (wanted == "checkpoint")
 
 
 def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:

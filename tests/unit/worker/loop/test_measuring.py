@@ -58,9 +58,13 @@ def test_it_is_told_once(monkeypatch: Any) -> None:
     assert found == RankMeasured(1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True)
 
 
-def test_whoever_was_disturbed_tells_nothing(monkeypatch: Any) -> None:
+def test_where_a_failure_comes_between_it_begins_again(monkeypatch: Any) -> None:
     worker = Worker(monkeypatch)
-    worker.iterations(SKIPPED + 2)
+    worker.iterations(SKIPPED + NUM_MEASURED)
     worker.generation = 4
-    worker.iterations(20)
-    assert not worker.told and worker.measuring is None and worker.messages.meter is None
+    worker.iterations(SKIPPED + NUM_MEASURED)
+    assert not worker.told
+    worker.iterations(1)
+    (told,) = worker.told
+    assert told.generation == 4 and worker.messages.meter is None and worker.measuring is None
+    assert RankMeasured.from_json(told.measured).sent_bytes == {2: 1000, 0: 100}
