@@ -24,7 +24,7 @@ import torch
 
 from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.records import EventRecord
+from swift_rendezvous.roster.records import EventRecord, ProfileRecord
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
 
@@ -54,10 +54,10 @@ class Job(ABC):
 
     def __init__(
         self, directory: Path, script_args: Iterable[str], num_spares: int = 0, num_workers: int = NUM_WORKERS,
-        script: Path = SCRIPT,
+        script: Path = SCRIPT, num_nodes: int = NUM_NODES,
     ) -> None:  # fmt: skip
         self.num_spares, self.num_workers = num_spares, num_workers
-        self.world_size = NUM_NODES * num_workers
+        self.num_nodes, self.world_size = num_nodes, num_nodes * num_workers
         self.directory = directory / f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.directory.mkdir()
         self.weights = self.directory / "weights.pt"
@@ -66,7 +66,7 @@ class Job(ABC):
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Job:
-        for _ in range(NUM_NODES + self.num_spares):
+        for _ in range(self.num_nodes + self.num_spares):
             self.add_node()
         return self
 
@@ -217,15 +217,18 @@ class SwiftRun(Job):
 
     def __init__(
         self, directory: Path, script_args: Iterable[str], etcd: EtcdConfig, num_spares: int = 0,
-        num_workers: int = NUM_WORKERS, script: Path = SCRIPT,
+        num_workers: int = NUM_WORKERS, script: Path = SCRIPT, *, num_nodes: int = NUM_NODES,
+        options: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        super().__init__(directory, script_args, num_spares, num_workers, script)
-        self._etcd = etcd
+        """*options*: more of swift-run's."""
+        super().__init__(directory, script_args, num_spares, num_workers, script, num_nodes)
+        self._etcd, self._options = etcd, options
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "swift_agent.run", "--nnodes", str(NUM_NODES), "--nproc-per-node",
+        return [sys.executable, "-m", "swift_agent.run", "--nnodes", str(self.num_nodes), "--nproc-per-node",
                 str(self.num_workers), "--spares", str(self.num_spares), "--max-restarts", "100", "--rdzv-endpoint",
-                self._etcd.endpoints[0], "--rdzv-id", self.id, "--node-id", f"node{len(self.agents)}"]  # fmt: skip
+                self._etcd.endpoints[0], "--rdzv-id", self.id, "--node-id", f"node{len(self.agents)}",
+                *self._options]  # fmt: skip
 
     def wait_ready(self) -> None:
         """Until every node has its standby server and warm processes: one where workers train, all on a spare."""
@@ -240,16 +243,27 @@ class SwiftRun(Job):
         self.wait_for(ready, "warm processes on every node", 60.0)
 
     def phases(self) -> list[dict[str, float]]:
+        return [event.details["phases_s"] for event in self._events() if event.what == "recovered"]
+
+    def _events(self) -> list[EventRecord]:
         # A connection for each look; a store that is kept open would need a watch to stay quiet.
         with EtcdStore(self._etcd) as store:
             entries, _ = store.get_prefix(f"{Keys(self.id).prefix}events/")
         found = []
         for entry in entries:
             with contextlib.suppress(RecordError):
-                event = decode(EventRecord, entry.value)
-                if event.what == "recovered":
-                    found.append(event.details["phases_s"])
+                found.append(decode(EventRecord, entry.value))
         return found
+
+    def predictions(self) -> list[float]:
+        """Seconds that each recovery so far should have taken."""
+        return [event.details["predicted_s"] for event in self._events() if "predicted_s" in event.details]
+
+    def measured(self) -> ProfileRecord | None:
+        """What the job has measured of itself, None if it has not yet."""
+        with EtcdStore(self._etcd) as store:
+            value = store.get(Keys(self.id).profile)
+        return None if value is None else decode(ProfileRecord, value.value)
 
 
 def same_weights(first: Path, second: Path) -> bool:

@@ -63,7 +63,7 @@ def kill(job: Job, rank: int, measured: Measured) -> int:
     def ends() -> list[float] | None:
         found = []
         for each in ranks:
-            new = [e.time_s for e in job.log(each) if e.iteration == finished + 1 and e.time_s > killed_s]
+            new = [e.time_s for e in job.log(each) if e.iteration > finished and e.time_s > killed_s]
             if not new:
                 return None
             found.append(new[0])

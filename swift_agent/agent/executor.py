@@ -60,6 +60,7 @@ class Executor:
         self._state, self._presence, self._doubt = state, presence, doubt
         self._started_s = time.time()
         self._told_profile = self._wrote_profile = False
+        self._errors: dict[str, float] = {}  # of predictions, by way
 
     def execute(self, command: commands.Command, at_s: float) -> None:
         """*at_s*: when the event came that *command* follows from, monotonic."""
@@ -156,15 +157,17 @@ class Executor:
     def recovered(self, view: View, phases: Mapping[str, float]) -> None:
         """Have the recovery that is over told, and written into the history."""
         assert view.generation is not None and view.plan is not None
-        predicted_s = strategy.predicted_s(view)
+        predicted = strategy.predicted(view, self._errors)
+        self._errors |= strategy.error_of(view, phases["total"])
         log.info(
             "recovered: generation %d goes on at iteration %d: %s%s",
             view.generation.number,
             transactions.resumed_iteration(view),
             timeline.describe(dict(phases)),
-            "" if predicted_s is None else f" ({predicted_s * 1000:.0f} ms were predicted)",
+            "" if predicted is None else f" ({predicted.seconds * 1000:.0f} ms were predicted)",
         )
-        self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time()))
+        seconds = None if predicted is None else predicted.seconds
+        self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time(), seconds))
 
     def measured(self, view: View, acting: bool) -> None:
         """Have it told how the job recovers, once all its workers have been measured: *acting*, by this coordinator."""

@@ -119,11 +119,16 @@ def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> T
     return Transaction("preload", fence(keys, view, me), [Put(keys.preload, ",".join(modules).encode())])
 
 
-def recovered(keys: Keys, view: View, me: NodeRecord, phases_s: Mapping[str, float], at_s: float) -> Transaction:
-    """The job runs again in the generation of *view*: an entry of its history. *at_s*: Unix time."""
+def recovered(
+    keys: Keys, view: View, me: NodeRecord, phases_s: Mapping[str, float], at_s: float, predicted_s: float | None = None
+) -> Transaction:
+    """The job runs again in the generation of *view*: an entry of its history. *at_s*: Unix time. *predicted_s*: what
+    it should have taken, None where nothing was known."""
     generation, plan = view.generation, view.plan
     assert generation is not None and plan is not None
     details = {"phases_s": dict(phases_s), "iteration": resumed_iteration(view), "plan": plan.content}
+    if predicted_s is not None:
+        details["predicted_s"] = predicted_s
     event = EventRecord(generation.number, "recovered", f"{generation.why}; {plan.why}", at_s, details)
     key = keys.recovery(generation.number)
     # Told once: another coordinator, which takes over later, sees the same records and would measure until then.

@@ -19,7 +19,7 @@ ASSUMED: Mapping[str, float] = {
     "log_bytes_per_s": 2e9,
     "state_bytes_per_s": 1e9,
     "restart_s": 6.0,
-    "replace_s": 0.5,
+    "replace_s": 0.25,
 }
 _NEVER = 1_000_000  # iterations between two checkpoints of a script that takes none
 
@@ -111,7 +111,7 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         log_bytes_per_s=ASSUMED["log_bytes_per_s"],
         gpus_per_machine=max(map(len, nodes)),
         checkpoint_every=every or _NEVER,
-        checkpoint_s=largest / ASSUMED["state_bytes_per_s"] if every else 0.0,
+        checkpoint_s=max(largest / ASSUMED["state_bytes_per_s"], 1e-6),
         load_s=largest / ASSUMED["state_bytes_per_s"],
         restart_s=ASSUMED["restart_s"],
         replace_s=ASSUMED["replace_s"],

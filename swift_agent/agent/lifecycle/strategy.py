@@ -6,6 +6,9 @@ Must never read a clock, and never decide twice in a run: what is written first 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy import sentences
@@ -16,6 +19,9 @@ from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_toge
 from swift_recovery.strategy.profile import ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
+
+# What was predicted worse than that says nothing about the next time.
+_MOST_ERROR = 20.0
 
 
 def decide(view: View, job_id: str) -> ProfileRecord | None:
@@ -40,8 +46,28 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
     return ProfileRecord(to_file(job), said, taken, chosen)
 
 
-def predicted_s(view: View) -> float | None:
-    """Of the recovery of the current generation, as its plan has it, None where nothing is known."""
+@dataclass(frozen=True)
+class Predicted:
+    """*way*: by which the state comes back. *seconds*: of a whole recovery, until the first iteration is done."""
+
+    way: str
+    seconds: float
+
+
+def predicted(view: View, errors: Mapping[str, float] = MappingProxyType({})) -> Predicted | None:
+    """The recovery of the current generation, as its plan has it, None where nothing is known. *errors*: by way, how
+    many times as long as predicted the last one took."""
+    found = _predicted(view)
+    return None if found is None else Predicted(found.way, found.seconds * errors.get(found.way, 1.0))
+
+
+def error_of(view: View, took_s: float) -> dict[str, float]:
+    """For the next `predicted`; {} where nothing was known."""
+    found = _predicted(view)
+    return {} if found is None else {found.way: min(max(took_s / found.seconds, 1 / _MOST_ERROR), _MOST_ERROR)}
+
+
+def _predicted(view: View) -> Predicted | None:
     generation, planned, known = view.generation, view.plan, view.profile
     if generation is None or planned is None or known is None:
         return None
@@ -54,9 +80,10 @@ def predicted_s(view: View) -> float | None:
     if plan.replays:
         slots = sorted({generation.slot_with(rank) for rank in plan.replays})
         group = range(slots[0], slots[-1] + 1)
-        return job.replace_s + (plan.iteration - plan.checkpoint) * repeat_s(job, group) + job.iteration_s
+        repeated_s = (plan.iteration - plan.checkpoint) * repeat_s(job, group)
+        return Predicted("log", job.replace_s + repeated_s + job.iteration_s)
     moved = max((job.machines[generation.slot_with(rank)].state_bytes for rank in plan.sources), default=0.0)
-    return job.replace_s + moved / job.network_bytes_per_s + job.iteration_s
+    return Predicted("replica", job.replace_s + moved / job.network_bytes_per_s + job.iteration_s)
 
 
 def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_agent.agent.lifecycle.strategy import decide, predicted_s
+from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
 from swift_rendezvous.roster.records import JobRecord, MeasuredRecord, PlanRecord
@@ -78,12 +78,27 @@ def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
 
 def test_what_a_recovery_should_take() -> None:
     known = decide(job(), "J")
+
     def of(plan: Plan) -> float | None:
-        return predicted_s(job(profile=known, plan=PlanRecord(1, plan.to_json(), "w")))
+        found = predicted(job(profile=known, plan=PlanRecord(1, plan.to_json(), "w")))
+        return None if found is None else found.seconds
 
     one = of(Plan("copy", "w", 15, replays=(1,), checkpoint=10))
     two = of(Plan("copy", "w", 15, replays=(1, 2), checkpoint=10))
-    assert one == pytest.approx(0.5 + 5 * 0.07 + 0.1)
-    assert two == pytest.approx(0.5 + 5 * (0.07 + 0.07 / 4) + 0.1)
-    assert of(Plan("copy", "w", 15, sources={1: 0})) == pytest.approx(0.6, abs=0.01)
-    assert of(Plan("restart", "w")) is None and predicted_s(job()) is None
+    assert one == pytest.approx(0.25 + 5 * 0.07 + 0.1)
+    assert two == pytest.approx(0.25 + 5 * (0.07 + 0.07 / 4) + 0.1)
+    assert of(Plan("copy", "w", 15, sources={1: 0})) == pytest.approx(0.35, abs=0.01)
+    assert of(Plan("restart", "w")) is None and predicted(job()) is None
+
+
+def test_the_next_prediction_is_corrected_by_the_last_error() -> None:
+    plan = Plan("copy", "w", 15, sources={1: 0})
+    here = job(profile=decide(job(), "J"), plan=PlanRecord(1, plan.to_json(), "w"))
+    first = predicted(here)
+    assert first is not None and first.way == "replica"
+    errors = error_of(here, 3 * first.seconds)
+    assert errors == {"replica": pytest.approx(3.0)}
+    again = predicted(here, errors)
+    assert again is not None and again.seconds == pytest.approx(3 * first.seconds)
+    assert error_of(here, 1e6) == {"replica": 20.0} and error_of(job(), 1.0) == {}
+    assert predicted(here, {"log": 5.0}) == first

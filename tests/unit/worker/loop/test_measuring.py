@@ -15,12 +15,14 @@ from swift_recovery.strategy.measured import RankMeasured
 
 
 class Worker:
-    """With messages whose waits take a quarter of a second each, on a clock of its own."""
+    """With messages whose waits take a quarter of a second each, on a clock of its own, and with that *share* of a
+    core."""
 
-    def __init__(self, monkeypatch: Any) -> None:
+    def __init__(self, monkeypatch: Any, share: float = 1.0) -> None:
         self.now_s, self.generation = 10.0, 3
         self.told: list[msg.Measured] = []
-        monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(measuring, "time", SimpleNamespace(
+            perf_counter=lambda: self.now_s, thread_time=lambda: self.now_s * share))  # fmt: skip
         net = torch.nn.Linear(4, 2)
         self.messages = SimpleNamespace(meter=None, is_complete=True)
         self.tracked = SimpleNamespace(
@@ -56,6 +58,12 @@ def test_it_is_told_once(monkeypatch: Any) -> None:
     assert told.generation == 3 and worker.messages.meter is None
     found = RankMeasured.from_json(told.measured)
     assert found == RankMeasured(1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True)
+
+
+def test_time_in_which_others_have_the_core_does_not_count(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch, share=0.5)
+    worker.iterations(20)
+    assert RankMeasured.from_json(worker.told[0].measured).computation_s == 0.5
 
 
 def test_where_a_failure_comes_between_it_begins_again(monkeypatch: Any) -> None:
