@@ -54,7 +54,7 @@ def run(
 ) -> tuple[SwiftRun, Measured, Profile | None, list[float]]:
     args = ["--iterations", str(EVERY * (len(DISTANCES) + 1))]
     if case.script is PIPELINE:
-        args += ["--checkpoint-every", str(EVERY)]
+        args += ["--checkpoint-every", str(EVERY), "--width", "128"]
     else:
         args += ["--state-mb", "40"]
     measured, profile, predictions = Measured(), None, list[float]()
