@@ -292,11 +292,12 @@ class Messages:
         def agree_aside() -> None:
             self._ways.check_seen()
             self._results.agree()
-            self._its.agree()
+            self._its.has_agreed = True
             meter = self.meter
             began_s = time.perf_counter() if meter is not None else 0.0
             with self._collectives.aside():
                 agree()
+            self._its.agreed()
             if meter is not None:
                 meter.waited_s += time.perf_counter() - began_s
 
@@ -335,7 +336,7 @@ class Messages:
             self._follow(stands, other.sent)
         kept = self._its.take_unlogged(missing)
         logged = transfer.logged(self.log, missing, self._check)
-        self._its.again = [self._its.send_again(*message) for message in (*kept, *logged)]
+        self._its.again = [self._its.send_again(*message) for message in (*logged, *kept)]
         self._its.receive_again()
         self.reconnected += 1
 
