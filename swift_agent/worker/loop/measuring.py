@@ -83,6 +83,7 @@ class Measuring:
             num_messages=max(meter.num_sent.values(), default=0) // NUM_MEASURED,
             checkpoint_every=tracked.checkpoints.every if tracked.checkpoints is not None else 0,
             logs=tracked.messages is not None and tracked.messages.is_complete,
+            sees_waits=tracked.messages is None or tracked.messages.sees_waits,
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
 

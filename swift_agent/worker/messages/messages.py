@@ -256,10 +256,15 @@ class Messages:
 
     # ---- staying in the middle of an iteration ----
 
+    @property
+    def sees_waits(self) -> bool:
+        """Whether a wait for a message ends when it has come."""
+        return "nccl" not in groups.backends_by_device(dist.get_backend_config()).values()
+
     def unwinds(self, *, updated: bool = False) -> str:
         """Why this rank cannot stay in the middle of its iteration, or after its update, '' if it can. May be called
         from any thread."""
-        if "nccl" in groups.backends_by_device(dist.get_backend_config()).values():
+        if not self.sees_waits:
             return "have messages on NCCL, which does not say whether one that was cut has come"
         if self._has_threads:
             return "have messages in threads of the script's own"

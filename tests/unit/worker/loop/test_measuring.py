@@ -22,7 +22,7 @@ class Worker:
         self.told: list[msg.Measured] = []
         monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         net = torch.nn.Linear(4, 2)
-        self.messages = SimpleNamespace(meter=None, is_complete=True)
+        self.messages = SimpleNamespace(meter=None, is_complete=True, sees_waits=True)
         self.tracked = SimpleNamespace(
             messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7),
             state=TrainingState({"net": net}, {"o": torch.optim.SGD(net.parameters(), lr=0.1)}, {}),
@@ -75,3 +75,10 @@ def test_who_is_through_measures_again_with_those_that_a_failure_cut(monkeypatch
     worker.iterations(SKIPPED + NUM_MEASURED + 5)
     assert [told.generation for told in worker.told] == [3, 4] and worker.messages.meter is None
     assert worker.told[0].measured == worker.told[1].measured
+
+
+def test_that_waits_are_not_seen_is_told(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch)
+    worker.messages.sees_waits = False
+    worker.iterations(SKIPPED + NUM_MEASURED + 1)
+    assert RankMeasured.from_json(worker.told[0].measured).sees_waits is False
