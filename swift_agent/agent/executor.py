@@ -59,6 +59,7 @@ class Executor:
         self._writer, self._crew, self._channels, self._stores = writer, crew, channels, stores
         self._state, self._presence, self._doubt = state, presence, doubt
         self._started_s = time.time()
+        self._profiled_in = 0  # the generation in which this agent has written the profile
         self._told_profile = self._wrote_profile = False
         self._errors: dict[str, float] = {}  # of predictions, by way
 
@@ -171,11 +172,16 @@ class Executor:
 
     def measured(self, view: View, acting: bool) -> None:
         """Have it told how the job recovers, once all its workers have been measured: *acting*, by this coordinator."""
-        if acting and not self._told_profile and (record := strategy.decide(view, self._config.job_id)) is not None:
+        if acting and view.profile is None and self._profiled_in < view.number:
+            record = strategy.decide(view, self._config.job_id)
+            if record is not None:
+                # A failure may come first: then it is not written, but in the next generation.
+                self._profiled_in = view.number
+                self._write(transactions.profiled(self._keys, view, self._presence().me, record))
+        if self._profiled_in and view.profile is not None and not self._told_profile:
             self._told_profile = True
-            for line in record.lines:
+            for line in view.profile.lines:
                 log.info("%s", line)
-            self._write(transactions.profiled(self._keys, view, self._presence().me, record))
         if self._config.profile is not None and view.profile is not None and not self._wrote_profile:
             self._wrote_profile = True
             try:

@@ -63,8 +63,7 @@ def plan(
         raise click.ClickException(
             f"{profile}: --plot draws what message logs cost; that takes boundary_bytes, and three machines or more"
         )
-    budget = _bytes_of(job, log_budget)
-    found = ways(job, budget)
+    found = ways(job, groups=groups_within(job, log_budget) if log_budget and job.boundary_bytes else ())
     best = choose(tuple(way for way in found if _is_built(way)), job.mtbf_s)
     if plot:
         draw(space_time(job, found, best), plot)
@@ -80,13 +79,6 @@ def plan(
 def _is_built(way: Way) -> bool:
     """Whether this version recovers so: one process repeats what another had done."""
     return way.name != "log+parallel"
-
-
-def _bytes_of(job: Profile, budget: Budget | None) -> float | None:
-    """Of all machines together."""
-    if budget is None or not job.boundary_bytes:
-        return None
-    return chain_of(job).log_bytes(groups_within(job, budget))
 
 
 def _all_bytes(job: Profile) -> float:

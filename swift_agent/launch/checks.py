@@ -137,6 +137,10 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
         mistakes.append(f"--strategy {ns.strategy}: there is no such way; type one of {', '.join(STRATEGIES)}")
     if ns.profile and (os.path.isdir(ns.profile) or not os.path.isdir(os.path.dirname(ns.profile) or ".")):
         mistakes.append(f"--profile {ns.profile}: no file can be written there; name one in a directory that exists")
+    if ns.log_groups and ns.strategy in ("replica", "checkpoint"):
+        mistakes.append(
+            f"--log-groups {ns.log_groups} --strategy {ns.strategy}: nothing is logged; leave one of them out"
+        )
     budget = ns.log_budget
     if not budget:
         return

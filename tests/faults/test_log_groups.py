@@ -159,6 +159,18 @@ def test_groups_are_chosen_for_a_budget(run: Start, undisturbed_pipelines: Refer
     assert len(measured.machines) == 4 and len(measured.boundary_bytes) == 3 and measured.checkpoint_every == 5
 
 
+def test_a_failure_as_the_measuring_ends(run: Start, undisturbed_pipelines: References) -> None:
+    """Some ranks are through with it, and that which is lost is not: all measure again."""
+    faults = [{"at": "between", "iteration": 7, "rank": 2, "scope": "worker"}]
+    outcome = run(
+        faults, groups="", options=("--log-budget", "40%"), iterations=30, checkpoint=5, patient=True
+    )
+    text = outcome.text()
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=30), 30)
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {2}, text
+    assert text.index("recovered: ") < text.index("measured: ") < text.index("from the next iteration on: 0-1 2-3")
+
+
 def test_a_job_that_shall_not_log(run: Start, undisturbed_pipelines: References) -> None:
     faults = [{"at": "backward", "iteration": 5, "rank": 2, "scope": "worker"}]
     outcome = run(faults, groups="", options=("--strategy", "checkpoint"), checkpoint=3, patient=True)

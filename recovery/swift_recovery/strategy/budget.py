@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from swift_recovery.strategy.choose import best_groups, chain_of, sent_bytes
+from swift_recovery.strategy.choose import best_groups, chain_of
 from swift_recovery.strategy.grouping import Groups, alone
 from swift_recovery.strategy.profile import Profile
 
@@ -34,12 +34,7 @@ def parse_budget(text: str) -> Budget:
 def groups_within(profile: Profile, budget: Budget) -> Groups:
     """Groups of machines with the shortest expected recovery. A size is for the logs of each machine, between two
     checkpoints. One group of all machines, which log nothing: no others fit."""
-    chain = chain_of(profile)
-    everything = chain.log_bytes(alone(chain))
-    allowed = everything * budget.value if budget.is_part else everything
-    while True:
-        groups = best_groups(profile, allowed)
-        most = max(sent_bytes(profile, machine, groups) for machine in range(chain.num_machines))
-        if budget.is_part or most * profile.checkpoint_every <= budget.value or len(groups) == 1:
-            return groups
-        allowed = chain.log_bytes(groups) * (1 - 1e-9) - 1e-9
+    everything = chain_of(profile).log_bytes(alone(chain_of(profile)))
+    if budget.is_part:
+        return best_groups(profile, everything * budget.value)
+    return best_groups(profile, everything, of_each=budget.value)

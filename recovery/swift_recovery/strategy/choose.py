@@ -35,12 +35,11 @@ class Way:
         return self.cost + self.recovery_s / mtbf_s
 
 
-def ways(profile: Profile, budget_bytes: float | None = None) -> tuple[Way, ...]:
-    """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit."""
-    return (
-        _replica(profile), _log(profile, budget_bytes, helpers=False), _log(profile, budget_bytes, helpers=True),
-        _checkpoint(profile),
-    )  # fmt: skip
+def ways(profile: Profile, budget_bytes: float | None = None, groups: Groups = ()) -> tuple[Way, ...]:
+    """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit.
+    *groups*: of machines, in place of those that are best for it."""
+    logs = [_log(profile, budget_bytes, groups, helpers) for helpers in (False, True)]
+    return (_replica(profile), *logs, _checkpoint(profile))
 
 
 def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:
@@ -58,12 +57,13 @@ def _replica(profile: Profile) -> Way:
     return Way("replica", "", profile.replace_s + mean_bytes / profile.network_bytes_per_s + again_s)
 
 
-def _log(profile: Profile, budget_bytes: float | None, helpers: bool) -> Way:
+def _log(profile: Profile, budget_bytes: float | None, groups: Groups, helpers: bool) -> Way:
     name: Name = "log+parallel" if helpers else "log"
     if not profile.boundary_bytes:
         return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
     chain = chain_of(profile)
-    groups = alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers)
+    if not groups:
+        groups = alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers)
     if len(groups) == 1:
         return Way(name, "the budget for logs allows no two groups: nothing would be logged")
     recovery_s = log_recovery_s(profile, groups, helpers)
@@ -74,14 +74,22 @@ def _log(profile: Profile, budget_bytes: float | None, helpers: bool) -> Way:
     return Way(name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups)
 
 
-def best_groups(profile: Profile, budget_bytes: float, helpers: bool = False) -> Groups:
-    """Those with the shortest expected recovery whose logs fit into the budget. One of all machines, for which nothing
-    is logged, only if no others fit."""
+def best_groups(
+    profile: Profile, budget_bytes: float, helpers: bool = False, of_each: float = math.inf
+) -> Groups:
+    """Those with the shortest expected recovery whose logs fit into the budget, those of each machine into *of_each*.
+    One of all machines, for which nothing is logged, only if no others fit."""
+    machines = range(len(profile.machines))
 
     def repeat(group: range) -> float:
-        return math.inf if len(group) == len(profile.machines) else from_logs_s(profile, group, helpers)
+        ends = {group.start, group.stop - 1}
+        if group == machines or max(sent_bytes(profile, end, (group,)) for end in ends) * each > of_each:
+            return math.inf
+        return from_logs_s(profile, group, helpers)
 
-    return optimal(chain_of(profile), budget_bytes, repeat)
+    each = profile.checkpoint_every
+    found = optimal(chain_of(profile), budget_bytes, repeat)
+    return found if all(repeat(group) < math.inf for group in found) else (machines,)
 
 
 def log_recovery_s(profile: Profile, groups: Groups, helpers: bool = False) -> float:

@@ -33,6 +33,7 @@ class RankMeasured:
     - *sent_bytes*: by rank, in messages of an iteration. *num_messages*: of them, to the rank that gets most.
     - *state_bytes*: parameters, buffers and optimizer state. *replicas*: the ranks that hold the same.
     - *checkpoint_every*: iterations, 0: none are taken. *logs*: its messages are logged.
+    - *sees_waits*: else a wait for a message ends before it has come, as on a GPU, and *computation_s* means nothing.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RankMeasured:
     num_messages: int = 0
     checkpoint_every: int = 0
     logs: bool = False
+    sees_waits: bool = True
 
     def to_json(self) -> dict[str, Any]:
         sent = {str(rank): num_bytes for rank, num_bytes in self.sent_bytes.items()}
@@ -62,6 +64,7 @@ class RankMeasured:
             num_messages=int(data["num_messages"]),
             checkpoint_every=int(data["checkpoint_every"]),
             logs=bool(data["logs"]),
+            sees_waits=bool(data["sees_waits"]),
         )
 
 
@@ -117,12 +120,11 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         replace_s=ASSUMED["replace_s"],
         machine_mtbf_hours=float(FIELDS["machine_mtbf_hours"][2] or 0),
     )
-    if not any(machine.computation_s < profile.iteration_s for machine in machines):
-        # Where waits are not seen, as on a GPU, all of it is computation.
+    if across and not all(one.sees_waits for one in ranks):
+        # All of it is taken for computation.
         each_s = profile.iteration_s * micro_batches / (micro_batches + len(nodes) - 1)
-        if across:
-            machines = tuple(replace(machine, computation_s=each_s) for machine in machines)
-            profile = replace(profile, machines=machines, iteration_s=pipelined_s([each_s] * len(nodes), micro_batches))
+        machines = tuple(replace(machine, computation_s=each_s) for machine in machines)
+        profile = replace(profile, machines=machines, iteration_s=pipelined_s([each_s] * len(nodes), micro_batches))
     assumed = ("network_bytes_per_s", "log_bytes_per_s", "checkpoint_s", "load_s", "restart_s", "replace_s",
                "machine_mtbf_hours")  # fmt: skip
     return JobMeasured(profile, across - sum(boundaries), every > 0, assumed)

@@ -12,7 +12,8 @@ from swift_recovery.strategy.measured import JobMeasured
 
 
 def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) -> tuple[str, ...]:
-    """The first says what was measured; then comes one for each way. *taken*: the name of that which is."""
+    """The first says what was measured; then comes one for each way. *taken*: the name of that which is. *groups*: of
+    all nodes, those that begin to hold."""
     profile = job.profile
     sent = sum(profile.boundary_bytes) + job.elsewhere_bytes
     largest = max(machine.state_bytes for machine in profile.machines)
@@ -23,7 +24,7 @@ def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) 
         f"{size_of(profile.log_bytes_per_s)}/s"
     ]
     said += [_line(job, way, way.name == taken) for way in found]
-    if groups:
+    if 1 < len(groups) < len(profile.machines):
         said.append(f"messages are logged between groups of nodes only, from the next iteration on: {text_of(groups)}")
     return tuple(said)
 

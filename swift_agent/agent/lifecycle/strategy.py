@@ -6,6 +6,7 @@ Must never read a clock, and never decide twice in a run: what is written first 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -36,14 +37,39 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
         return None
     logs = all(one.logs for ranks in nodes for one in ranks)
     wanted = view.job.strategy if view.job is not None else ""
-    found = tuple(_possible(way, job, logs, wanted) for way in ways(job.profile))
+    found = _ways(job, logs, wanted)
+    groups, remarks = _groups(view, job, _taken(found))
+    if groups:
+        found = _ways(job, logs, wanted, groups)
     taken = _taken(found)
-    groups: Groups = ()
-    if view.job is not None and view.job.log_budget and taken == "log":
-        groups = groups_within(job.profile, parse_budget(view.job.log_budget))
-    said = (*sentences.lines(job, found, taken, groups), *_remarks(taken, wanted))
+    begin_now = groups if view.job is not None and view.job.log_budget else ()
+    said = sentences.lines(job, found, taken, begin_now)
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
-    return ProfileRecord(to_file(job), said, taken, chosen)
+    return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen)
+
+
+def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tuple[Way, ...]:
+    return tuple(_possible(way, job, logs, wanted) for way in ways(job.profile, groups=groups))
+
+
+def _groups(view: View, job: JobMeasured, taken: str) -> tuple[Groups, tuple[str, ...]]:
+    """Of all nodes, those that are named or those within a budget; () if there are none. What is to be said of that."""
+    if view.job is None or taken != "log":
+        return (), ()
+    if view.job.log_groups:
+        firsts = {slot: view.log_group_of(slot)[0] for slot in range(len(job.profile.machines))}
+        counts = Counter(firsts.values())
+        return tuple(range(first, first + counts[first]) for first in sorted(counts)), ()
+    if not view.job.log_budget:
+        return (), ()
+    budget = parse_budget(view.job.log_budget)
+    if not budget.is_part and not job.takes_checkpoints:
+        said = (
+            f"--log-budget {view.job.log_budget}: a size is for what is logged between two checkpoints, and the script "
+            "takes none (job.checkpoint): no groups are chosen"
+        )
+        return (), (said,)
+    return groups_within(job.profile, budget), ()
 
 
 @dataclass(frozen=True)

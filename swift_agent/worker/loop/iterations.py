@@ -89,8 +89,8 @@ class Iterations:
                     supervisor.hold(number)
                 if supervisor.interrupted:
                     supervisor.check()
-                if self._measuring is not None and not self._measuring.begin():
-                    self._measuring = None
+                if self._measuring is not None:
+                    self._measuring.begin()
                 result = call()
                 tracked.updates.join_agreement()
                 self.complete()

@@ -1,7 +1,8 @@
 """What this rank costs: a few of its first iterations, timed and counted, are told to the agent once.
 
-It costs two readings of the clock for an iteration, and two for a message, until it is over. Where a failure comes
-between it begins again, on all ranks, in the generation that follows. It must never change what it measures.
+It costs two readings of the clock for an iteration, and two for a message, until it is over. In each generation all
+ranks begin again: some may have been through when a failure came, and others not. It must never change what it
+measures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NUM_MEASURED = 5
 
 
 class Measuring:
-    """Of one process, from its first iteration on until it is over."""
+    """Of one process, from its first iteration on."""
 
     def __init__(self, rank: int, supervisor: Supervisor, tracked: Tracked) -> None:
         self._rank, self._supervisor, self._tracked = rank, supervisor, tracked
@@ -33,36 +34,38 @@ class Measuring:
         self._reset(0)
 
     def _reset(self, generation: int) -> None:
-        self._generation, self._num_begun = generation, 0
+        self._generation, self._num_begun, self._is_over = generation, 0, False
         self._began_s, self._waited_before_s, self._computed_before_s = 0.0, 0.0, 0.0
         self._iterations_s: list[float] = []
         self._computations_s: list[float] = []
         self._meter = Meter()
         self._count(None)
 
-    def begin(self) -> bool:
-        """An iteration begins. Whether anything is left to be measured."""
-        now_s = time.perf_counter()
+    def begin(self) -> None:
+        """An iteration begins."""
         if self._supervisor.generation != self._generation:
             self._reset(self._supervisor.generation)
+        elif self._is_over:
+            return
+        now_s = time.perf_counter()
         self._num_begun += 1
         if self._num_begun <= SKIPPED:
-            return True
+            return
         if self._num_begun > SKIPPED + 1:
             self._iterations_s.append(now_s - self._began_s)
             if len(self._iterations_s) == NUM_MEASURED:
+                self._is_over = True
                 self._count(None)
                 self._tell()
-                return False
+                return
         else:
             self._count(self._meter)
         self._began_s, self._waited_before_s = now_s, self._meter.waited_s
         self._computed_before_s = time.thread_time()
-        return True
 
     def finish(self) -> None:
         """The iteration counts."""
-        if self._num_begun > SKIPPED:
+        if self._num_begun > SKIPPED and not self._is_over:
             waited_s = self._meter.waited_s - self._waited_before_s
             computed_s = time.perf_counter() - self._began_s - waited_s
             if self._on_cpu:
@@ -86,6 +89,7 @@ class Measuring:
             num_messages=max(meter.num_sent.values(), default=0) // NUM_MEASURED,
             checkpoint_every=tracked.checkpoints.every if tracked.checkpoints is not None else 0,
             logs=tracked.messages is not None and tracked.messages.is_complete,
+            sees_waits=tracked.messages is None or tracked.messages.sees_waits,
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
 

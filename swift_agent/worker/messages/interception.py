@@ -29,7 +29,6 @@ from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.collective_results import Outputs, Results
 from swift_agent.worker.messages.cpp_messages import Unseen
 from swift_agent.worker.messages.operations import Owner, Receive, Send
-from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
@@ -91,23 +90,25 @@ class Interception:
         self._sent = {}  # of one that was cut
         self.unlogged |= ranks
 
-    def agree(self) -> None:
-        """All agree to the update: they have all of the iteration before."""
-        self.has_agreed, self._sent_before = True, {}
+    def agreed(self) -> None:
+        """All have agreed to the update: they have all of the iteration before."""
+        self._sent_before = {}
 
     def end_unlogged(self) -> None:
         """The iteration counts. Others may still wait for what it has sent."""
         self._sent, self._sent_before = {}, self._sent
 
     def take_unlogged(self, missing: dict[Channel, range]) -> list[tuple[Channel, torch.Tensor]]:
-        """Those of *missing* that are in no log, in their order; they are taken out of it."""
+        """Those of *missing* that were kept here, in their order; they are taken out of it. What is left of a channel
+        comes first: it was sent before the log group began to hold, and is in the log."""
         found: list[tuple[Channel, torch.Tensor]] = []
         for channel in [channel for channel in missing if channel.destination in self.unlogged]:
             sent = {**self._sent_before.get(channel, {}), **self._sent.get(channel, {})}
             numbers = missing.pop(channel)
-            if lacks := [number for number in numbers if number not in sent]:
-                raise LogError(f"messages {lacks[:3]} of {channel}, to be sent again, were not kept")
-            found += [(channel, sent[number]) for number in numbers]
+            first = next((number for number in numbers if number in sent), numbers.stop)
+            if first > numbers.start:
+                missing[channel] = range(numbers.start, first)
+            found += [(channel, sent[number]) for number in range(first, numbers.stop)]
         return found
 
     def let_go(self) -> None:

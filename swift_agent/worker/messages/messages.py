@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -37,7 +36,7 @@ from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to
-from swift_agent.worker.messages.operations import Meter
+from swift_agent.worker.messages.operations import Meter, waiting
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
@@ -256,10 +255,15 @@ class Messages:
 
     # ---- staying in the middle of an iteration ----
 
+    @property
+    def sees_waits(self) -> bool:
+        """Whether a wait for a message ends when it has come."""
+        return "nccl" not in groups.backends_by_device(dist.get_backend_config()).values()
+
     def unwinds(self, *, updated: bool = False) -> str:
         """Why this rank cannot stay in the middle of its iteration, or after its update, '' if it can. May be called
         from any thread."""
-        if "nccl" in groups.backends_by_device(dist.get_backend_config()).values():
+        if not self.sees_waits:
             return "have messages on NCCL, which does not say whether one that was cut has come"
         if self._has_threads:
             return "have messages in threads of the script's own"
@@ -292,13 +296,10 @@ class Messages:
         def agree_aside() -> None:
             self._ways.check_seen()
             self._results.agree()
-            self._its.agree()
-            meter = self.meter
-            began_s = time.perf_counter() if meter is not None else 0.0
-            with self._collectives.aside():
+            self._its.has_agreed = True
+            with self._collectives.aside(), waiting(self.meter):
                 agree()
-            if meter is not None:
-                meter.waited_s += time.perf_counter() - began_s
+            self._its.agreed()
 
         return agree_aside
 
@@ -335,7 +336,7 @@ class Messages:
             self._follow(stands, other.sent)
         kept = self._its.take_unlogged(missing)
         logged = transfer.logged(self.log, missing, self._check)
-        self._its.again = [self._its.send_again(*message) for message in (*kept, *logged)]
+        self._its.again = [self._its.send_again(*message) for message in (*logged, *kept)]
         self._its.receive_again()
         self.reconnected += 1
 

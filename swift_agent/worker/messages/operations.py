@@ -9,9 +9,10 @@ This module must never decide which rank stays.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,6 +33,15 @@ class Meter:
     def sent(self, destination: int, num_bytes: int) -> None:
         self.sent_bytes[destination] += num_bytes
         self.num_sent[destination] += 1
+
+
+@contextlib.contextmanager
+def waiting(meter: Meter | None) -> Iterator[None]:
+    """Inside, others are waited for."""
+    began_s = time.perf_counter()
+    yield
+    if meter is not None:
+        meter.waited_s += time.perf_counter() - began_s
 
 
 class Owner(Protocol):

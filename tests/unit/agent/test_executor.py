@@ -2,31 +2,73 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from swift_agent.agent.executor import Executor
-from swift_agent.agent.lifecycle import commands
+from swift_agent.agent.lifecycle import commands, strategy
 from swift_agent.agent.lifecycle.state import AgentState, Suspicion
 from swift_agent.agent.record_writer import Write
-from swift_rendezvous.roster.records import FailureRecord, JobRecord, NodeRecord
+from swift_rendezvous.roster.records import FailureRecord, JobRecord, NodeRecord, ProfileRecord
 from swift_rendezvous.roster.view import View
+from tests.support.records import generation, view
+
+
+def executor(writes: list[Write], state: Callable[[], AgentState], **config: Any) -> Executor:
+    parts: dict[str, Any] = {
+        "config": SimpleNamespace(job_id="job", **config), "store": None, "crew": None, "channels": None,
+        "stores": None, "directories": SimpleNamespace(socket="", messages=""),
+        "writer": SimpleNamespace(submit=writes.append),
+        "presence": lambda: SimpleNamespace(me=NodeRecord("n0", "n0.1", "127.0.0.1", 1, 1, "command")),
+    }  # fmt: skip
+    return Executor(**parts, state=state, doubt=lambda peer: None, timers="")
 
 
 def test_evidence_that_has_aged_while_workers_were_started_is_not_written() -> None:
     """The command to write it was given before that; it counts from when it was seen, not from then."""
     writes: list[Write] = []
-    parts: dict[str, Any] = {
-        "config": SimpleNamespace(job_id="job"), "store": None, "crew": None, "channels": None, "stores": None,
-        "directories": SimpleNamespace(socket="", messages=""), "writer": SimpleNamespace(submit=writes.append),
-        "presence": lambda: SimpleNamespace(me=NodeRecord("n0", "n0.1", "127.0.0.1", 1, 1, "command")),
-    }  # fmt: skip
     state = AgentState("n0", "n0.1", view=View(job=JobRecord(2, 2, "c")))
-    executor = Executor(**parts, state=lambda: state, doubt=lambda peer: None, timers="")
+    agent = executor(writes, lambda: state)
     command = commands.WriteFailure(0, FailureRecord("node", 1, "n1.1", (), "silent", "n0", 0))
-    executor.execute(command, 5.0)
+    agent.execute(command, 5.0)
     assert writes == []
     state = replace(state, lost_peers={"n1.1": Suspicion("silent", False, 5.0)})
-    executor.execute(command, 5.0)
+    agent.execute(command, 5.0)
     assert [write.what for write in writes] == ["failure"] and writes[0].wanted()
+
+
+def test_what_a_job_costs_is_written_again_if_a_failure_came_first_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    writes: list[Write] = []
+    known = ProfileRecord({"name": "J"}, ("measured: so", "  log: taken"), "log")
+    monkeypatch.setattr(strategy, "decide", lambda view, job_id: known)
+    agent = executor(writes, lambda: AgentState("n0", "n0.1"), profile=str(tmp_path / "measured.json"))
+    for number, acting in ((1, False), (1, True), (1, True), (2, True), (2, True)):
+        agent.measured(view(generation=generation(number)), acting)
+    assert [write.what for write in writes] == ["profile"] * 2 and not caplog.messages
+    assert not (tmp_path / "measured.json").exists()
+    for number, acting in ((2, True), (2, False), (3, True)):
+        agent.measured(view(generation=generation(number), profile=known), acting)
+    assert len(writes) == 2 and caplog.messages == list(known.lines)
+    assert json.loads((tmp_path / "measured.json").read_text()) == {"name": "J"}
+
+
+def test_who_has_not_decided_does_not_tell_but_writes_its_file_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    known = ProfileRecord({"name": "J"}, ("measured: so",), "log")
+    agent = executor([], lambda: AgentState("n0", "n0.1"), profile=str(tmp_path / "gone" / "measured.json"))
+    for _ in range(2):
+        agent.measured(view(profile=known), True)
+    (said,) = caplog.messages
+    assert said.endswith("cannot be written: No such file or directory")

@@ -233,6 +233,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--log-budget", "120%", "train.py"], "'120%' is no size"),
     (["--log-budget", "20%", "--log-groups", "0-1", "--nnodes", "2", "train.py"], "are chosen, or named; type one"),
     (["--log-budget", "20%", "--strategy", "checkpoint", "train.py"], "nothing is logged; leave one of them out"),
+    (["--log-groups", "0-1", "--nnodes", "2", "--strategy", "replica", "train.py"], "0-1 --strategy replica: nothing"),
     (["--log-budget", "20%", "--nnodes", "2:4", "train.py"], "has no fixed groups; leave it out"),
     (["--strategy", "luck", "train.py"], r"--strategy luck: .*type one of auto, replica, log, checkpoint"),
     (["--strategy", "log+parallel", "train.py"], r"not in this version, .*type --strategy log"),

@@ -10,7 +10,7 @@ import pytest
 from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
-from swift_rendezvous.roster.records import JobRecord, MeasuredRecord, PlanRecord
+from swift_rendezvous.roster.records import JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
 from swift_rendezvous.roster.view import View
 from tests.support.records import generation, view
 
@@ -28,7 +28,8 @@ def measured(num: int = 4, **changes: Any) -> dict[int, MeasuredRecord]:
 
 
 def job(**changes: Any) -> View:
-    record = JobRecord(4, 1, "command", 3, **{k: changes.pop(k) for k in ("log_budget", "strategy") if k in changes})
+    names = [name for name in ("log_budget", "log_groups", "strategy") if name in changes]
+    record = JobRecord(4, 1, "command", 3, **{name: changes.pop(name) for name in names})
     first = replace(generation(slots=NAMES), num_workers=1)
     return view(**{"names": NAMES, "job": record, "generation": first, "measured": measured(), **changes})
 
@@ -74,6 +75,39 @@ def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
     assert job(profile=found).log_groups == ((0, 1), (2, 3)) and job(profile=found).log_group_of(1) == (0, 1)
     assert decide(job(log_budget="100%"), "J").log_groups == ()  # type: ignore[union-attr]
     assert decide(job(log_budget="40%", measured=measured(replicas=(0, 1, 2, 3))), "J").log_groups == ()  # type: ignore[union-attr]
+
+
+def log_line(found: ProfileRecord | None) -> str:
+    assert found is not None
+    (line,) = (line for line in found.lines if line.startswith("  log:"))
+    return line
+
+
+def test_what_logs_cost_is_said_of_the_groups() -> None:
+    """Not of messages that are all logged."""
+    alone, all_of_them = log_line(decide(job(), "J")), decide(job(log_budget="100%"), "J")
+    assert log_line(all_of_them) == alone and not any("between groups" in line for line in all_of_them.lines)  # type: ignore[union-attr]
+    chosen, named = decide(job(log_budget="40%"), "J"), decide(job(log_groups=((0, 1), (2, 3))), "J")
+    assert log_line(chosen) == log_line(named) != alone and "4.88 KiB" in log_line(chosen) and "9.77 KiB" in alone
+    assert any("between groups" in line for line in chosen.lines)  # type: ignore[union-attr]
+    assert not any("between groups" in line for line in named.lines)  # type: ignore[union-attr]
+    assert "  log: a lost node" in log_line(decide(job(log_groups=((1, 2),)), "J"))
+
+
+def test_a_budget_that_allows_no_two_groups() -> None:
+    found = decide(job(log_budget="0%"), "J")
+    assert found is not None and found.way == "checkpoint" and found.log_groups == ((0, 1, 2, 3),)
+    assert log_line(found) == "  log: not possible: the budget for logs allows no two groups: nothing would be logged"
+    assert not any("between groups" in line for line in found.lines)
+
+
+def test_a_size_is_nothing_to_a_script_without_checkpoints() -> None:
+    """All between two checkpoints, which never come, is more than any size: nothing would be logged."""
+    found = decide(job(log_budget="2TiB", measured=measured(checkpoint_every=0)), "J")
+    assert found is not None and found.way == "log" and found.log_groups == ()
+    assert found.lines[-1].startswith("--log-budget 2TiB: a size is for what is logged between two checkpoints")
+    part = decide(job(log_budget="40%", measured=measured(checkpoint_every=0)), "J")
+    assert part is not None and part.log_groups == ((0, 1), (2, 3))
 
 
 def test_what_a_recovery_should_take() -> None:

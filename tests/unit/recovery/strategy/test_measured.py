@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ import pytest
 from swift_recovery.strategy.budget import Budget, groups_within, parse_budget
 from swift_recovery.strategy.choose import sent_bytes, ways
 from swift_recovery.strategy.measured import RankMeasured, put_together, to_file
-from swift_recovery.strategy.profile import Profile, parse
+from swift_recovery.strategy.profile import Machine, Profile, parse
 from swift_recovery.strategy.sentences import lines, size_of, time_of
 
 
@@ -71,7 +73,8 @@ def test_without_pipeline_there_are_no_messages() -> None:
 
 
 def test_where_waits_are_not_seen_a_pipeline_is_taken_to_be_full() -> None:
-    nodes = [[replace(one, computation_s=1.0) for one in of_node] for of_node in pipeline()]
+    """However much of an iteration seems to be no computation: there is always some time between two of them."""
+    nodes = [[replace(one, computation_s=0.9, sees_waits=False) for one in of_node] for of_node in pipeline()]
     profile = put_together("J", nodes).profile
     # 4 micro-batches through 4 stages: 4 of 7 parts of the time each computes.
     assert profile.machines[0].computation_s == pytest.approx(4 / 7) and profile.iteration_s == pytest.approx(1.0)
@@ -114,6 +117,26 @@ def test_a_size_is_for_each_node() -> None:
     groups = groups_within(job, Budget(10_000, False))
     assert len(groups) > 1 and max(sent_bytes(job, machine, groups) for machine in range(6)) <= 1000
     assert groups_within(job, Budget(0, False)) == (range(6),)
+
+
+def test_a_size_of_a_long_uneven_pipeline_takes_no_minutes() -> None:
+    """It is worked out between two events of the coordinator. Trying one total after the other took over 100 s."""
+    chosen = random.Random(1)
+    machines = tuple(Machine(chosen.uniform(1, 2), 1e9) for _ in range(48))
+    boundaries = tuple(chosen.uniform(1e8, 4e8) for _ in range(47))
+    job = replace(profile(), machines=machines, boundary_bytes=boundaries, checkpoint_every=100, micro_batches=32)
+    began_s = time.perf_counter()
+    groups = groups_within(job, Budget(20e9, False))
+    assert time.perf_counter() - began_s < 10.0
+    assert 1 < len(groups) < 48 and max(sent_bytes(job, machine, groups) for machine in range(48)) * 100 <= 20e9
+
+
+def test_ways_of_named_groups() -> None:
+    job = profile()
+    found = {way.name: way for way in ways(job, groups=(range(0, 3), range(3, 6)))}
+    assert found["log"].groups == (range(0, 3), range(3, 6)) and found["log"].storage_bytes == 1000 * 10
+    assert found["log"].recovery_s > ways(job)[1].recovery_s
+    assert "no two groups" in ways(job, groups=(range(6),))[1].impossible
 
 
 def test_lines_for_people() -> None:

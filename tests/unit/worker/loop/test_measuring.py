@@ -24,35 +24,33 @@ class Worker:
         monkeypatch.setattr(measuring, "time", SimpleNamespace(
             perf_counter=lambda: self.now_s, thread_time=lambda: self.now_s * share))  # fmt: skip
         net = torch.nn.Linear(4, 2)
-        self.messages = SimpleNamespace(meter=None, is_complete=True)
+        self.messages = SimpleNamespace(meter=None, is_complete=True, sees_waits=True)
         self.tracked = SimpleNamespace(
             messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7),
             state=TrainingState({"net": net}, {"o": torch.optim.SGD(net.parameters(), lr=0.1)}, {}),
         )  # fmt: skip
-        self.measuring: Measuring | None = Measuring(1, cast(Any, self), cast(Any, self.tracked))
+        self.measuring = Measuring(1, cast(Any, self), cast(Any, self.tracked))
 
     def send(self, message: msg.Measured) -> None:
         self.told.append(message)
 
     def iterations(self, num: int) -> None:
         for _ in range(num):
-            if self.measuring is not None and not self.measuring.begin():
-                self.measuring = None
+            self.measuring.begin()
             self.now_s += 1.0
             if self.messages.meter is not None:
                 self.messages.meter.waited_s += 0.25
                 self.messages.meter.sent(2, 600)
                 self.messages.meter.sent(2, 400)
                 self.messages.meter.sent(0, 100)
-            if self.measuring is not None:
-                self.measuring.finish()
+            self.measuring.finish()
             self.now_s += 0.5  # between two iterations
 
 
 def test_it_is_told_once(monkeypatch: Any) -> None:
     worker = Worker(monkeypatch)
     worker.iterations(SKIPPED + NUM_MEASURED)
-    assert not worker.told and worker.measuring is not None
+    assert not worker.told
     worker.iterations(20)
     (told,) = worker.told
     assert told.generation == 3 and worker.messages.meter is None
@@ -74,5 +72,21 @@ def test_where_a_failure_comes_between_it_begins_again(monkeypatch: Any) -> None
     assert not worker.told
     worker.iterations(1)
     (told,) = worker.told
-    assert told.generation == 4 and worker.messages.meter is None and worker.measuring is None
+    assert told.generation == 4 and worker.messages.meter is None
     assert RankMeasured.from_json(told.measured).sent_bytes == {2: 1000, 0: 100}
+
+
+def test_who_is_through_measures_again_with_those_that_a_failure_cut(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch)
+    worker.iterations(SKIPPED + NUM_MEASURED + 1)
+    worker.generation = 4
+    worker.iterations(SKIPPED + NUM_MEASURED + 5)
+    assert [told.generation for told in worker.told] == [3, 4] and worker.messages.meter is None
+    assert worker.told[0].measured == worker.told[1].measured
+
+
+def test_that_waits_are_not_seen_is_told(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch)
+    worker.messages.sees_waits = False
+    worker.iterations(SKIPPED + NUM_MEASURED + 1)
+    assert RankMeasured.from_json(worker.told[0].measured).sees_waits is False

@@ -8,7 +8,7 @@ import os
 import queue
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
     names = ("send", "recv", "recv_anysource", *torch_messages.ALIKE)
     operations = {name: getattr(dist.ProcessGroup, name) for name in names}
 
-    def one(rank: int, log_group: tuple[int, ...] = ()) -> Messages:
+    def one(rank: int, log_group: Collection[int] = ()) -> Messages:
         for name, original in operations.items():
             monkeypatch.setattr(dist.ProcessGroup, name, original)
         if dist.is_initialized():
@@ -847,9 +847,41 @@ def test_what_is_not_logged_is_sent_again_while_it_may_be_on_its_way(
     with sender.aside():
         sender.rejoin({0: told("end", has=[(1, 0, 1)]), 2: told("middle", has=[(1, 2, 1)])}, (), 1, 5)
     assert again[5:] == [(2, 1.0)]
-    with pytest.raises(LogError, match="to be sent again, were not kept"), sender.aside():
+    with pytest.raises(LogError, match="1 messages that are to be sent again are not in the log"), sender.aside():
         sender.rejoin({0: told("end", has=[(1, 0, 1)]), 2: told("end")}, (), 1, 6)
     assert sender.gift(0, 1, [0]) is not None and sender.unlogged == {1, 2}
+
+
+def test_what_was_logged_before_a_group_began_to_hold_is_sent_again_first(
+    make: Callable[..., Messages], again: list[tuple[int, float]]
+) -> None:
+    group: set[int] = set()
+    sender = make(1, log_group=group)
+    one_iteration(sender, 0, 0, 1)
+    group |= {1, 2}
+    sender.begin(1, 1)
+    send(2)
+    with sender.aside():
+        sender.rejoin({0: told("end"), 2: told("end", has=[(1, 2, 1)])}, (), 1, 2)
+    assert again == [(2, 1.0), (2, 2.0)]
+
+
+def test_what_was_sent_before_is_kept_until_all_have_agreed(
+    make: Callable[..., Messages], again: list[tuple[int, float]]
+) -> None:
+    """A rank that has not come to this update may wait for it after its own."""
+    sender = make(1, log_group=(1, 2))
+    one_iteration(sender, 0, 0)
+    sender.begin(1, 1)
+
+    def cut() -> None:
+        raise RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut"):
+        sender.agreeing(cut)()
+    with sender.aside():
+        sender.rejoin({0: told("middle"), 2: told("end")}, (), 1, 2)
+    assert again == [(2, 0.0)]
 
 
 def test_of_an_iteration_that_is_run_again_nothing_is_kept(
