@@ -127,6 +127,8 @@ def _log_groups(
     nodes = [node for group in groups for node in group]
     if twice := sorted({node for node in nodes if nodes.count(node) > 1}):
         mistakes.append(f"--log-groups {text}: node {twice[0]} is in two groups; name each node once")
+    if num_nodes > 1 and any(len(group) == num_nodes for group in groups):
+        mistakes.append(f"--log-groups {text}: all nodes in one group log nothing; type --strategy checkpoint for that")
     return tuple(group for group in groups if len(group) > 1)
 
 

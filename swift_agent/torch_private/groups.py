@@ -58,6 +58,11 @@ def uses_torchcomms() -> bool:
     return bool(enabled and enabled())
 
 
+def has_nccl() -> bool:
+    """Whether a wait for a message may end before it has come."""
+    return "nccl" in backends_by_device(dist.get_backend_config()).values()
+
+
 def backends_by_device(backend: str) -> dict[str, str]:
     """"gloo", "cpu:gloo,cuda:nccl", "undefined", ... -> {device type: backend}, as torch understands it."""
     config = c10d.BackendConfig(c10d.Backend(backend))

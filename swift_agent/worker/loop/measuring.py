@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from swift_agent.torch_private import groups
 from swift_agent.wire import messages as msg
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.operations import Meter
@@ -89,7 +90,7 @@ class Measuring:
             num_messages=max(meter.num_sent.values(), default=0) // NUM_MEASURED,
             checkpoint_every=tracked.checkpoints.every if tracked.checkpoints is not None else 0,
             logs=tracked.messages is not None and tracked.messages.is_complete,
-            sees_waits=tracked.messages is None or tracked.messages.sees_waits,
+            sees_waits=tracked.messages is None or not groups.has_nccl(),
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from swift_agent.torch_private import groups
 from swift_agent.torch_private import messages as torch_messages
@@ -255,15 +254,10 @@ class Messages:
 
     # ---- staying in the middle of an iteration ----
 
-    @property
-    def sees_waits(self) -> bool:
-        """Whether a wait for a message ends when it has come."""
-        return "nccl" not in groups.backends_by_device(dist.get_backend_config()).values()
-
     def unwinds(self, *, updated: bool = False) -> str:
         """Why this rank cannot stay in the middle of its iteration, or after its update, '' if it can. May be called
         from any thread."""
-        if not self.sees_waits:
+        if groups.has_nccl():
             return "have messages on NCCL, which does not say whether one that was cut has come"
         if self._has_threads:
             return "have messages in threads of the script's own"

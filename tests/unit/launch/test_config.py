@@ -241,6 +241,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--log-groups", "0-1,x", "--nnodes", "4", "train.py"], r"--log-groups 0-1,x: 'x' is no node or range of nodes"),
     (["--log-groups", "3-2", "--nnodes", "4", "train.py"], "'3-2' is no node or range of nodes"),
     (["--log-groups", "0-4", "--nnodes", "4", "train.py"], "there is no node 4; --nnodes 4 are 0-3"),
+    (["--log-groups", "0-3", "--nnodes", "4", "train.py"], "all nodes in one group log nothing; type --strategy"),
     (["--log-groups", "0-1,1-2", "--nnodes", "4", "train.py"], "node 1 is in two groups"),
     (["--log-groups", "0-1", "--nnodes", "2:4", "train.py"], "a job that changes its size .*type --nnodes 2"),
     (["--recovery", "nonsense", "train.py"], r"--recovery nonsense: .*type one of exact, .*, lossy-forward"),

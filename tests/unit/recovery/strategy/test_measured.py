@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from swift_recovery.strategy.budget import Budget, groups_within, parse_budget
-from swift_recovery.strategy.choose import sent_bytes, ways
+from swift_recovery.strategy.choose import chain_of, sent_bytes, ways
+from swift_recovery.strategy.grouping import alone
 from swift_recovery.strategy.measured import RankMeasured, put_together, to_file
 from swift_recovery.strategy.profile import Machine, Profile, parse
 from swift_recovery.strategy.sentences import lines, size_of, time_of
@@ -156,3 +157,17 @@ def test_times_and_sizes() -> None:
     said = ["2.1 ms", "3.1 s", "45 s", "2.2 min", "2.2 h"]
     assert [time_of(value) for value in (0.0021, 3.14, 45.0, 130.0, 8000.0)] == said
     assert [size_of(value) for value in (12, 2048, 3 * (1 << 30))] == ["12 B", "2 KiB", "3 GiB"]
+
+
+def test_groups_of_many_uneven_nodes_are_found_in_time() -> None:
+    nodes = [
+        [rank(at, {to: 1000 + 37 * (min(at, to) * 7919 % 101) for to in (at - 1, at + 1) if 0 <= to < 200},
+              computation_s=0.1 + (at * 31 % 17) / 100)]
+        for at in range(200)
+    ]  # fmt: skip
+    job = put_together("J", nodes).profile
+    everything = chain_of(job).log_bytes(alone(chain_of(job)))
+    began_s = time.process_time()
+    groups = groups_within(job, Budget(0.3, True))
+    assert time.process_time() - began_s < 10 and chain_of(job).log_bytes(groups) <= 0.3 * everything
+    assert [machine for group in groups for machine in group] == list(range(200))

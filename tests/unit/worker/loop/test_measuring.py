@@ -23,8 +23,10 @@ class Worker:
         self.told: list[msg.Measured] = []
         monkeypatch.setattr(measuring, "time", SimpleNamespace(
             perf_counter=lambda: self.now_s, thread_time=lambda: self.now_s * share))  # fmt: skip
+        self.has_nccl = False
+        monkeypatch.setattr(measuring, "groups", SimpleNamespace(has_nccl=lambda: self.has_nccl))
         net = torch.nn.Linear(4, 2)
-        self.messages = SimpleNamespace(meter=None, is_complete=True, sees_waits=True)
+        self.messages = SimpleNamespace(meter=None, is_complete=True)
         self.tracked = SimpleNamespace(
             messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7),
             state=TrainingState({"net": net}, {"o": torch.optim.SGD(net.parameters(), lr=0.1)}, {}),
@@ -87,6 +89,6 @@ def test_who_is_through_measures_again_with_those_that_a_failure_cut(monkeypatch
 
 def test_that_waits_are_not_seen_is_told(monkeypatch: Any) -> None:
     worker = Worker(monkeypatch)
-    worker.messages.sees_waits = False
+    worker.has_nccl = True
     worker.iterations(SKIPPED + NUM_MEASURED + 1)
     assert RankMeasured.from_json(worker.told[0].measured).sees_waits is False
