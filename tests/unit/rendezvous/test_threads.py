@@ -140,13 +140,13 @@ def test_a_lease_that_nothing_can_keep_is_given_back_and_another_one_asked_for(
 
 @pytest.mark.parametrize("name", ["swift-liveness-accept", "swift-liveness"])
 def test_who_cannot_watch_others_leaves_no_port(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    begin = threading.Thread.start
+    begin, before = threading.Thread.start, set(threading.enumerate())  # tests before this one may have left some
     monkeypatch.setattr(threading.Thread, "start", lambda self: refused(self) if self.name == name else begin(self))
     liveness = Liveness("127.0.0.1", lambda *rest: None)
     with pytest.raises(NoThread):
         liveness.start(NodeRecord("a", "a", "127.0.0.1", liveness.port, 1))
     liveness.stop()
-    assert not any(one.name.startswith("swift-liveness") for one in threading.enumerate())
+    assert not any(one.name.startswith("swift-liveness") for one in set(threading.enumerate()) - before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", liveness.port), 5.0)
 
