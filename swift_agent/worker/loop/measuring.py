@@ -7,7 +7,6 @@ measures.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 
@@ -18,7 +17,6 @@ from swift_agent.wire import messages as msg
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.operations import Meter
 from swift_agent.worker.tracked.tracked import Tracked
-from swift_recovery.errors import StateError
 from swift_recovery.strategy.measured import RankMeasured
 
 # The first ones make buffers, connect and compile.
@@ -95,9 +93,10 @@ class Measuring:
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
 
     def _state_bytes(self) -> int:
-        with contextlib.suppress(StateError):  # what cannot be copied is told where it matters
-            return sum(map(_bytes_of, self._tracked.state.tensors()))
-        return sum(map(_bytes_of, self._tracked.state.parameters()))
+        # Not by `collect`: that calls `state_dict` of the script's own objects, for which nothing has failed yet.
+        state = self._tracked.state
+        buffers = [buffer for model in state.models.values() for buffer in model.buffers()]
+        return sum(map(_bytes_of, (*state.replicated_tensors(), *buffers)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

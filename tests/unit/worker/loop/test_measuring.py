@@ -49,6 +49,32 @@ class Worker:
             self.now_s += 0.5  # between two iterations
 
 
+class CountsItsCalls:
+    """Of a script: what it gives depends on how often it was asked, which nothing but a failure must do."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.calls += 1
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_the_script_tracks_is_not_asked(monkeypatch: Any) -> None:
+    worker, other = Worker(monkeypatch), CountsItsCalls()
+    net = torch.nn.BatchNorm1d(2)  # two parameters, two buffers of two floats, and a count
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    worker.tracked.state = TrainingState({"net": net}, {"o": optimizer}, {"other": other})
+    worker.iterations(20)
+    found = RankMeasured.from_json(worker.told[0].measured)
+    assert found.state_bytes == 2 * 8 + 2 * 8 + 2 * 8 + 8 and other.calls == 0
+
+
 def test_it_is_told_once(monkeypatch: Any) -> None:
     worker = Worker(monkeypatch)
     worker.iterations(SKIPPED + NUM_MEASURED)
