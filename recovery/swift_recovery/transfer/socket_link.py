@@ -66,7 +66,7 @@ class SocketLink:
     *active_at_s*: on the monotonic clock, when something was sent or received last."""
 
     def __init__(self, sock: socket.socket, check: Check) -> None:
-        self._socket, self._check = sock, check
+        self._socket, self.check = sock, check
         self.active_at_s = time.monotonic()
         sock.settimeout(POLL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,6 +79,12 @@ class SocketLink:
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
 
     def send(self, tensor: Tensor) -> Done:
         self._send(_memory(tensor))
@@ -124,7 +130,7 @@ class SocketLink:
                 self.active_at_s = time.monotonic()
                 return num_bytes
             except TimeoutError:
-                self._check()
+                self.check()
             except OSError as error:
                 raise LinkLost(f"the other side of a handover is gone: {error}") from None
 

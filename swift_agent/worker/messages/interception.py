@@ -59,6 +59,11 @@ class Interception:
         self.has_agreed = False
         """To the update of the iteration."""
         self._refuses = False
+        self._peeks = False
+        self.helps = False
+        """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
+        self.num_collectives = 0
+        """Those of iterations, so far."""
         self.unlogged: frozenset[int] = frozenset()
         """Ranks to which messages are not logged."""
         # What they were sent in this iteration, and in the one before it until all have agreed to this one's update: to
@@ -136,6 +141,8 @@ class Interception:
                 "a message is sent in an iteration after its update: who was cut before that would never send it, and "
                 "a replacement could not repeat the iteration. Send it before optimizer.step()."
             )
+        if self._peeks:
+            return torch_works.finished_work()
         self._owner.note_thread()
         key = (group.group_name, dst, tag)
         channel = self._to.get(key)
@@ -145,6 +152,8 @@ class Interception:
         (tensor,) = tensors
         number = self._counts.send(channel)
         repetition = self._repetition
+        if self.helps:
+            return torch_works.finished_work()
         if repetition.is_on:
             repetition.check_sent(channel, number, self.iteration, tensor)
         if self._owner.meter is not None:
@@ -181,6 +190,18 @@ class Interception:
         finally:
             self._refuses = False
 
+    @contextlib.contextmanager
+    def peeking(self) -> Iterator[None]:
+        """Inside, of an iteration that is repeated, messages come as they will come once more after it, and none is
+        sent."""
+        self._peeks = True
+        before = self._counts.asked.copy()
+        try:
+            yield
+        finally:
+            self._peeks = False
+            self._counts.asked = before
+
     def _check_outside(self) -> None:
         if self._refuses:
             raise CannotReplay("a message outside of iterations is in no log")
@@ -192,6 +213,8 @@ class Interception:
             self._log.give_up(_NOBODY_REPEATS, for_good=True)
 
     def log_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        if self.helps:
+            return
         num_bytes = tensor.numel() * tensor.element_size()
         limit, why = transfer.MAX_MESSAGE_BYTES, ""
         if not self._collectives.are_known:
@@ -214,8 +237,10 @@ class Interception:
         (tensor,) = tensors
         number = self._counts.ask(channel)
         if self._repetition.is_on and self._repetition.gives(channel, number):
-            self._repetition.fill(tensor, channel, number, self.iteration)
-            self._received(channel, number, tensor)
+            if self._peeks or not self.helps:
+                self._repetition.fill(tensor, channel, number, self.iteration)
+            if not self._peeks:
+                self._received(channel, number, tensor)
             return torch_works.finished_work()
         queue = self.waiting.get(channel)
         if queue is None:
@@ -260,6 +285,7 @@ class Interception:
         if not is_one or (threading.get_ident() != self.thread and not torch_autograd.is_in_backward()):
             return call()
         self._collectives.has_any = True
+        self.num_collectives += 1
         return self.results.make(name, group, outputs, call)
 
 

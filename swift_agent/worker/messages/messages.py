@@ -103,6 +103,15 @@ class Messages:
         return self._its.unlogged
 
     @property
+    def num_collectives(self) -> int:
+        """Those that iterations have made so far."""
+        return self._its.num_collectives
+
+    def peeking(self) -> contextlib.AbstractContextManager[None]:
+        """See `Interception`."""
+        return self._its.peeking()
+
+    @property
     def _has_begin(self) -> bool:
         return bool(self.beginnings.origins) or self.checkpoint > 0
 
