@@ -45,6 +45,16 @@ ENV_MESSAGE_LOG_BYTES = "SWIFT_MESSAGE_LOG_BYTES"
 ENV_LOG_STORE = "SWIFT_LOG_STORE_URL"
 """Where these logs are copied to, for `swift_logging_store.stores.open`; not set: nowhere."""
 
+ENV_PARALLEL_SUM = "SWIFT_PARALLEL_SUM"
+"""How the shares of helpers are put together: "ordered" or "unordered". Set with `--strategy log+parallel` only."""
+
+ENV_HELPER = "SWIFT_HELPER"
+"""Of a helper only: its share, from 1. It repeats the iterations of its rank together with the replacement, and is in
+no process group (SWIFT, section 5.2)."""
+
+# More than a node has workers.
+_HELPER = 1000
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -53,7 +63,9 @@ class Placement:
     `ENV_SIZES`, empty for a job of one size. *message_log*: see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers
     together, None if there is no limit. *log_store*: see `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`.
     *timers*: see `ENV_TIMERS`, empty if no server runs. *nodes*: see `ENV_NODES`, empty where all slots have
-    *num_workers*."""
+    *num_workers*. *parallel_sum*: see `ENV_PARALLEL_SUM`, empty where there are no helpers.
+
+    A local rank may be the number of a helper (see `helper_number`)."""
 
     slot: int
     num_slots: int
@@ -78,12 +90,16 @@ class Placement:
     first_role_rank: int | None = None
     num_of_role: int | None = None
     nodes: tuple[int, ...] = ()
+    parallel_sum: str = ""
 
     def rank(self, local_rank: int) -> int:
-        return (self.slot * self.num_workers if self.first_rank is None else self.first_rank) + local_rank
+        first = self.slot * self.num_workers if self.first_rank is None else self.first_rank
+        return first + helped_by(local_rank)
 
     def role_rank(self, local_rank: int) -> int:
-        return self.rank(local_rank) if self.first_role_rank is None else self.first_role_rank + local_rank
+        if self.first_role_rank is None:
+            return self.rank(local_rank)
+        return self.first_role_rank + helped_by(local_rank)
 
     @property
     def num_ranks(self) -> int:
@@ -94,6 +110,22 @@ class Placement:
         return self.num_ranks if self.num_of_role is None else self.num_of_role
 
 
+def helper_number(share: int, local_rank: int) -> int:
+    """In the place of a local rank, that of a helper with *share* for the rank that is *local_rank* on its own node: no
+    worker has it."""
+    return _HELPER * share + local_rank
+
+
+def share_of(number: int) -> int:
+    """The share of the helper of that number; 0: it is a worker's local rank."""
+    return number // _HELPER
+
+
+def helped_by(number: int) -> int:
+    """The local rank of the worker that the helper of that number helps; a worker's own."""
+    return number % _HELPER
+
+
 def run_name(job: int, started_s: float | None) -> str:
     """For `ENV_RUN`. *job*: the revision in etcd with which the job began, the same on all nodes. *started_s*: of a job
     of one node with an etcd of its own, in which all jobs begin alike: when its agent began, on that node's clock."""
@@ -101,7 +133,9 @@ def run_name(job: int, started_s: float | None) -> str:
 
 
 def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """All variables of one worker, on top of those that the agent has *inherited*."""
+    """All variables of one worker, or of a helper, on top of those that the agent has *inherited*. A helper has those
+    of the worker that it helps, but for `ENV_LOCAL_RANK` and `ENV_HELPER`."""
+    number, local_rank = local_rank, helped_by(local_rank)
     env = {
         **inherited,
         "RANK": str(place.rank(local_rank)),
@@ -122,11 +156,11 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_SOCKET: place.socket_path,
         ENV_GENERATION: str(place.generation),
-        ENV_LOCAL_RANK: str(local_rank),
+        ENV_LOCAL_RANK: str(number),
         ENV_RUN: place.run,
         ENV_MESSAGE_LOG: place.message_log,
     }
-    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES):
+    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES, ENV_PARALLEL_SUM, ENV_HELPER):
         env.pop(name, None)  # of a job that this one is part of
     if place.message_log_bytes is not None:
         env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
@@ -136,6 +170,10 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         env[ENV_TIMERS] = place.timers
     if place.sizes:
         env[ENV_SIZES] = place.sizes
+    if place.parallel_sum:
+        env[ENV_PARALLEL_SUM] = place.parallel_sum
+    if share_of(number):
+        env[ENV_HELPER] = str(share_of(number))
     if place.nodes:
         env[ENV_NODES] = ",".join(map(str, place.nodes))
     if place.virtual_local_rank:

@@ -43,6 +43,10 @@ class Go:
     """Of a drained node: hand the state over to the successors in the plan, and enter nothing."""
     keeps: bool = False
     """Of a worker that ends because the job changes its size: keep the state in *kept*, and enter nothing."""
+    helpers: int = 0
+    """So many processes repeat the one rank of the plan together with its replacement (SWIFT, section 5.2)."""
+    share: int = 0
+    """Of one of those: which share of the micro-batches is its own, from 1. The replacement has share 0."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class Go:
     """Of a worker that ends because the job changes its size: keep the state in *kept*, and enter nothing."""
     kept: str = ""
     """The directory where a node keeps a state for its new workers."""
+    helpers: int = 0
+    """So many processes repeat the one rank of the plan together with its replacement."""
+    share: int = 0
+    """Of one of those: which share of the micro-batches is its own, from 1; 0 of a worker."""
 
     @property
     def session_store(self) -> tuple[str, int]:
@@ -48,4 +52,6 @@ class Go:
             leaves=message.leaves,
             keeps=message.keeps,
             kept=message.kept,
+            helpers=message.helpers,
+            share=message.share,
         )

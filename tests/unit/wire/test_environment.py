@@ -9,16 +9,22 @@ import pytest
 from swift_agent.wire.channel import ENV_SOCKET
 from swift_agent.wire.environment import (
     ENV_GENERATION,
+    ENV_HELPER,
+    ENV_LOCAL_RANK,
     ENV_LOG_STORE,
     ENV_MESSAGE_LOG,
     ENV_MESSAGE_LOG_BYTES,
     ENV_NODES,
+    ENV_PARALLEL_SUM,
     ENV_RUN,
     ENV_SIZES,
     Placement,
+    helped_by,
+    helper_number,
     log_prefix,
     nodes_of,
     run_name,
+    share_of,
     worker_env,
 )
 
@@ -56,6 +62,20 @@ def test_workers_of_a_node_share_what_logs_may_take() -> None:
 def test_where_logs_are_copied_to() -> None:
     assert worker_env(replace(PLACE, log_store="s3://b/logs"), 3, {})[ENV_LOG_STORE] == "s3://b/logs"
     assert ENV_LOG_STORE not in worker_env(PLACE, 0, {ENV_LOG_STORE: "s3://of/another"})
+
+
+def test_a_helper_has_the_environment_of_the_worker_that_it_helps() -> None:
+    number = helper_number(2, 5)
+    assert (share_of(number), helped_by(number)) == (2, 5) and number not in range(PLACE.num_workers)
+    worker, helper = worker_env(PLACE, 5, {ENV_HELPER: "9"}), worker_env(PLACE, number, {})
+    assert ENV_HELPER not in worker and worker[ENV_LOCAL_RANK] == "5"
+    assert helper == {**worker, ENV_HELPER: "2", ENV_LOCAL_RANK: str(number)}
+    assert (share_of(5), helped_by(5)) == (0, 5)
+
+
+def test_how_shares_are_put_together_is_told_where_there_may_be_helpers() -> None:
+    assert ENV_PARALLEL_SUM not in worker_env(PLACE, 0, {ENV_PARALLEL_SUM: "ordered"})
+    assert worker_env(replace(PLACE, parallel_sum="unordered"), 0, {})[ENV_PARALLEL_SUM] == "unordered"
 
 
 def test_runs_of_a_job_have_an_order() -> None:

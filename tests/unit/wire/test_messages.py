@@ -17,6 +17,7 @@ STORE = wire.Store("10.0.0.1", 29400, 29401, "secret")
 SAID_TO_WORKER: list[wire.ToWorker] = [
     wire.Go(3, {"kind": "copy", "iteration": 7, "sources": {"1": 0}}, 4, STORE, "/tmp/kept", leaves=True),
     wire.Go(3, {}, 4, STORE),
+    wire.Go(3, {"kind": "copy", "replays": [1]}, 4, STORE, helpers=2, share=1),
     wire.Stop(2, "node b is lost"),
     wire.Pause(2),
     wire.Boundary(2, 9),
