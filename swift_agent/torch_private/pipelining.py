@@ -177,7 +177,9 @@ def around_parts(parts: Parts) -> Iterator[None]:
         def step(original: Any) -> Any:
             def made(schedule: Any, args: Any = None, kwargs: Any = None, targets: Any = None, losses: Any = None,
                      *rest: Any, **named: Any) -> Any:  # fmt: skip
-                call = lambda losses: original(schedule, args, kwargs, targets, losses, *rest, **named)  # noqa: E731
+                def call(losses: Any) -> Any:
+                    return original(schedule, args, kwargs, targets, losses, *rest, **named)
+
                 return parts.step(schedule, schedule._n_microbatches, losses, call)
 
             return made
@@ -191,7 +193,9 @@ def around_parts(parts: Parts) -> Iterator[None]:
 
         def loss(original: Any) -> Any:
             def made(schedule: Any, stage: Any, output: Any, targets: Any, number: int, *rest: Any) -> Any:
-                call = lambda: original(schedule, stage, output, targets, number, *rest)  # noqa: E731
+                def call() -> Any:
+                    return original(schedule, stage, output, targets, number, *rest)
+
                 return parts.loss(schedule, number, call) if stage.is_last and schedule._loss_fn else call()
 
             return made
@@ -206,7 +210,10 @@ def around_parts(parts: Parts) -> Iterator[None]:
             return make
 
         def scale(original: Any) -> Any:
-            return lambda stage, *args: parts.scale(stage, lambda: original(stage, *args))
+            def made(stage: Any, *args: Any) -> Any:
+                return parts.scale(stage, lambda: original(stage, *args))
+
+            return made
 
         for kind in _kinds_of(schedules._PipelineSchedule):
             if "_step_microbatches" in vars(kind):

@@ -1,16 +1,17 @@
-"""Parallel recovery (SWIFT, section 5.2): which process repeats which micro-batches of a lost stage, and when that gives
-the same result. Pure.
+"""Parallel recovery (SWIFT, section 5.2): which process repeats which micro-batches of a lost stage, and when that
+gives the same result. Pure.
 
     rehearsal: one step that each process makes alone --> why_not? --> every other step: each its share, summed up
 
-Process 0 is the replacement; the others help. Each has a block of neighbouring micro-batches, and gradients are added in
-the order of these blocks: the sums are those of one process, bit for bit. This module must never look at a tensor.
+Process 0 is the replacement; the others help. Each has a block of neighbouring micro-batches, and gradients are added
+in the order of these blocks: the sums are those of one process, bit for bit. This module must never look at a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 Sum = str
 """How gradients are added: "ordered", as one process would; or "unordered", block by block, which needs less memory and
@@ -18,11 +19,12 @@ gives other roundings."""
 SUMS = ("ordered", "unordered")
 
 
-def shares(num_micro_batches: int, num_processes: int) -> list[range]:
-    """The micro-batches of each process, in order: blocks whose sizes differ by one at most, larger ones first."""
-    size, larger = divmod(num_micro_batches, num_processes)
+def shares(order: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
+    """The micro-batches of each process: blocks of *order*, in which one process would add their gradients. Their sizes
+    differ by one at most, larger ones first."""
+    size, larger = divmod(len(order), num_processes)
     begins = [number * size + min(number, larger) for number in range(num_processes + 1)]
-    return [range(begin, end) for begin, end in zip(begins, begins[1:], strict=False)]
+    return [tuple(order[begin:end]) for begin, end in pairwise(begins)]
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,6 @@ class Rehearsal:
     """What modules keep, and have changed: buffers, numbers."""
     other: str = ""
     """Another reason, found where the step was made."""
-    draws: Mapping[Hashable, Mapping[str, int]] = field(default_factory=dict)
-    """Of each part of a micro-batch: random numbers that it has drawn, by generator."""
 
 
 def why_not(rehearsal: Rehearsal) -> str:
@@ -61,8 +61,16 @@ def why_not(rehearsal: Rehearsal) -> str:
         return "the random numbers that its micro-batches draw cannot be counted"
     if rehearsal.shared_parameters:
         return "two of its stages have the same parameters"
-    for stage in {stage for stage, _ in rehearsal.added}:
-        numbers = [number for one, number in rehearsal.added if one == stage]
-        if numbers != sorted(numbers):
-            return "its schedule adds gradients in another order than that of the micro-batches"
+    if not order_of(rehearsal):
+        return "its stages add gradients in different orders"
     return ""
+
+
+def order_of(rehearsal: Rehearsal) -> tuple[int, ...]:
+    """The order in which all stages add the gradients of micro-batches; () if they differ, or one is not added once."""
+    orders = {
+        tuple(number for one, number in rehearsal.added if one == stage) for stage in {one for one, _ in rehearsal.added}
+    }
+    order = next(iter(orders), ())
+    is_one = len(orders) == 1 and sorted(order) == list(range(rehearsal.num_micro_batches))
+    return order if is_one else ()

@@ -21,6 +21,8 @@ Gift = Callable[[BytesLink, Callable[[], None]], None]
 # How long the giver may be silent when there was a failure: it may be the one that is lost. A living one says something
 # much more often (`transfer.ALIVE_S`).
 SILENT_S = 30.0
+# Between two looks whether it is still of use to wait for those that come before.
+_LOCK_S = 0.05
 
 
 class LogServer:
@@ -28,21 +30,24 @@ class LogServer:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._threads: dict[int, threading.Thread] = {}  # by the rank that is given something
+        self._threads: dict[int, list[threading.Thread]] = {}  # by the rank that is given something
         self._is_closed: dict[int, threading.Event] = {}
 
-    def serve(self, rank: int, address: str, gift: Gift) -> str:
+    def serve(self, rank: int, address: str, gift: Gift, num_processes: int = 1) -> str:
         """Call *gift* with the link to that rank when it connects there (`taken`), where the address is that by which
-        others reach this machine, and with what raises `Stopped` when this is closed. Raises OSError if none could.
+        others reach this machine, and with what raises `Stopped` when this is closed; for as many *num_processes* as
+        repeat its iterations, in a thread each. Raises OSError if none could.
         """
         self.close([rank])
         listener, is_closed = Listener(address), threading.Event()
-        args = (rank, listener, gift, is_closed)
-        new = thread(f"swift-log-to-{rank}", self._run, self._note, *args)
-        if not has_started(new):
+        visitors = _Visitors(listener, num_processes)
+        args = (rank, visitors, gift, is_closed)
+        threads = [thread(f"swift-log-to-{rank}", self._run, self._note, *args) for _ in range(num_processes)]
+        self._threads[rank], self._is_closed[rank] = [one for one in threads if has_started(one)], is_closed
+        if len(self._threads[rank]) < num_processes:
+            self.close([rank])
             listener.close()
             raise OSError(f"there is no thread to give rank {rank} what it was sent")
-        self._threads[rank], self._is_closed[rank] = new, is_closed
         return listener.where
 
     def close(self, ranks: Collection[int] | None = None) -> None:
@@ -51,19 +56,46 @@ class LogServer:
         for rank in closing:
             self._is_closed.pop(rank).set()
         for rank in closing:
-            self._threads.pop(rank).join()
+            for one in self._threads.pop(rank):
+                one.join()
 
-    def _run(self, rank: int, listener: Listener, gift: Gift, is_closed: threading.Event) -> None:
+    def _run(self, rank: int, visitors: _Visitors, gift: Gift, is_closed: threading.Event) -> None:
         def check() -> None:
             if is_closed.is_set():
                 raise Stopped
 
         try:
             # The other side notices, or was told, and says why.
-            with contextlib.suppress(Stopped, LinkLost, LogError), listener, listener.accepted(check) as link:
+            with contextlib.suppress(Stopped, LinkLost, LogError), visitors.next(check) as link:
                 gift(link, check)
         except Exception as error:  # whatever it is: the thread must not end without a word
             self._note(f"rank {rank} cannot be given what it was sent: {error!r}")
+
+
+class _Visitors:
+    """Those that connect with *listener*, which is closed when *number* of them were there, or nobody waits for more.
+    """
+
+    def __init__(self, listener: Listener, number: int) -> None:
+        self._listener, self._num_left = listener, number
+        self._lock = threading.Lock()  # one after the other waits for the next
+
+    @contextlib.contextmanager
+    def next(self, check: Callable[[], None]) -> Iterator[SocketLink]:
+        """Raises as `Listener.accepted`."""
+        with contextlib.ExitStack() as stack:
+            try:
+                while not self._lock.acquire(timeout=_LOCK_S):
+                    check()
+                try:
+                    link = stack.enter_context(self._listener.accepted(check))
+                finally:
+                    self._lock.release()
+            finally:
+                self._num_left -= 1
+                if not self._num_left:
+                    self._listener.close()
+            yield link
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""The processes that repeat a lost stage together: who is there, what they exchange in a step, and what follows when one
-of them is lost.
+"""The processes that repeat a lost stage together: who is there, what they exchange in a step, and what follows when
+one of them is lost.
 
     hub (the replacement)  <--control link--  each helper:  hello, form, ready, computed, totals, lost
     0 --> 1 --> ... --> d-1 --> 0             gradients: each adds its own to what comes, and passes the sum on
@@ -296,17 +296,16 @@ class Hub:
         """How many processes there are, this one among them."""
         return 1 + len(self._members)
 
-    def gather(self, number: int, within_s: float, check: Callable[[], None]) -> None:
-        """Wait for so many helpers, not longer than that, and form a team of those that came."""
+    def gather(self, number: int, within_s: float, is_cut: Callable[[], bool]) -> None:
+        """Wait for so many helpers, not longer than that, nor once it *is_cut*, and form a team of those that came."""
         deadline_s = time.monotonic() + within_s
         for sock in self._listener.visitors():
-            check()
             if sock is not None:
                 link = SocketLink(sock, self._impatient)
                 self._deadline_s = time.monotonic() + FORM_S
                 with contextlib.suppress(LinkLost, KeyError):
                     self._members.append(_Member(link, str(recv_frame(link)[0]["where"])))
-            if len(self._members) == number or time.monotonic() >= deadline_s:
+            if len(self._members) == number or time.monotonic() >= deadline_s or is_cut():
                 break
         self._is_formed = False
         self._form()

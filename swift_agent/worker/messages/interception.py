@@ -59,9 +59,11 @@ class Interception:
         self.has_agreed = False
         """To the update of the iteration."""
         self._refuses = False
-        self._peeks = False
+        self._peeks = self._counts_only = False
         self.helps = False
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
+        self.compares = True
+        """What is sent again, with what was sent before."""
         self.num_collectives = 0
         """Those of iterations, so far."""
         self.unlogged: frozenset[int] = frozenset()
@@ -154,7 +156,7 @@ class Interception:
         repetition = self._repetition
         if self.helps:
             return torch_works.finished_work()
-        if repetition.is_on:
+        if repetition.is_on and self.compares:
             repetition.check_sent(channel, number, self.iteration, tensor)
         if self._owner.meter is not None:
             self._owner.meter.sent(channel.destination, tensor.numel() * tensor.element_size())
@@ -202,6 +204,15 @@ class Interception:
             self._peeks = False
             self._counts.asked = before
 
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, of an iteration that is repeated, messages that come are counted, and not looked at."""
+        self._counts_only = True
+        try:
+            yield
+        finally:
+            self._counts_only = False
+
     def _check_outside(self) -> None:
         if self._refuses:
             raise CannotReplay("a message outside of iterations is in no log")
@@ -237,9 +248,9 @@ class Interception:
         (tensor,) = tensors
         number = self._counts.ask(channel)
         if self._repetition.is_on and self._repetition.gives(channel, number):
-            if self._peeks or not self.helps:
+            if not self._counts_only:
                 self._repetition.fill(tensor, channel, number, self.iteration)
-            if not self._peeks:
+            if not (self._peeks or self.helps):
                 self._received(channel, number, tensor)
             return torch_works.finished_work()
         queue = self.waiting.get(channel)

@@ -10,7 +10,13 @@ import shutil
 import uuid
 from pathlib import Path
 
-from swift_agent.wire.environment import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
+from swift_agent.wire.environment import (
+    ENV_GENERATION,
+    ENV_HELPER,
+    ENV_LOG_STORE,
+    ENV_MESSAGE_LOG_BYTES,
+    ENV_RUN,
+)
 from swift_logging_store.log.archive import directory_name
 
 
@@ -27,7 +33,7 @@ def copied_to(rank: int) -> tuple[str, str] | None:
     """The store to which the log of *rank* is copied, and its directory there, whose name no other process has; None
     if the user has named no store."""
     env = os.environ
-    if not (url := env.get(ENV_LOG_STORE)):
+    if not (url := env.get(ENV_LOG_STORE)) or ENV_HELPER in env:
         return None
     name = directory_name(
         env["TORCHELASTIC_RUN_ID"], rank, env[ENV_RUN], int(env[ENV_GENERATION]), uuid.uuid4().hex[:8]

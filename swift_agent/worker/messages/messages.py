@@ -17,10 +17,10 @@ This module must never decide which rank repeats what, or stays; the plan does.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,14 @@ from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to
 from swift_agent.worker.messages.operations import Meter, waiting
+from swift_agent.worker.messages.trees import from_tree, to_tree, told_of
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
 from swift_logging_store.log.log import SentLog
 from swift_logging_store.log.predecessor import SentBefore
 from swift_recovery.errors import CannotReplay
-from swift_recovery.replay.message_counts import Counts, Stand, Told
+from swift_recovery.replay.message_counts import Counts, Stand
 from swift_recovery.replay.serving import Gift
 from swift_recovery.replay.source import Connect, Repetition
 
@@ -51,13 +52,14 @@ class Messages:
     """Of the rank *rank*; its `log` is written below *directory*, which is local to the node. One per process.
 
     *note* tells people; *check* raises when a recovery is cut; *is_ours*: see `Archive`; *in_place*: asked when a
-    message is cut; *log_group*: the ranks to which messages are not logged, asked when an iteration begins.
+    message is cut; *log_group*: the ranks to which messages are not logged, asked when an iteration begins. *helps*:
+    this process only helps to repeat iterations.
     """
 
     def __init__(
         self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None,
         is_ours: Callable[[], bool] = lambda: True, in_place: InPlace | None = None,
-        log_group: Callable[[], frozenset[int]] = frozenset,
+        log_group: Callable[[], frozenset[int]] = frozenset, helps: bool = False,
     ) -> None:  # fmt: skip
         self.rank = rank
         self._in_place = in_place or Alone()
@@ -65,7 +67,8 @@ class Messages:
         self._note, self._check, self._log_group = note, check, log_group
         self._sent_before = SentBefore(directory, rank)
         self._has_predecessors = True  # for all that is known
-        self._directory = directory / f"{self._sent_before.prefix}{uuid.uuid4().hex[:8]}"
+        prefix = f"helper-{rank}-" if helps else self._sent_before.prefix
+        self._directory = directory / f"{prefix}{uuid.uuid4().hex[:8]}"
         self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note, is_ours, copied_to(rank))
         self._complete_from = 0  # the iteration
         self.checkpoint = 0
@@ -87,6 +90,7 @@ class Messages:
             rank, self, self._in_place, self.log, self._counts, self._digests, self._repetition, self._collectives,
             unseen,
         )  # fmt: skip
+        self._its.helps = helps
         self._results = self._its.results
         self._its.install()
 
@@ -103,13 +107,9 @@ class Messages:
         return self._its.unlogged
 
     @property
-    def num_collectives(self) -> int:
-        """Those that iterations have made so far."""
-        return self._its.num_collectives
-
-    def peeking(self) -> contextlib.AbstractContextManager[None]:
-        """See `Interception`."""
-        return self._its.peeking()
+    def shared(self) -> Interception:
+        """For who repeats iterations together with others of the same rank."""
+        return self._its
 
     @property
     def _has_begin(self) -> bool:
@@ -175,7 +175,7 @@ class Messages:
 
     def counts(self) -> dict[str, Any]:
         """Of all messages of this rank so far: a process that takes it over goes on counting."""
-        return {"sent": _to_tree(self._counts.sent), "received": _to_tree(self._counts.asked)}
+        return {"sent": to_tree(self._counts.sent), "received": to_tree(self._counts.asked)}
 
     def take_over(self, counts: Mapping[str, Any] | None) -> None:
         """This process has the state of its predecessor, but not the log of what that had sent."""
@@ -185,7 +185,7 @@ class Messages:
             self.log.give_up("this process has taken over a state, without the log of what was sent")
 
     def _count_on(self, counts: Mapping[str, Any]) -> None:
-        self._counts.set(_from_tree(counts["sent"]), _from_tree(counts["received"]))
+        self._counts.set(from_tree(counts["sent"]), from_tree(counts["received"]))
 
     def restore(self, counts: Mapping[str, Any] | None, iteration: int) -> None:
         """This process begins with that checkpoint; None: it was taken where nothing was logged."""
@@ -203,6 +203,12 @@ class Messages:
     def close(self) -> None:
         """The end: what was sent is not needed any more."""
         self.log.close()
+
+    def discard(self) -> None:
+        """The end of a process that has helped to repeat iterations: nothing of it is left."""
+        self._repetition.close()
+        self.log.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     # ---- recovery ----
 
@@ -309,7 +315,7 @@ class Messages:
     def told(self, iteration: int) -> dict[str, Any]:
         """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""
         told = self._counts.told(self._stands(iteration), self._repetition.ends(self._counts.here))
-        return {"stands": told.stands, "has": _to_tree(told.has), "sent": _to_tree(told.sent)}
+        return {"stands": told.stands, "has": to_tree(told.has), "sent": to_tree(told.sent)}
 
     def _stands(self, iteration: int) -> Stand:
         if self._its.iteration < 0:
@@ -332,7 +338,7 @@ class Messages:
         ranks have counted differently."""
         self._its.generation = generation
         stands = self._stands(iteration)
-        others = {rank: _told(tree) for rank, tree in told.items()}
+        others = {rank: told_of(tree) for rank, tree in told.items()}
         missing = self._counts.rejoin(stands, others, replays)
         self._sent_here = {}
         for other in others.values():
@@ -345,11 +351,11 @@ class Messages:
 
     def sent_before(self) -> list[list[Any]]:
         """By this rank, which has repeated all iterations before the plan's, for `follow`."""
-        return _to_tree(self._counts.sent)
+        return to_tree(self._counts.sent)
 
     def follow(self, sent: Iterable[Sequence[Any]], iteration: int) -> None:
         """*sent*: before *iteration*, by a rank that has repeated those. Raises `CannotReplay`."""
-        self._follow(self._stands(iteration), _from_tree(sent))
+        self._follow(self._stands(iteration), from_tree(sent))
 
     def _follow(self, stands: Stand, sent: Mapping[Channel, int]) -> None:
         mine = {channel: count for channel, count in sent.items() if channel.destination == self.rank}
@@ -386,17 +392,3 @@ class Messages:
         """See `operations.Owner`."""
         if threading.get_ident() != self._its.thread:
             self._has_threads = True
-
-def _to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
-    return [[*astuple(channel), count] for channel, count in counts.items()]
-
-
-def _told(tree: Mapping[str, Any]) -> Told:
-    stands = tree["stands"]
-    if stands not in ("begin", "middle", "end"):
-        raise ValueError(f"a rank stands at {stands!r}")
-    return Told(stands, _from_tree(tree["has"]), _from_tree(tree["sent"]))
-
-
-def _from_tree(tree: Iterable[Sequence[Any]]) -> dict[Channel, int]:
-    return {Channel(*fields): count for *fields, count in tree}

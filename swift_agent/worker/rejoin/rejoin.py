@@ -65,7 +65,7 @@ class Rejoin:
         self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
-        self._replays = Replays(place, supervisor, groups, tracked)
+        self._replays = Replays(place, supervisor, groups, tracked, device)
 
     def run(self, *, staying: bool = False) -> bool:
         """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
@@ -77,6 +77,9 @@ class Rejoin:
                 return False
             if not self._supervisor.enter_go(go):
                 continue
+            if go.share:
+                self._help(go)
+                return True
             try:
                 if go.leaves or go.keeps:
                     (self._hand_over if go.leaves else self._keep)(go)
@@ -168,6 +171,12 @@ class Rejoin:
         finally:
             store.close()
 
+    def _help(self, go: Go) -> None:
+        """This process only helps another one of its rank to repeat iterations, and is in no group."""
+        store = StoreClient(*go.session_store, go.token, CONNECT_TIMEOUT)
+        self._replays.help(go, store)
+        self.iteration = go.plan.iteration
+
     def _keep(self, go: Go) -> None:
         updates = self._tracked.updates
         if isinstance(updates, OverlappedUpdates) and (said := updates.take_back(updates.done)):
@@ -184,7 +193,7 @@ class Rejoin:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         if place.rank in plan.loads:
             place.take_over(node_file.load(go.kept, plan.iteration, self._tracked.state), plan.iteration)
-        self._replays.exchange(plan)
+        self._replays.exchange(go)
         self._expect(plan)
         self._mend(plan)
         targets = plan.targets_of(place.rank)

@@ -2,6 +2,7 @@
 
     has logs:  offer them --> serve ------------------------------> wait --> go on where each other stands
     repeats:   load a checkpoint, take logs --> joins, repeats --> end -'
+    helps:     load a checkpoint, take logs --> repeats, with the one that repeats --> its process ends
 
 Where no iteration is repeated there is only the last step: who stays in an iteration is sent what was under way. This
 module must never decide who repeats what; that is the plan's.
@@ -11,17 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Collection
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.messages.messages import Messages
+from swift_agent.worker.rejoin.helping import Gathering, Joining
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_logging_store.errors import LogError
@@ -40,32 +45,53 @@ class Replays:
     """One object per worker; in each recovery `exchange`, `go_on` and `wait`, in this order, once groups are rebuilt.
     """
 
-    def __init__(self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked) -> None:
+    def __init__(
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device
+    ) -> None:
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
+        self._device = device
+        self._gathering: Gathering | None = None  # of a replacement that is helped
+        self._joining: Joining | None = None  # of a helper
         self._stays = False  # those whose messages this replacement has taken
         self._restored = 0  # the checkpoint that this replacement began with
         self._log_server = serving.LogServer(supervisor.note)
 
-    def exchange(self, plan: Plan) -> None:
+    def exchange(self, go: Go) -> None:
         """Logs go from who has them to who repeats iterations, beside all that follows."""
-        messages = self._tracked.messages
+        messages, plan = self._tracked.messages, go.plan
         if not plan.replays:
             return
         assert messages is not None
         if self._place.rank in plan.replays:
-            self._take(plan, messages)
+            self._repeat(go, messages)
         else:
-            self._offer(plan, messages)
+            self._offer(go, messages)
 
-    def _offer(self, plan: Plan, messages: Messages) -> None:
-        place, store = self._place, self._groups.store
+    def help(self, go: Go, store: StoreClient) -> None:
+        """This process has nothing else to do but to repeat iterations together with the replacement of its rank. It
+        ends with the last of them, or as soon as it is of no use."""
+        messages, plan, place = self._tracked.messages, go.plan, self._place
+        if messages is None:
+            os._exit(0)
+        joining = self._joining = Joining(store, place.rank, messages, self._supervisor.note, self._supervisor.check)
+        with joining.leaving():
+            if self._take(plan, messages, store) == plan.iteration:
+                joining.leave()
+        joining.join(self._tracked.state.parameters(), self._device)
+        place.dry_sections = max(place.dry_sections, plan.sections)
+        with joining.leaving():
+            messages.begin_replay(plan.replays)
+        place.begin_replay(plan.iteration, alone=True)
+
+    def _offer(self, go: Go, messages: Messages) -> None:
+        place, store, plan = self._place, self._groups.store, go.plan
         if place.replays:
             raise CannotReplay(f"rank {place.rank} has not yet sent again all that it is asked for")
         try:
             for rank in plan.replays:
                 # Who stays in an iteration gives what it has sent in that, too.
                 gift = messages.gift(rank, plan.iteration + plan.stays, plan.replays)
-                where = self._log_server.serve(rank, store.local_address, gift) if gift is not None else ""
+                where = self._serve(rank, gift, go.helpers) if gift is not None else ""
                 offer = {"beginning": messages.beginnings.to_json(), "where": where}
                 PrefixStore(f"log/{rank}", store).set(str(place.rank), json.dumps(offer))
         except (LogError, OSError) as error:
@@ -73,25 +99,21 @@ class Replays:
         # To load a checkpoint may take longer than an operation of the groups has time.
         self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
 
-    def _take(self, plan: Plan, messages: Messages) -> None:
-        place, store = self._place, self._groups.store
+    def _serve(self, rank: int, gift: serving.Gift, num_helpers: int) -> str:
+        return self._log_server.serve(rank, self._groups.store.local_address, gift, 1 + num_helpers)
+
+    def _repeat(self, go: Go, messages: Messages) -> None:
+        place, store, plan = self._place, self._groups.store, go.plan
         if place.here.iteration > self._restored or self._tracked.updates.mixed:
             # It was cut while it repeated them together with others, and cannot begin again.
             raise CutReplay(f"iteration {place.here.iteration - 1} was the last that it had repeated with others")
         if not self._groups.is_native:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
-        messages.drop_replay()  # of an attempt that was cut
-        links: dict[int, Connect] = {}
-        for rank in set(range(dist.get_world_size())).difference(plan.replays):
-            offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
-            messages.beginnings.hear(offer["beginning"])
-            if offer["where"]:
-                links[rank] = partial(serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
-        messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
-        begin = self._restore(plan)
-        messages.beginnings.check(place.rank, has_checkpoint=begin > 0)
-        if begin == messages.beginnings.all_began_at:
-            self._tracked.give_first_steps({})  # those since then are in the logs, or come
+        self._stop_sharing()
+        if go.helpers:
+            self._gathering = Gathering(store.local_address, go.helpers, self._supervisor.note)
+            self._gathering.tell(store, place.rank)
+        begin = self._take(plan, messages, store)
         is_alone = len(plan.replays) == 1
         if begin == plan.iteration or not is_alone:
             # Or this rank would hold a state, and lack messages of the iteration that was cut; or others who repeat
@@ -104,6 +126,27 @@ class Replays:
         self._stays = plan.stays
         if begin == plan.iteration:
             self.end()
+        elif self._gathering is not None:
+            self._gathering.begin(
+                messages, self._tracked.state.parameters(), self._device, lambda: self._supervisor.interrupted
+            )
+
+    def _take(self, plan: Plan, messages: Messages, store: StoreClient) -> int:
+        """The logs of the others, which come in threads, and a checkpoint; returns its iteration."""
+        messages.drop_replay()  # of an attempt that was cut
+        place = self._place
+        links: dict[int, Connect] = {}
+        for rank in set(range(dist.get_world_size())).difference(plan.replays):
+            offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
+            messages.beginnings.hear(offer["beginning"])
+            if offer["where"]:
+                links[rank] = partial(serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
+        messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
+        begin = self._restore(plan, store)
+        messages.beginnings.check(place.rank, has_checkpoint=begin > 0)
+        if begin == messages.beginnings.all_began_at:
+            self._tracked.give_first_steps({})  # those since then are in the logs, or come
+        return begin
 
     def go_on(self, go: Go) -> None:
         """All logs have gone to who repeats iterations, and nothing else is under way: now what was cut goes on."""
@@ -148,6 +191,9 @@ class Replays:
         stopped meanwhile is none of its business. Raises `LostLog`, `CannotReplay`."""
         messages = self._tracked.messages
         assert messages is not None
+        if self._joining is not None:
+            self._joining.leave()
+        self._stop_sharing()
         messages.end_replay(stays=self._stays)
         with contextlib.suppress(RuntimeError):
             PrefixStore("replayed", self._groups.store).set(str(self._place.rank), json.dumps(messages.sent_before()))
@@ -156,14 +202,19 @@ class Replays:
         """All have what they need."""
         self._log_server.close()
 
-    def _restore(self, plan: Plan) -> int:
+    def _stop_sharing(self) -> None:
+        if self._gathering is not None:
+            self._gathering.close()
+            self._gathering = None
+
+    def _restore(self, plan: Plan, from_store: StoreClient) -> int:
         """Begin with the newest checkpoint that is not after the plan's iteration; its iteration, 0 if there is none.
         The first of those who repeat says which: all must begin with the same."""
         place, tracked, checkpoints = self._place, self._tracked, self._tracked.checkpoints
         if checkpoints is None:
             return 0
-        store = PrefixStore("replay from", self._groups.store)
-        if place.rank == plan.replays[0]:
+        store = PrefixStore("replay from", from_store)
+        if place.rank == plan.replays[0] and self._joining is None:
             try:
                 # What others know to count they have begun with, or have seen it come. What is found may be newer, but
                 # also what could not be loaded then; or older, where what counts is not seen by all nodes at once.

@@ -20,7 +20,7 @@ from swift_agent.errors import UsageError
 from swift_agent.torch_private import ddp as torch_ddp
 from swift_agent.torch_private import fsdp as torch_fsdp
 from swift_agent.torch_private import groups, pipelining
-from swift_agent.wire.environment import ENV_RUN
+from swift_agent.wire.environment import ENV_HELPER, ENV_RUN
 from swift_agent.wire.given import fingerprint
 from swift_agent.worker.groups import transfer
 from swift_agent.worker.in_place import InPlace
@@ -68,18 +68,19 @@ class Tracked:
         """So many iterations after which replicas were seen to differ, before anything had failed; 0: they were not."""
         self.has_shards_alone = has_shards and len(self.replicas) == 1
         """The model is sharded, and no other rank holds what this one does."""
+        helps = ENV_HELPER in os.environ  # it claims nothing, and logs nothing
         self.messages: Messages | None = None
         if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
             check_ways()
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
             self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place,
-                                     lambda: supervisor.log_group)  # fmt: skip
+                                     lambda: supervisor.log_group, helps)  # fmt: skip
         self.pipelines = Pipelines(in_place) if supervisor is not None and pipelining.has_schedules() else None
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(
                 checkpoints, rank, world_size, self.replicas, supervisor.note,
-                run=os.environ.get(ENV_RUN, ""), why_not=supervisor.ask_place,
+                run="" if helps else os.environ.get(ENV_RUN, ""), why_not=supervisor.ask_place,
             )  # fmt: skip
         self._supervisor = supervisor
         several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)

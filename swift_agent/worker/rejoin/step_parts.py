@@ -1,0 +1,341 @@
+"""The parts of a step of a pipeline's schedule, and what becomes of each in a step that is made as a whole, in one of
+which only some micro-batches are computed, and in one where results are given.
+
+    Whole, Rehearsing: call() | Computing: call(), or a stand-in | Giving: what was computed, here or elsewhere
+
+Stand-ins go nowhere: their messages are not sent. This module must never talk to another process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from swift_agent.torch_private import pipelining
+from swift_recovery.replay import draws
+from swift_recovery.replay.parallel import Rehearsal
+from swift_recovery.replay.team import Frame, Pieces
+
+Key = tuple[str, int, int]
+"""A part of a micro-batch: its kind, the stage, the micro-batch."""
+
+
+class Unlike(Exception):
+    """A step is not like that which was made as a whole."""
+
+
+class Computed:
+    """Results of parts of micro-batches, by key: the tensors of each, None for what is none. *seconds*: it took."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Key, list[Tensor | None]] = {}
+        self.seconds = 0.0
+
+    def to_frame(self) -> Frame:
+        head = [[*key, [one is not None for one in tensors]] for key, tensors in self.parts.items()]
+        return {"parts": head}, [one for tensors in self.parts.values() for one in tensors if one is not None]
+
+    def add(self, frame: Frame) -> None:
+        """What another process has computed."""
+        head, tensors = frame
+        rest = iter(tensors)
+        for kind, stage, number, are_there in head["parts"]:
+            self.parts[str(kind), int(stage), int(number)] = [next(rest) if there else None for there in are_there]
+
+
+class Whole:
+    """All parts are made here, as if nobody stood around them."""
+
+    def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
+        return call()
+
+    def loss(self, schedule: Any, number: int, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def scale(self, stage: Any, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class Rehearsing(Whole):
+    """All parts are made here, and what they do is noted: what `why_not` asks, and what a process that leaves parts out
+    has to know of them."""
+
+    def __init__(
+        self, schedule: Any, num_micro_batches: int, parameters: Sequence[Tensor], device: torch.device
+    ) -> None:
+        self.schedule, self._num_micro_batches, self.device = schedule, num_micro_batches, device
+        self.stages = list(pipelining.stages_of(schedule))
+        of_stages = [list(stage.submod.parameters()) for stage in self.stages]
+        everything = [*parameters, *(one for some in of_stages for one in some)]
+        self.parameters = list({id(one): one for one in everything if one.requires_grad}.values())
+        self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
+        self._modules = [module for stage in self.stages for module in stage.submod.modules()]
+        if isinstance(schedule._loss_fn, torch.nn.Module):
+            self._modules += schedule._loss_fn.modules()
+        self._kept = _kept_by(self._modules)
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._added: list[tuple[int, int]] = []
+        self._num_uncounted = 0
+        self._other = ""
+        self.draws: dict[Key, dict[str, int]] = {}
+        self.outputs: dict[Key, tuple[Any, list[tuple[torch.Size, torch.dtype]]]] = {}
+        self.input_gradients: dict[Key, list[Tensor | None]] = {}
+
+    def found(self, num_collectives: int) -> Rehearsal:
+        """What has come out, once the step is made."""
+        changed = [name for name in self._kept if not self._kept[name].is_still_there()]
+        if random.getstate() != self._python:
+            changed.append("the state of Python's generator")
+        if not _same_states(numpy.random.get_state(), self._numpy):
+            changed.append("the state of NumPy's generator")
+        other = self._other
+        if not pipelining.keeps_known_parts(self.schedule):
+            other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
+        if any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages):
+            other = "its stages are in DDP"
+        if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in self.parameters):
+            other = "gradients are used as soon as they are there, in hooks"
+        if any(one.grad is not None and one.grad.layout != torch.strided for one in self.parameters):
+            other = "it has gradients that are sparse"
+        if any(hasattr(one, "_local_tensor") for one in self.parameters):
+            other = "its stages are sharded"
+        return Rehearsal(
+            self._num_micro_batches, self._added, self._num_shared, num_collectives, self._num_uncounted, changed,
+            other,
+        )  # fmt: skip
+
+    def is_for_all(self, key: Key) -> bool:
+        """What a script may use of a step: losses, and outputs of the last stage."""
+        return key[0] == "loss" or (key[0] == "output" and bool(self.stages[key[1]].is_last))
+
+    def key(self, kind: str, stage: Any, number: int) -> Key:
+        return kind, self.stages.index(stage), number
+
+    def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
+        key = self.key("output", stage, number)
+        output = self._drawing(key, call)
+        leaves, spec = pytree.tree_flatten(output)
+        if not all(isinstance(one, Tensor) for one in leaves) or not isinstance(output, (Tensor, tuple, list)):
+            self._other = "its stages give something else than tensors"
+        else:
+            self.outputs[key] = spec, [(one.shape, one.dtype) for one in leaves]
+        return output
+
+    def loss(self, schedule: Any, number: int, call: Callable[[], Any]) -> Any:
+        return self._drawing(("loss", 0, number), call)
+
+    def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        key = self.key("input", stage, number)
+        result = self._drawing(key, lambda: self._adding(stage, number, call))
+        self.input_gradients[key] = [
+            torch.empty_like(one, device="meta") if one is not None else None
+            for one in pipelining.input_gradients(stage, number)
+        ]
+        return result
+
+    def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        return self._drawing(self.key("weights", stage, number), lambda: self._adding(stage, number, call))
+
+    def _adding(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        before = [_version_of(one) for one in self.parameters]
+        result = call()
+        if before != [_version_of(one) for one in self.parameters]:
+            self._added.append((self.stages.index(stage), number))
+        return result
+
+    def _drawing(self, key: Key, call: Callable[[], Any]) -> Any:
+        before = draws.states([self.device])
+        result = call()
+        found = draws.between(before, draws.states([self.device]))
+        if found is None:
+            self._num_uncounted += 1
+        else:
+            self.draws[key] = found
+        return result
+
+
+class Computing:
+    """Parts of the micro-batches *share* are made; of all others the generators are put where they would be."""
+
+    def __init__(self, rehearsed: Rehearsing, share: Sequence[int], keeps_all: bool) -> None:
+        """*keeps_all*: gradients of each micro-batch apart."""
+        self._rehearsed, self._share, self._keeps_all = rehearsed, share, keeps_all
+        self.computed = Computed()
+        self._pieces: list[dict[int, Tensor]] = []
+
+    def pieces(self) -> Pieces:
+        if not self._keeps_all:
+            self._keep()
+        return self._pieces
+
+    def _keep(self) -> None:
+        gradients = {
+            number: one.grad for number, one in enumerate(self._rehearsed.parameters) if one.grad is not None
+        }
+        if gradients:
+            self._pieces.append(gradients)
+
+    def _made(self, key: Key, call: Callable[[], Any]) -> Any:
+        before = draws.states([self._rehearsed.device])
+        result = call()
+        if draws.between(before, draws.states([self._rehearsed.device])) != self._rehearsed.draws.get(key, {}):
+            raise Unlike("a micro-batch has drawn another number of random numbers than before")
+        return result
+
+    def _left_out(self, key: Key) -> None:
+        draws.skip(self._rehearsed.draws.get(key, {}))
+
+    def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
+        key = self._rehearsed.key("output", stage, number)
+        if number not in self._share:
+            self._left_out(key)
+            return pipelining.give_output(stage, number, _stand_in(self._rehearsed, key, stage), keeps_output)
+        output = self._made(key, call)
+        self.computed.parts[key] = [one.detach() for one in pytree.tree_leaves(output)]
+        return output
+
+    def loss(self, schedule: Any, number: int, call: Callable[[], Any]) -> Any:
+        key = ("loss", 0, number)
+        if number not in self._share:
+            self._left_out(key)
+            pipelining.give_loss(schedule, torch.zeros(()))
+            return None
+        result = self._made(key, call)
+        self.computed.parts[key] = [pipelining.last_loss(schedule).detach()]
+        return result
+
+    def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        key = self._rehearsed.key("input", stage, number)
+        if number not in self._share:
+            self._left_out(key)
+            pipelining.give_input_gradients(stage, number, _no_gradients(self._rehearsed, key, stage))
+            return None
+        result = self._made(key, call)
+        self.computed.parts[key] = list(pipelining.input_gradients(stage, number))
+        self._after_backward()
+        return result
+
+    def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        key = self._rehearsed.key("weights", stage, number)
+        if number not in self._share:
+            self._left_out(key)
+            return None
+        result = self._made(key, call)
+        self._after_backward()
+        return result
+
+    def _after_backward(self) -> None:
+        if self._keeps_all:
+            self._keep()
+            for parameter in self._rehearsed.parameters:
+                parameter.grad = None
+
+    def scale(self, stage: Any, call: Callable[[], Any]) -> Any:
+        return None  # the sums are
+
+
+class Giving:
+    """No part is made: each is given what was computed."""
+
+    def __init__(self, rehearsed: Rehearsing, everything: Computed) -> None:
+        self._rehearsed, self._parts = rehearsed, everything.parts
+
+    def _take(self, key: Key, stage: Any) -> list[Tensor | None] | None:
+        found = self._parts.get(key)
+        if found is None:
+            return None
+        return [one.to(stage.device) if one is not None else None for one in found]
+
+    def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
+        key = self._rehearsed.key("output", stage, number)
+        found = self._take(key, stage)
+        if found is None:  # nobody here needs it
+            output = _stand_in(self._rehearsed, key, stage)
+        else:
+            output = pytree.tree_unflatten(found, self._rehearsed.outputs[key][0])
+        return pipelining.give_output(stage, number, output, keeps_output)
+
+    def loss(self, schedule: Any, number: int, call: Callable[[], Any]) -> Any:
+        (loss,) = self._parts["loss", 0, number]
+        assert loss is not None
+        pipelining.give_loss(schedule, loss.to(self._rehearsed.stages[-1].device))
+
+    def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        key = self._rehearsed.key("input", stage, number)
+        found = self._take(key, stage)
+        gradients = _no_gradients(self._rehearsed, key, stage) if found is None else tuple(found)
+        pipelining.give_input_gradients(stage, number, gradients)
+
+    def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
+        return None
+
+    def scale(self, stage: Any, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def _stand_in(rehearsed: Rehearsing, key: Key, stage: Any) -> Any:
+    spec, metas = rehearsed.outputs[key]
+    return pytree.tree_unflatten([torch.zeros(shape, dtype=dtype, device=stage.device) for shape, dtype in metas], spec)
+
+
+def _no_gradients(rehearsed: Rehearsing, key: Key, stage: Any) -> tuple[Tensor | None, ...]:
+    metas = rehearsed.input_gradients[key]
+    return tuple(torch.zeros_like(one, device=stage.device) if one is not None else None for one in metas)
+
+
+def _version_of(parameter: Tensor) -> tuple[int, int] | None:
+    gradient = parameter.grad
+    return (id(gradient), gradient._version) if gradient is not None else None
+
+
+# ---- what modules keep ----
+
+
+class _Kept:
+    """Something of a module, by *name*, as it is now."""
+
+    def __init__(self, owner: Mapping[str, Any], name: str) -> None:
+        self._owner, self._name = owner, name
+        value = owner[name]
+        self._was = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def is_still_there(self) -> bool:
+        value = self._owner.get(self._name)
+        if isinstance(self._was, Tensor):
+            return isinstance(value, Tensor) and value.shape == self._was.shape and torch.equal(value, self._was)
+        return type(value) is type(self._was) and value == self._was
+
+
+def _kept_by(modules: Sequence[torch.nn.Module]) -> dict[str, _Kept]:
+    """Buffers, and numbers, texts and tensors among the attributes, by a name for people."""
+    found: dict[str, _Kept] = {}
+    for module in modules:
+        for owner, name in _names_of(module):
+            found[f"{type(module).__name__}.{name}"] = _Kept(owner, name)
+    return found
+
+
+def _names_of(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield module._buffers, name
+    for name, value in vars(module).items():
+        if isinstance(value, (int, float, str, Tensor)):
+            yield vars(module), name
+
+
+def _same_states(one: Any, other: Any) -> bool:
+    return all(numpy.array_equal(a, b) for a, b in zip(one, other, strict=True))
