@@ -22,6 +22,7 @@ from torch import Tensor
 from swift_agent.torch_private import pipelining
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.rejoin.step_parts import Computed, Computing, Giving, Key, Rehearsing, Unlike, Whole
+from swift_recovery.errors import CannotReplay
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Sum, order_of, shares, why_not
 from swift_recovery.replay.team import Pieces, Reformed
@@ -83,6 +84,7 @@ class SharedSteps:
             return self._rehearse(schedule, num_micro_batches, losses, call)
         rehearsed, order = self._rehearsed[id(schedule)]
         start = _Start(rehearsed.parameters, self._device)
+        rehearsed.begin()
         while self._team.size > 1:
             try:
                 self._team.meet()
@@ -160,6 +162,11 @@ class SharedSteps:
         finally:
             self._now = Whole()
         computing.computed.seconds = time.monotonic() - began_s
+        if changed := rehearsed.changed():
+            why = f"its stages change {changed[0]}, which they did not do in the first step that was repeated"
+            if team.index == 0:
+                raise CannotReplay(f"{why}: half of it is done (leave --strategy log+parallel out)")
+            raise Unlike(why)
         return computing.computed, computing.pieces()
 
 

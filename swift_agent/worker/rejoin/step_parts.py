@@ -96,11 +96,6 @@ class Rehearsing(Whole):
 
     def found(self, num_collectives: int) -> Rehearsal:
         """What has come out, once the step is made."""
-        changed = [name for name in self._kept if not self._kept[name].is_still_there()]
-        if random.getstate() != self._python:
-            changed.append("the state of Python's generator")
-        if not _same_states(numpy.random.get_state(), self._numpy):
-            changed.append("the state of NumPy's generator")
         other = self._other
         if not pipelining.keeps_known_parts(self.schedule):
             other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
@@ -113,9 +108,22 @@ class Rehearsing(Whole):
         if any(hasattr(one, "_local_tensor") for one in self.parameters):
             other = "its stages are sharded"
         return Rehearsal(
-            self._num_micro_batches, self._added, self._num_shared, num_collectives, self._num_uncounted, changed,
-            other,
+            self._num_micro_batches, self._added, self._num_shared, num_collectives, self._num_uncounted,
+            self.changed(), other,
         )  # fmt: skip
+
+    def changed(self) -> list[str]:
+        """What is not as it was when this was made, by names for people."""
+        changed = [name for name in self._kept if not self._kept[name].is_still_there()]
+        if random.getstate() != self._python:
+            changed.append("the state of Python's generator")
+        if not _same_states(numpy.random.get_state(), self._numpy):
+            changed.append("the state of NumPy's generator")
+        return changed
+
+    def begin(self) -> None:
+        """Another step like that one begins."""
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def is_for_all(self, key: Key) -> bool:
         """What a script may use of a step: losses, and outputs of the last stage."""
