@@ -263,7 +263,7 @@ class Crew:
 
     def _watch_helper(self, process: WorkerProcess) -> None:
         number = process.local_rank
-        log.info("helper %d of rank %d is process %d", share_of(number), process.rank, process.pid)
+        log.info("process %d is helper %d of rank %d", process.pid, share_of(number), process.rank)
         self._on_event(msg.HelperStarted(number, process.generation, process.pid))
         helper = self._state().helpers.get(number)
         if helper is None or helper.generation != process.generation or helper.killed:
