@@ -172,9 +172,9 @@ def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type {_PARALLEL}")
     elif ns.helpers is not None and ns.helpers < 1:
         mistakes.append(f"--helpers {ns.helpers}: must be 1 or more; type --strategy log if nobody is to help")
-    if ns.parallel_sum not in SUMS:
+    if ns.parallel_sum not in (None, *SUMS):
         mistakes.append(f"--parallel-sum {ns.parallel_sum}: there is no such way; type one of {', '.join(SUMS)}")
-    elif ns.parallel_sum != SUMS[0] and not is_parallel:
+    elif ns.parallel_sum is not None and not is_parallel:
         mistakes.append(
             f"--parallel-sum {ns.parallel_sum}: nobody helps with --strategy {ns.strategy}; type {_PARALLEL}"
         )

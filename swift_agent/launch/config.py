@@ -19,6 +19,7 @@ from torch.distributed.run import config_from_args
 
 from swift_agent.launch import secret as job_secret
 from swift_agent.launch.checks import (
+    SUMS,
     ConfigError,
     EntryKind,
     _check_entry,
@@ -188,7 +189,7 @@ class AgentConfig:
             log_budget=ns.log_budget,
             strategy=ns.strategy,
             helpers=_num_helpers(ns),
-            parallel_sum=ns.parallel_sum,
+            parallel_sum=ns.parallel_sum or SUMS[0],
             profile=ns.profile or None,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,

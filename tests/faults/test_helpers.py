@@ -36,11 +36,17 @@ def started(outcome: Outcome) -> list[tuple[int, int]]:
     return [(int(share), int(rank)) for share, rank in found]
 
 
+def done(outcome: Outcome) -> int:
+    """How many have ended by themselves."""
+    return len(re.findall(r"helper \d+ of rank \d+ on \S+ \(pid \d+\) has done its share", outcome.text()))
+
+
 def test_a_spare_helps(run: Start, undisturbed_pipelines: References) -> None:
     outcome = run([{"at": "backward", "iteration": 5, "rank": 1, "scope": "worker"}])
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
     assert re.search(r"; 1 helper repeats rank 1 with it, on [a-e]\b", outcome.text()), outcome.text()
     assert started(outcome) == [(1, 1)]
+    assert done(outcome) == 1
 
 
 def test_spares_and_survivors_help(run: Start, undisturbed_pipelines: References) -> None:
@@ -48,3 +54,4 @@ def test_spares_and_survivors_help(run: Start, undisturbed_pipelines: References
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {2})
     assert re.search(r"; 3 helpers repeat rank 2 with it, on \w, \w, \w\b", outcome.text()), outcome.text()
     assert sorted(started(outcome)) == [(1, 2), (2, 2), (3, 2)]
+    assert done(outcome) == 3

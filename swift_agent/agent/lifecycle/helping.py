@@ -70,7 +70,8 @@ def reconcile(state: AgentState) -> tuple[AgentState, tuple[Command, ...]]:
                 helpers = {other: one for other, one in state.helpers.items() if other != local_rank}
                 state = replace(state, helpers=helpers)
         elif not helper.killed:
-            why = helper.unfit or ("" if local_rank in wanted and helper.generation == number else why_not)
+            unfit = f"it cannot help: {helper.unfit}" if helper.unfit else ""
+            why = unfit or ("" if local_rank in wanted and helper.generation == number else why_not)
             if why:
                 commands.append(KillHelper(local_rank, helper.rank, why))
                 state = _with(state, local_rank, replace(helper, killed=True))

@@ -277,7 +277,9 @@ class Crew:
         self._on_end(process.local_rank)
         if share_of(process.local_rank):
             helper = self._state().helpers.get(process.local_rank)
-            if end.exit_code != 0 and helper is not None and not helper.killed:
+            if end.exit_code == 0:
+                log.info("%s has done its share", _helper(end))
+            elif helper is not None and not helper.killed:
                 where = f" ({end.place})" if end.place else ""
                 log.info("%s %s%s; the others go on without it", _helper(end), how_it_ended(end), where)
             self._workers.forget(process)
