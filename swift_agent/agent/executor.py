@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_agent.agent import transactions
-from swift_agent.agent.lifecycle import commands, strategy, timeline
+from swift_agent.agent.lifecycle import commands, helping, strategy, timeline
 from swift_agent.agent.lifecycle.machine import EVIDENCE_S
 from swift_agent.agent.lifecycle.rate import TELL_S
 from swift_agent.agent.lifecycle.state import AgentState
@@ -31,7 +31,7 @@ from swift_agent.agent.worker_channels import WorkerChannels
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
 from swift_agent.wire import messages as wire
-from swift_agent.wire.environment import run_name
+from swift_agent.wire.environment import Placement, run_name, share_of
 from swift_recovery.transfer import node_file
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
@@ -74,6 +74,13 @@ class Executor:
                 log.info("ending local ranks %s: %s", list(local_ranks), why)
                 for local_rank in local_ranks:
                     self._crew.end(local_rank, graceful)
+            case commands.StartHelper(number, rank, _):
+                self._start_helper(number, rank)
+            case commands.KillHelper(number, rank, why):
+                log.info("helper %d of rank %d is ended: %s", share_of(number), rank, why)
+                self._crew.kill_helper(number)
+            case commands.SendHelp(number, generation):
+                self._channels.send((number,), replace(self._go_message(generation), share=share_of(number)))
             case commands.SendStop(local_ranks, generation, why):
                 self._channels.send(local_ranks, wire.Stop(generation, why))
             case commands.SendGo(local_ranks, generation):
@@ -125,24 +132,37 @@ class Executor:
     # ---- workers ----
 
     def _start(self, local_ranks: tuple[int, ...], warm: bool) -> None:
-        state = self._state()
-        place = placement(
+        generation = self._state().view.generation
+        assert generation is not None
+        slot = generation.slot_of(self._state().incarnation)
+        assert slot is not None
+        self._crew.start(self._placement(slot), local_ranks, warm)
+
+    def _start_helper(self, number: int, rank: int) -> None:
+        generation = self._state().view.generation
+        assert generation is not None
+        self._crew.start_helper(self._placement(generation.slot_with(rank)), number)
+
+    def _placement(self, slot: int) -> Placement:
+        return placement(
             self._config,
-            state.view,
-            state.incarnation,
+            self._state().view,
+            slot,
             socket_path=self._channels.path,
             message_log="" if self._config.strategy in ("replica", "checkpoint") else self._message_log,
             timers=self._timers,
             run=run_name(self._presence().job, self._started_s if self._config.etcd is None else None),
         )
-        self._crew.start(place, local_ranks, warm)
 
     def _go_message(self, number: int) -> wire.Go:
         view = self._state().view
         assert view.plan is not None and view.store is not None and view.generation is not None
         store, token = view.store, self._stores.token(number, view.store)
         stores = wire.Store(store.host, store.port, store.session_port, token)
-        return wire.Go(number, view.plan.content, view.generation.world_size, stores, kept=self._directory)
+        return wire.Go(
+            number, view.plan.content, view.generation.world_size, stores, kept=self._directory,
+            helpers=len(helping.helpers_of(view)),
+        )  # fmt: skip
 
     # ---- records ----
 

@@ -102,7 +102,7 @@ class Presence:
             job = JobRecord(
                 config.nnodes, config.nproc, host.job_fingerprint(config), config.max_restarts, config.key.proof, most,
                 config.recovery, config.log_groups, config.log_budget,
-                "" if config.strategy == "auto" else config.strategy,
+                "" if config.strategy == "auto" else config.strategy, config.helpers,
             )  # fmt: skip
             entry: Entry = enter_job(store, keys, job, self.me, config.lease_ttl_s, known_job)
             self.job: int = entry.job

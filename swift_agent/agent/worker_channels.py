@@ -25,6 +25,7 @@ from swift_agent.agent.processes.linux import descends_from
 from swift_agent.agent.processes.workers import WorkerProcess
 from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.wire.environment import share_of
 from swift_agent.wire.vocabulary import NotUnderstood, Vocabulary, written
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,8 @@ class WorkerChannels:
         self.drop(local_rank)
         self._channels[local_rank], self._pids[local_rank] = channel, pid
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_worker(local_rank, channel, pid))
-        self._on_event(msg.HelloReceived(local_rank, pid))
+        is_helper = share_of(local_rank) > 0
+        self._on_event((msg.HelperWaits if is_helper else msg.HelloReceived)(local_rank, pid))
         self._hear(local_rank, pid, messages[1:])
 
     def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
@@ -180,7 +182,17 @@ class WorkerChannels:
             except NotUnderstood as error:
                 log.warning("what local rank %d sent is not understood: %s", local_rank, error)
             else:
-                self._on_message(local_rank, pid, read)
+                (self._on_helper if share_of(local_rank) else self._on_message)(local_rank, pid, read)
+
+    def _on_helper(self, number: int, pid: int, message: wire.ToAgent) -> None:
+        """It has no place in the job: what a worker would say of its own has no meaning."""
+        match message:
+            case wire.Note(rank, text):
+                log.info("rank %d: %s", rank, text)
+            case wire.Unfit(why, _):
+                self._on_event(msg.HelperUnfit(number, pid, why))
+            case wire.AskPlace(asked, _):
+                self.send((number,), wire.Place(asked, "a helper has no place in the job"))
 
     def _on_message(self, local_rank: int, pid: int, message: wire.ToAgent) -> None:
         match message:

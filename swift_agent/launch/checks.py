@@ -38,7 +38,12 @@ MIN_LEASE_TTL_S = 2
 HEARTBEATS_S = (0.02, 5.0)
 
 # `--strategy`.
-STRATEGIES = ("auto", "replica", "log", "checkpoint")
+STRATEGIES = ("auto", "replica", "log", "log+parallel", "checkpoint")
+
+_PARALLEL = "--strategy log+parallel"
+
+# `--parallel-sum`.
+SUMS = ("ordered", "unordered")
 
 
 class ConfigError(SwiftError, ValueError):
@@ -133,16 +138,13 @@ def _log_groups(
 
 
 def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str]) -> None:
-    if ns.strategy == "log+parallel":
-        mistakes.append("--strategy log+parallel: not in this version, which only predicts it; type --strategy log")
-    elif ns.strategy not in STRATEGIES:
+    if ns.strategy not in STRATEGIES:
         mistakes.append(f"--strategy {ns.strategy}: there is no such way; type one of {', '.join(STRATEGIES)}")
     if ns.profile and (os.path.isdir(ns.profile) or not os.path.isdir(os.path.dirname(ns.profile) or ".")):
         mistakes.append(f"--profile {ns.profile}: no file can be written there; name one in a directory that exists")
-    if ns.log_groups and ns.strategy in ("replica", "checkpoint"):
-        mistakes.append(
-            f"--log-groups {ns.log_groups} --strategy {ns.strategy}: nothing is logged; leave one of them out"
-        )
+    _check_helpers(ns, mistakes)
+    if ns.log_groups and ns.strategy in ("replica", "log+parallel", "checkpoint"):
+        mistakes.append(_no_groups("--log-groups", ns.log_groups, ns.strategy))
     budget = ns.log_budget
     if not budget:
         return
@@ -153,9 +155,29 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
     if ns.log_groups:
         mistakes.append(f"--log-budget {budget} --log-groups {ns.log_groups}: groups are chosen, or named; type one")
     if ns.strategy not in ("auto", "log"):
-        mistakes.append(f"--log-budget {budget} --strategy {ns.strategy}: nothing is logged; leave one of them out")
+        mistakes.append(_no_groups("--log-budget", budget, ns.strategy))
     if is_elastic:
         mistakes.append(f"--log-budget {budget}: a job that changes its size has no fixed groups; leave it out")
+
+
+def _no_groups(flag: str, value: str, strategy: str) -> str:
+    parallel = "a group repeats together, and helpers repeat one rank"
+    why = parallel if strategy == "log+parallel" else "nothing is logged"
+    return f"{flag} {value} --strategy {strategy}: {why}; leave one of them out"
+
+
+def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
+    is_parallel = ns.strategy == "log+parallel"
+    if ns.helpers is not None and not is_parallel:
+        mistakes.append(f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type {_PARALLEL}")
+    elif ns.helpers is not None and ns.helpers < 1:
+        mistakes.append(f"--helpers {ns.helpers}: must be 1 or more; type --strategy log if nobody is to help")
+    if ns.parallel_sum not in (None, *SUMS):
+        mistakes.append(f"--parallel-sum {ns.parallel_sum}: there is no such way; type one of {', '.join(SUMS)}")
+    elif ns.parallel_sum is not None and not is_parallel:
+        mistakes.append(
+            f"--parallel-sum {ns.parallel_sum}: nobody helps with --strategy {ns.strategy}; type {_PARALLEL}"
+        )
 
 
 def _check_heartbeat(ns: argparse.Namespace, mistakes: list[str]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.run import config_from_args
 
 from swift_agent.launch import secret as job_secret
 from swift_agent.launch.checks import (
+    SUMS,
     ConfigError,
     EntryKind,
     _check_entry,
@@ -38,7 +39,7 @@ from swift_agent.launch.checks import (
 )
 from swift_recovery.planning.plan import Way
 from swift_rendezvous.node.job_key import JobKey
-from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES
+from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES, AS_MANY_AS_PAY
 from swift_rendezvous.store.etcd_config import EtcdConfig
 
 # torchrun's.
@@ -62,7 +63,8 @@ class AgentConfig:
     they may take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are
     copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
     which of the first nodes this one shall be. *log_groups*, *log_budget*: see `JobRecord`.
-    *strategy*: how lost state comes back. *profile*: the file for what the job was measured to cost.
+    *strategy*: how lost state comes back. *helpers*: see `JobRecord`; *parallel_sum*: how what they have computed is
+    put together. *profile*: the file for what the job was measured to cost.
     """
 
     launch: LaunchConfig
@@ -95,6 +97,8 @@ class AgentConfig:
     log_groups: tuple[tuple[int, ...], ...]
     log_budget: str
     strategy: str
+    helpers: int
+    parallel_sum: str
     key: JobKey = field(repr=False)
     keep_logs: bool = True
     journal: str | None = None
@@ -184,6 +188,8 @@ class AgentConfig:
             log_groups=groups,
             log_budget=ns.log_budget,
             strategy=ns.strategy,
+            helpers=_num_helpers(ns),
+            parallel_sum=ns.parallel_sum or SUMS[0],
             profile=ns.profile or None,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
@@ -198,3 +204,8 @@ class AgentConfig:
         )
 
 
+def _num_helpers(ns: argparse.Namespace) -> int:
+    """As a `JobRecord` has it."""
+    if ns.strategy != "log+parallel":
+        return 0
+    return AS_MANY_AS_PAY if ns.helpers is None else int(ns.helpers)

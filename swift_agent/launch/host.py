@@ -18,7 +18,8 @@ from swift_rendezvous.store.etcd_config import UNIX, EtcdConfig
 def job_fingerprint(config: AgentConfig) -> str:
     """Equal for agents that can be of one job."""
     logs: list[object] = [config.log_groups, config.log_budget, config.strategy]
-    return _digest([config.nnodes, config.max_nodes, config.recovery, *logs])
+    helpers: list[object] = [config.helpers, config.parallel_sum] if config.helpers else []
+    return _digest([config.nnodes, config.max_nodes, config.recovery, *logs, *helpers])
 
 
 def fingerprint(config: AgentConfig) -> str:

@@ -42,9 +42,11 @@ class Standing:
 
 
 class Standings:
-    """The agent's end, of *num_workers*, in *directory*."""
+    """The agent's end, of *num_workers*, in *directory*. A helper, whose number is larger, has no standing: it has no
+    place that could be lost."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
+        self._num_workers = num_workers
         self._numbers = _map(os.path.join(directory, NAME), os.O_CREAT | os.O_EXCL, num_workers)
 
     def vouch(self, until_s: float) -> None:
@@ -54,7 +56,7 @@ class Standings:
 
     def stands(self, local_rank: int) -> bool:
         """Whether that one has stopped by itself, and was not woken since."""
-        return self._numbers[_HEAD + local_rank * _FIELDS + _STANDS] > 0
+        return local_rank < self._num_workers and self._numbers[_HEAD + local_rank * _FIELDS + _STANDS] > 0
 
     def clear(self, local_rank: int) -> None:
         start = _HEAD + local_rank * _FIELDS
@@ -62,6 +64,8 @@ class Standings:
             self._numbers[index] = 0
 
     def of(self, local_rank: int) -> Standing:
+        if local_rank >= self._num_workers:
+            return Standing()
         start = _HEAD + local_rank * _FIELDS
         iteration, begun, done, excused, _ = self._numbers[start : start + _FIELDS]
         return Standing(iteration - 1, begun > 0, done, excused > 0)

@@ -100,6 +100,18 @@ class Proc:
                 "sections": 0}
 
 
+@dataclass(eq=False)
+class HelperProc:
+    """*pid*: 0 until its process is there. It repeats nothing: whatever it does must not matter."""
+
+    local_rank: int
+    generation: int
+    pid: int = 0
+    hello: bool = False
+    went: bool = False
+    dying: bool = False
+
+
 class SimNode:
     """One agent: its lifecycle state, its coordinator, its processes, and what is on its way to and from it."""
 
@@ -109,6 +121,7 @@ class SimNode:
         self.files: set[int] = set()
         self.stale: list[View] = []
         self.procs: list[Proc] = []
+        self.helpers: list[HelperProc] = []
         self.known_job: int | None = None
         self.join()
 
@@ -204,6 +217,24 @@ class SimNode:
                     if proc is not None:
                         self.once("kill", proc.pid)
                         proc.dying = -15 if graceful else -9
+            case commands.StartHelper(number, rank, started_in):
+                assert generation is not None and started_in == generation.number and sim.helpers
+                assert [rank] == [rank for slot, lost in generation.bare.items()
+                                  for rank in (generation.first_rank(slot) + one for one in lost)]
+                self.once("help", started_in, number)
+                assert all(helper.local_rank != number for helper in self.helpers), "started beside one that lives"
+                self.helpers.append(HelperProc(number, started_in))
+                sim.num_helpers += 1
+            case commands.KillHelper(number, _, _):
+                (helper,) = (one for one in self.helpers if one.local_rank == number)
+                assert not helper.dying
+                helper.dying = True
+            case commands.SendHelp(number, _):
+                (helper,) = (one for one in self.helpers if one.local_rank == number)
+                view = self.state.view
+                assert view.plan is not None and Plan.from_json(view.plan.content).replays
+                assert helper.hello and not helper.went and view.number == helper.generation
+                helper.went = True
             case commands.SendStop(local_ranks, number, _):
                 for local_rank in local_ranks:
                     proc = self.spoken_to(local_rank)
@@ -371,7 +402,25 @@ class SimNode:
         proc.outbox.clear()
         self.event(events.WorkerExited(WorkerExit(proc.rank, proc.local_rank, proc.pid, proc.exit_code, self.name)))
 
+    def play(self, helper: HelperProc) -> None:
+        """What it does next, or what becomes of it."""
+        ends = helper.dying or self.sim.rng.random() < 0.2
+        if not helper.pid:
+            helper.pid = next(self.sim.pids)
+            self.event(events.HelperStarted(helper.local_rank, helper.generation, helper.pid))
+            known = self.state.helpers.get(helper.local_rank)
+            helper.dying |= known is None or known.generation != helper.generation or known.killed
+        elif ends:
+            self.helpers.remove(helper)
+            self.event(events.HelperExited(helper.local_rank, helper.pid))
+        elif not helper.hello:
+            helper.hello = True
+            self.event(events.HelperWaits(helper.local_rank, helper.pid))
+        elif self.sim.rng.random() < 0.2:
+            self.event(events.HelperUnfit(helper.local_rank, helper.pid, "no log"))
+
     def end_processes(self) -> None:
+        self.helpers.clear()
         for proc in self.procs:
             proc.alive, proc.reaped = False, True
         self.procs.clear()
@@ -410,14 +459,16 @@ class Sim:
 
     def __init__(self, seed: int, *, num_nodes: int = 2, num_workers: int = 2, num_spares: int = 1, target: int = 3,
                  tracked: bool = True, num_failures: int = 3, max_nodes: int = 0, num_late: int = 0,
-                 log_groups: tuple[tuple[int, ...], ...] = ()) -> None:
+                 log_groups: tuple[tuple[int, ...], ...] = (), helpers: int = 0) -> None:
         self.rng = random.Random(seed)
         self.num_nodes, self.num_workers, self.num_spares = num_nodes, num_workers, num_spares
         self.world_size, self.target, self.tracked = num_nodes * num_workers, target, tracked
         self.num_late = num_late
         self.num_failures, self.happened = num_failures, list[str]()
         self.store, self.keys = MemoryStore(), Keys("job")
-        self.job = JobRecord(num_nodes, num_workers, "c", 1000, max_nodes=max_nodes, log_groups=log_groups)
+        self.job = JobRecord(num_nodes, num_workers, "c", 1000, max_nodes=max_nodes, log_groups=log_groups,
+                             helpers=helpers)
+        self.helpers, self.num_helpers = helpers, 0
         self.worlds: dict[int, int] = {}
         self.ran: list[tuple[int, int, int]] = []
         # Every iteration that a rank has run: number, rank, size of the world.
@@ -632,6 +683,7 @@ class Sim:
             if node.stale:
                 found.append(lambda n=node: n.event(events.ViewChanged(n.stale.pop())))  # type: ignore[misc]
             found += [lambda n=node, o=order: n.order_done(o) for order in node.orders]  # type: ignore[misc]
+            found += [lambda n=node, h=helper: n.play(h) for helper in node.helpers]  # type: ignore[misc]
             if node.peers_lost:
                 found.append(lambda n=node: n.event(n.peers_lost.pop()))  # type: ignore[misc]
             for proc in node.procs:

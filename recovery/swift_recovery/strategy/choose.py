@@ -126,11 +126,30 @@ def chain_of(profile: Profile) -> Chain:
 def repeat_s(profile: Profile, group: range, helpers: bool = False) -> float:
     """Of one iteration by a group that was lost, with all its micro-batches one behind the other and no wait for
     others; with *helpers*, so many times as the group fits into all machines, each with its share of them."""
-    num_shares = len(profile.machines) // len(group) if helpers else 1
+    return shared_s(profile, group, len(profile.machines) // len(group) if helpers else 1)
+
+
+def shared_s(profile: Profile, group: range, num_shares: int) -> float:
+    """Of one iteration by a group that was lost and others of its size, each with its share of the micro-batches."""
     micro_batches = profile.micro_batches
     mine = -(-micro_batches // num_shares)
     computations_s = [profile.machines[number].computation_s * mine / micro_batches for number in group]
     return pipelined_s(computations_s, mine)
+
+
+def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
+    """How many processes shorten the recovery of that machine: each number is better than all smaller ones. More than
+    there are micro-batches are of no use, and messages come from logs no faster because of them."""
+    group = range(machine, machine + 1)
+    least_s = _crossing_bytes(profile, group) / profile.network_bytes_per_s
+    found: list[int] = []
+    best_s = max(shared_s(profile, group, 1), least_s)
+    for count in range(1, profile.micro_batches):
+        time_s = max(shared_s(profile, group, count + 1), least_s)
+        if time_s < best_s:
+            best_s = time_s
+            found.append(count)
+    return tuple(found)
 
 
 def _crossing_bytes(profile: Profile, group: range) -> float:

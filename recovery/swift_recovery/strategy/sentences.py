@@ -37,8 +37,8 @@ def _line(job: JobMeasured, way: Way, is_taken: bool) -> str:
     else:
         said = f"a lost node costs about {time_of(way.recovery_s)}"
         said += f", {way.cost:+.2%} without failures, {size_of(way.storage_bytes)} on the node that needs most"
-    if way.name == "log+parallel":
-        said += "; not in this version"
+    if way.name == "log+parallel" and not is_taken:
+        said += "; with --strategy log+parallel"
     return f"  {way.name}: {said}" + (": taken" if is_taken else "")
 
 

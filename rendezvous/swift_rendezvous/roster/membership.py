@@ -169,6 +169,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
             handover={},
             bare={},
             epochs={},
+            helpers=(),
         )
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):
@@ -217,6 +218,7 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         lost={slot: tuple(range(generation.workers_of(slot))) for slot in moves},
         handover={slot: generation.slots[slot] for slot in moves},
         bare={slot: tuple(range(generation.workers_of(slot))) for slot in moves},
+        helpers=(),
     )
     return Decision((PublishGeneration(new),), why=what)
 

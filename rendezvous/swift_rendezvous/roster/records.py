@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# In the place of --max-restarts: what ends the job is a rank that fails again and again (see `setbacks`). For a script
-# that tracks nothing it is 0, torchrun's default.
+# In the place of --max-restarts: a rank that fails again and again ends the job (see `setbacks`); a script that tracks
+# nothing has 0, torchrun's default.
 AS_LONG_AS_IT_ADVANCES = -1
+# In the place of --helpers.
+AS_MANY_AS_PAY = -1
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class JobRecord:
     *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
     *log_groups*: slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT,
     section 5.3). A slot that is in none is alone. *log_budget*: for which groups are chosen once the job is measured;
-    *strategy*: the way to recover, '' for that which is best.
+    *strategy*: the way to recover, '' for that which is best. *helpers*: of a lost rank, at most, or `AS_MANY_AS_PAY`.
     """
 
     num_nodes: int
@@ -55,6 +57,7 @@ class JobRecord:
     log_groups: tuple[tuple[int, ...], ...] = ()
     log_budget: str = ""
     strategy: str = ""
+    helpers: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,17 @@ class Trouble:
     num_since: int = 0
 
 
+@dataclass(frozen=True)
+class Helper:
+    """A process on that node repeats the iterations of *rank*, which was lost, together with its replacement, and then
+    ends: *share* says which micro-batches are its own, from 1 (SWIFT, section 5.2)."""
+
+    rank: int
+    share: int
+    node_id: str
+    incarnation: str
+
+
 GenerationMode = Literal["start", "replace", "restart", "resize"]
 
 
@@ -136,7 +150,7 @@ class GenerationRecord:
     the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
     are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
     *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`. *epochs*: by slot, as *epoch*, where not
-    all workers were started again, but those of a log group.
+    all workers were started again, but those of a log group. *helpers*: of this generation only.
     """
 
     number: int
@@ -153,6 +167,7 @@ class GenerationRecord:
     recovery: str = ""
     troubles: tuple[Trouble, ...] = ()
     epochs: dict[int, int] = field(default_factory=dict)
+    helpers: tuple[Helper, ...] = ()
 
     def epoch_of(self, slot: int) -> int:
         """A process of that slot that is older must not live on."""
@@ -207,9 +222,9 @@ class FailureRecord:
     """What was lost in one slot during one generation.
 
     `node`: the whole node; *is_dead*: its kernel has closed the connection and refuses another one; *is_empty*: the
-    reporter's workers hold no state. `workers`: processes of a healthy
-    node. `restart`: the processes live, but the job cannot go on in place (a collective outside an iteration was cut,
-    for example). `again`: nothing is lost, but processes could not be connected with each other.
+    reporter's workers hold no state. `workers`: processes of a healthy node. `restart`: the processes live, but the job
+    cannot go on in place (a collective outside an iteration was cut, for example); *is_final*: the workers would come
+    to the same, so that the job ends. `again`: nothing is lost, but processes could not be connected with each other.
     """
 
     kind: FailureKind
@@ -223,24 +238,28 @@ class FailureRecord:
     is_dead: bool = False
     is_empty: bool = False
     is_final: bool = False
-    """Of a `restart`: the workers would come to the same, so that the job ends."""
 
 
 @dataclass(frozen=True)
-class ProgressRecord:
-    """What the living workers of a slot hold on their way into a generation; the reports are opaque to this room."""
+class OfSlot:
+    """What the node of a slot says, in a generation. The classes that follow from this one are stored."""
 
     slot: int
     incarnation: str
+
+
+@dataclass(frozen=True)
+class ProgressRecord(OfSlot):
+    """What the living workers of a slot hold on their way into a generation; the reports are opaque to this room."""
+
     reports: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class StoreRecord:
     """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call
-    `init_process_group`;
-    *session_port* serves workers that call `swift_agent.init()` and know the token, which follows from the job's key
-    and the public *nonce*."""
+    `init_process_group`; *session_port* serves workers that call `swift_agent.init()` and know the token, which follows
+    from the job's key and the public *nonce*."""
 
     host: str
     port: int
@@ -251,9 +270,7 @@ class StoreRecord:
 @dataclass(frozen=True)
 class PlanRecord:
     """How a generation gets its state. *content* is the recovery room's business; this room only carries it.
-
-    *restart*: it cannot; all workers have to be started again.
-    """
+    *restart*: it cannot; all workers have to be started again."""
 
     generation: int
     content: dict[str, Any]
@@ -271,22 +288,15 @@ class ResumedRecord:
 
 
 @dataclass(frozen=True)
-class FinishedRecord:
-    """All workers of a slot have reached their end. *checksums*: rank -> iteration, checksum, and its replica set as
-    text.
-    """
+class FinishedRecord(OfSlot):
+    """All workers of a slot are at their end. *checksums*: rank -> iteration, checksum, and its replica set as text."""
 
-    slot: int
-    incarnation: str
     checksums: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class ExitedRecord:
+class ExitedRecord(OfSlot):
     """All workers of a slot have exited with code 0."""
-
-    slot: int
-    incarnation: str
 
 
 @dataclass(frozen=True)
@@ -318,36 +328,26 @@ class PauseRecord:
 
 
 @dataclass(frozen=True)
-class PositionRecord:
+class PositionRecord(OfSlot):
     """No worker of a slot begins iteration *iteration* before the boundary is known."""
 
-    slot: int
-    incarnation: str
     iteration: int
 
 
 @dataclass(frozen=True)
-class ParkedRecord:
+class ParkedRecord(OfSlot):
     """All workers of a slot wait at the boundary."""
-
-    slot: int
-    incarnation: str
 
 
 @dataclass(frozen=True)
-class TakenRecord:
+class TakenRecord(OfSlot):
     """The new owner of a drained node's slot trains with its state: the old one is not needed any more."""
-
-    slot: int
-    incarnation: str
 
 
 @dataclass(frozen=True)
 class RateRecord:
-    """How fast the job trains, as rank 0's node sees it; under that node's lease.
-
-    *iteration*: the first that rank 0 has not begun; *per_s*: iterations per second, None where it was seen only once.
-    """
+    """How fast the job trains, as rank 0's node sees it; under that node's lease. *iteration*: the first that was not
+    begun; *per_s*: iterations per second, None where it was seen only once."""
 
     iteration: int
     per_s: float | None
@@ -356,11 +356,9 @@ class RateRecord:
 
 
 @dataclass(frozen=True)
-class MeasuredRecord:
+class MeasuredRecord(OfSlot):
     """What the workers of a slot have measured of themselves: by local rank, in the words of the room that plans."""
 
-    slot: int
-    incarnation: str
     ranks: tuple[dict[str, Any], ...]
 
 
@@ -370,12 +368,14 @@ class ProfileRecord:
 
     *content*: a profile as people write them. *lines*: the ways to recover, compared, for people; *way*: that which is
     taken. *log_groups*: of slots, see `JobRecord`, where the job has a budget for logs; they hold from now on.
+    *helpers*: by slot, how many of them pay for a rank of it: each number is better than all smaller ones.
     """
 
     content: dict[str, Any]
     lines: tuple[str, ...]
     way: str
     log_groups: tuple[tuple[int, ...], ...] = ()
+    helpers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ This module must never read a clock; times come in as arguments.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swift_rendezvous.roster import draining, resizing, setbacks
@@ -30,7 +30,9 @@ from swift_rendezvous.roster.decision import (
 from swift_rendezvous.roster.losses import Losses, describe, exits_of, failed_ranks, some_of, spares
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,
+    AS_MANY_AS_PAY,
     GenerationRecord,
+    Helper,
     NodeRecord,
     Owner,
     ResultRecord,
@@ -217,6 +219,12 @@ def _goes_on(now: Situation) -> Decision:
     with_them = [slot for slot in back if slot not in gone]
     if with_them:
         done += f"; {some_of(with_them)} of the same log group begin again with them"
+    bare = {} if now.restart else {slot: bare[slot] for slot in sorted(bare) if slot not in returned}
+    helpers = () if now.restart or handover else helpers_of(now, slots, bare)
+    if helpers:
+        count = "1 helper repeats" if len(helpers) == 1 else f"{len(helpers)} helpers repeat"
+        names = ", ".join(dict.fromkeys(helper.node_id for helper in helpers))
+        done += f"; {count} rank {helpers[0].rank} with it, on {names}"
     new = GenerationRecord(
         number=old.number + 1,
         mode="restart" if now.restart else "replace",
@@ -229,13 +237,44 @@ def _goes_on(now: Situation) -> Decision:
         lost=gone,
         num_restarts=old.num_restarts + (1 if now.restart and counts else 0),
         handover=handover,
-        bare={slot: tuple(sorted(bare[slot])) for slot in sorted(bare) if not now.restart and slot not in returned},
+        bare={slot: tuple(sorted(ranks)) for slot, ranks in bare.items()},
         recovery=old.recovery,
         troubles=old.troubles,
         epochs={} if now.restart else {**old.epochs, **dict.fromkeys(back, old.number + 1)},
+        helpers=helpers,
     )
     plan = (PublishPlan(),) if now.restart else ()
     return Decision((PublishGeneration(new), *plan, *now.forget), why=new.why)
+
+
+def helpers_of(now: Situation, slots: Sequence[Owner], bare: Mapping[int, Collection[int]]) -> tuple[Helper, ...]:
+    """Who repeats what is lost together with its replacement, if that is one rank: processes on spares that nobody
+    needs, then one on each node of the others, last the replacement's own. *slots*: the new owners. *bare*: by slot,
+    the local ranks that hold no state."""
+    ranks = [now.old.first_rank(slot) + local_rank for slot, of_slot in bare.items() for local_rank in of_slot]
+    if len(ranks) != 1 or now.view.log_groups:
+        return ()
+    slot = now.old.slot_with(ranks[0])
+    taken = [node.incarnation for node in now.takers.values()]
+    idle = [node for node in now.free if node.incarnation not in taken and node.role == slots[slot].role]
+    places = [(node.node_id, node.incarnation) for node in idle for _ in range(node.num_workers)]
+    others = [*slots[:slot], *slots[slot + 1 :], slots[slot]]
+    places += [(owner.node_id, owner.incarnation) for owner in others if owner.role == slots[slot].role]
+    most = _most_helpers(now.view, slot, len(places))
+    return tuple(Helper(ranks[0], share, *place) for share, place in enumerate(places[:most], 1))
+
+
+def _most_helpers(view: View, slot: int, num_places: int) -> int:
+    """For a rank of that slot."""
+    wanted = view.job.helpers if view.job is not None else 0
+    known = view.profile
+    if not wanted or (known is not None and known.way != "log+parallel"):
+        return 0  # its state comes back in another way
+    if wanted != AS_MANY_AS_PAY:
+        return wanted
+    if known is None or slot >= len(known.helpers):
+        return 1
+    return max((count for count in known.helpers[slot] if count <= num_places), default=0)
 
 
 def _go_back(view: View, hit: Collection[int]) -> list[int]:

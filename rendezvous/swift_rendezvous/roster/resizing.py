@@ -125,6 +125,7 @@ def renewed(
         num_restarts=old.num_restarts + (1 if counts else 0),
         handover={},
         bare={} if mode == "restart" else _bare_after(old, slots, bare),
+        helpers=(),
     )
     return replace(new, troubles=_troubles_after(old, new))
 

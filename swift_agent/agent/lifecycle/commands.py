@@ -32,6 +32,31 @@ class KillWorkers:
 
 
 @dataclass(frozen=True)
+class StartHelper:
+    """A process that repeats the iterations of *rank*, which is lost, with its replacement. *local_rank*: its number,
+    see `swift_agent.wire.environment.helper_number`."""
+
+    local_rank: int
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class KillHelper:
+    local_rank: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class SendHelp:
+    """As `SendGo`, to a helper."""
+
+    local_rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
 class SendStop:
     local_ranks: tuple[int, ...]
     generation: int
@@ -250,6 +275,9 @@ class EndJob:
 Command = (
     StartWorkers
     | KillWorkers
+    | StartHelper
+    | KillHelper
+    | SendHelp
     | SendStop
     | SendGo
     | SendLeave

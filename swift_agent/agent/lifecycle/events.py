@@ -148,6 +148,40 @@ class WorkerExited:
 
 
 @dataclass(frozen=True)
+class HelperStarted:
+    """*local_rank*, of this and the next: see `StartHelper`."""
+
+    local_rank: int
+    generation: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class HelperWaits:
+    """It has said hello, and has nothing to do yet."""
+
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class HelperUnfit:
+    """It cannot help."""
+
+    local_rank: int
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True)
+class HelperExited:
+    """It has ended, in whatever way, or could not be started."""
+
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
 class PeerLost:
     """*is_dead*: its kernel has closed the connection and refuses another; else only the way to it may be closed.
     *age_s*: how long ago that was seen."""
@@ -215,6 +249,10 @@ Event = (
     | WorkerApart
     | WorkerDeaf
     | WorkerExited
+    | HelperStarted
+    | HelperWaits
+    | HelperUnfit
+    | HelperExited
     | PeerLost
     | PeerDoubted
     | PlaceReclaimed

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swift_agent.agent.lifecycle import drain, rate
+from swift_agent.agent.lifecycle import drain, helping, rate
 from swift_agent.agent.lifecycle.commands import (
     Command,
     EndJob,
@@ -30,6 +30,10 @@ from swift_agent.agent.lifecycle.commands import (
 from swift_agent.agent.lifecycle.events import (
     Event,
     HelloReceived,
+    HelperExited,
+    HelperStarted,
+    HelperUnfit,
+    HelperWaits,
     PeerDoubted,
     PeerLost,
     PlaceRead,
@@ -197,6 +201,8 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
         case StoodStill(for_s):
             later = {rank: replace(w, stop_sent_s=w.stop_sent_s + for_s) for rank, w in state.workers.items()}
             return replace(state, workers=later)
+        case HelperStarted() | HelperWaits() | HelperUnfit() | HelperExited():
+            return helping.fold(state, event)
         case Tick() | PlaceRead() | RateTick() | WorkerAt():
             return state
 
@@ -235,7 +241,13 @@ def _doubt(state: AgentState, incarnation: str) -> AgentState:
 
 
 def reconcile(state: AgentState, *, now_s: float) -> Step:
-    """Compare what is with what the records ask for."""
+    """Compare what is with what the records ask for: of helpers first, with which workers have nothing to do."""
+    state, of_helpers = helping.reconcile(state)
+    step = _reconcile(state, now_s)
+    return Step(step.state, (*of_helpers, *step.commands))
+
+
+def _reconcile(state: AgentState, now_s: float) -> Step:
     view = state.view
     if view.result is not None:
         return _once(state, ("end",), EndJob())

@@ -112,6 +112,24 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class HelperProcess:
+    """A process of this node that helps *rank* (see `helping`), in that generation only. *pid*: 0: not known yet."""
+
+    rank: int
+    generation: int
+    pid: int = 0
+    waits: bool = False
+    """It has said hello."""
+    went: bool = False
+    """It was told to go."""
+    unfit: str = ""
+    """Why it cannot help."""
+    killed: bool = False
+    gone: bool = False
+    """It is kept until the generation is over: nobody starts it again."""
+
+
+@dataclass(frozen=True)
 class Suspicion:
     """What was seen of a peer. *seen_s*: when, on the clock of `on_event`."""
 
@@ -130,6 +148,8 @@ class AgentState:
     stop_deadline_s: float = 10.0
     view: View = field(default_factory=View)
     workers: Mapping[int, Worker] = field(default_factory=dict)
+    helpers: Mapping[int, HelperProcess] = field(default_factory=dict)
+    """By number, see `swift_agent.wire.environment.helper_number`."""
     lost_peers: Mapping[str, Suspicion] = field(default_factory=dict)
     """By incarnation."""
     restarts_used: int = 0
@@ -161,8 +181,12 @@ def describe_exit(exit_: WorkerExit) -> str:
     """One clause for people: which rank, where, and how."""
     if exit_.pid == 0:
         return f"rank {exit_.rank} on {exit_.host}: {exit_.message}"
-    how = f"killed by signal {-exit_.exit_code}" if exit_.exit_code < 0 else f"exited with code {exit_.exit_code}"
-    return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how}"
+    return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how_it_ended(exit_)}"
+
+
+def how_it_ended(exit_: WorkerExit) -> str:
+    """In words, of a process that has run."""
+    return f"killed by signal {-exit_.exit_code}" if exit_.exit_code < 0 else f"exited with code {exit_.exit_code}"
 
 
 def _rank(generation: GenerationRecord, slot: int, worker: Worker) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from swift_agent.agent.lifecycle.helping import helpers_of
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy import sentences
 from swift_recovery.strategy.budget import groups_within, parse_budget
-from swift_recovery.strategy.choose import Way, repeat_s, ways
+from swift_recovery.strategy.choose import Way, paying_helpers, shared_s, ways
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
 from swift_recovery.strategy.profile import ProfileError, parse
@@ -38,14 +39,17 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
     logs = all(one.logs for ranks in nodes for one in ranks)
     wanted = view.job.strategy if view.job is not None else ""
     found = _ways(job, logs, wanted)
-    groups, remarks = _groups(view, job, _taken(found))
+    groups, remarks = _groups(view, job, _taken(found, wanted))
     if groups:
         found = _ways(job, logs, wanted, groups)
-    taken = _taken(found)
+    taken = _taken(found, wanted)
     begin_now = groups if view.job is not None and view.job.log_budget else ()
     said = sentences.lines(job, found, taken, begin_now)
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
-    return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen)
+    pay: tuple[tuple[int, ...], ...] = ()
+    if taken == "log+parallel":
+        pay = tuple(paying_helpers(job.profile, slot) for slot in range(len(nodes)))
+    return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen, pay)
 
 
 def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tuple[Way, ...]:
@@ -106,8 +110,10 @@ def _predicted(view: View) -> Predicted | None:
     if plan.replays:
         slots = sorted({generation.slot_with(rank) for rank in plan.replays})
         group = range(slots[0], slots[-1] + 1)
-        repeated_s = (plan.iteration - plan.checkpoint) * repeat_s(job, group)
-        return Predicted("log", job.replace_s + repeated_s + job.iteration_s)
+        num_shares = 1 + len(helpers_of(view))
+        repeated_s = (plan.iteration - plan.checkpoint) * shared_s(job, group, num_shares)
+        way = "log" if num_shares == 1 else "log+parallel"
+        return Predicted(way, job.replace_s + repeated_s + job.iteration_s)
     moved = max((job.machines[generation.slot_with(rank)].state_bytes for rank in plan.sources), default=0.0)
     return Predicted("replica", job.replace_s + moved / job.network_bytes_per_s + job.iteration_s)
 
@@ -125,10 +131,11 @@ def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
     return way
 
 
-def _taken(found: tuple[Way, ...]) -> str:
+def _taken(found: tuple[Way, ...], wanted: str) -> str:
     """As the planner does it, whatever is lost: a replica if there is one, else logs, else a checkpoint."""
     possible = {way.name for way in found if not way.impossible}
-    return next((name for name in ("replica", "log", "checkpoint") if name in possible), "")
+    log = "log+parallel" if wanted == "log+parallel" else "log"
+    return next((name for name in ("replica", log, "checkpoint") if name in possible), "")
 
 
 def _remarks(taken: str, wanted: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from swift_agent.agent.lifecycle import events as msg
-from swift_agent.agent.lifecycle.state import AgentState, describe_exit
+from swift_agent.agent.lifecycle.state import AgentState, describe_exit, how_it_ended
 from swift_agent.agent.processes.late_starts import LateStarts, NotStarted
 from swift_agent.agent.processes.output import recorded_in
 from swift_agent.agent.processes.standby import StandbyServer
@@ -25,8 +25,8 @@ from swift_agent.agent.processes.workers import WorkerProcess, Workers
 from swift_agent.agent.torch_events import AgentEvents, Ended
 from swift_agent.launch.config import AgentConfig
 from swift_agent.wire.channel import ChannelClosed
-from swift_agent.wire.environment import Placement
-from swift_rendezvous.roster.records import ResultRecord, StoreRecord
+from swift_agent.wire.environment import Placement, share_of
+from swift_rendezvous.roster.records import ResultRecord, StoreRecord, WorkerExit
 from swift_rendezvous.roster.view import View
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,24 @@ class Crew:
         self._workers.signal_process(process, signal.SIGTERM)
         self._insist.append((time.monotonic() + self.grace_s, process))
 
+    def start_helper(self, place: Placement, number: int) -> None:
+        """*place*: that of the rank that is helped."""
+        workers = self._workers
+        log.info(
+            "generation %d: helper %d of rank %d starts (%s)",
+            place.generation,
+            share_of(number),
+            place.rank(number),
+            "standby" if workers.can_fork else "new process",
+        )
+        with self._watching_server():
+            started = workers.start_helper(place, number)
+        self._take(started)
+
+    def kill_helper(self, number: int) -> None:
+        """At once; one that is not there yet, when it comes."""
+        self._workers.signal(number, signal.SIGKILL)
+
     def signal(self, signum: int) -> None:
         """To all of them."""
         for process in self._workers.processes.values():
@@ -144,7 +162,10 @@ class Crew:
 
     def dismiss(self, result: ResultRecord, grace_s: float, in_hurry: Callable[[], bool]) -> None:
         """The job has ended with *result*: end all, and record how each of them did."""
-        processes = list(self._workers.processes.values())
+        processes = [one for number, one in self._workers.processes.items() if not share_of(number)]
+        for number in self._workers.processes:
+            if share_of(number):
+                self.kill_helper(number)
         failed = {(exit_.host, exit_.pid) for exit_ in result.exits}
         self._workers.end_all(grace_s, in_hurry)
         self._event_log.ended(
@@ -214,6 +235,10 @@ class Crew:
             if isinstance(one, WorkerProcess):
                 self._watch(one)
                 continue
+            if share_of(one.end.local_rank):
+                log.warning("%s: %s; the others go on without it", _helper(one.end), one.end.message)
+                self._on_event(msg.HelperExited(one.end.local_rank, 0))
+                continue
             is_new = not self._late_starts.is_tried_again(one)
             end = self._late_starts.failed(one, time.monotonic())
             if end is not None:
@@ -224,6 +249,8 @@ class Crew:
 
     def _watch(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))
+        if share_of(process.local_rank):
+            return self._watch_helper(process)
         log.info("rank %d is process %d", process.rank, process.pid)
         self._event_log.started(process.local_rank, process.pid)
         self._on_event(msg.WorkerStarted(process.local_rank, process.generation, process.pid))
@@ -234,12 +261,31 @@ class Crew:
         elif state.paused:
             self._workers.signal_process(process, signal.SIGSTOP)
 
+    def _watch_helper(self, process: WorkerProcess) -> None:
+        number = process.local_rank
+        log.info("process %d is helper %d of rank %d", process.pid, share_of(number), process.rank)
+        self._on_event(msg.HelperStarted(number, process.generation, process.pid))
+        helper = self._state().helpers.get(number)
+        if helper is None or helper.generation != process.generation or helper.killed:
+            self.kill_helper(number)  # ordered, then not wanted any more
+
     def _on_exit(self, process: WorkerProcess) -> None:
         end = self._workers.collect(process)
         if end is None:
             return
         self._selector.unregister(process.pidfd)
         self._on_end(process.local_rank)
+        if share_of(process.local_rank):
+            helper = self._state().helpers.get(process.local_rank)
+            if end.exit_code == 0:
+                log.info("%s has done its share", _helper(end))
+            elif helper is not None and not helper.killed:
+                where = f" ({end.place})" if end.place else ""
+                log.info("%s %s%s; the others go on without it", _helper(end), how_it_ended(end), where)
+            self._workers.forget(process)
+            self._workers.processes.pop(process.local_rank, None)
+            self._on_event(msg.HelperExited(process.local_rank, process.pid))
+            return
         if end.exit_code != 0:
             self._event_log.waits()
             log.info("%s", describe_exit(end))
@@ -259,14 +305,17 @@ class Crew:
                 self._take([started])
 
 
+def _helper(end: WorkerExit) -> str:
+    process = f" (pid {end.pid})" if end.pid else ""
+    return f"helper {share_of(end.local_rank)} of rank {end.rank} on {end.host}{process}"
+
+
 def placement(
-    config: AgentConfig, view: View, incarnation: str, *, socket_path: str, message_log: str, timers: str, run: str
+    config: AgentConfig, view: View, slot: int, *, socket_path: str, message_log: str, timers: str, run: str
 ) -> Placement:
-    """Where the workers of this node are in the generation of *view*. *timers*: the pipe of `watchdog`, '' for none."""
+    """Where the workers of *slot* are in the generation of *view*. *timers*: the pipe of `watchdog`, '' for none."""
     generation = view.generation
     assert generation is not None
-    slot = generation.slot_of(incarnation)
-    assert slot is not None
     store = view.store or StoreRecord(generation.slots[generation.store_slot].host, 0)
     return Placement(
         slot=slot,
@@ -276,7 +325,7 @@ def placement(
         world_size=generation.world_size,
         first_role_rank=generation.role_of(slot)[0],
         num_of_role=generation.role_of(slot)[1],
-        role=config.role,
+        role=config.role,  # who helps has the same
         run_id=config.job_id,
         master_addr=store.host,
         master_port=store.port,
@@ -290,5 +339,6 @@ def placement(
         log_store=config.log_store or "",
         timers=timers,
         run=run,
+        parallel_sum=config.parallel_sum if config.strategy == "log+parallel" else "",
         virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from swift_agent.launch.config import AgentConfig
-from swift_agent.wire.environment import Placement, log_prefix
+from swift_agent.wire.environment import Placement, log_prefix, share_of
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +37,17 @@ class Output:
         self._dest_attempt = -1
         self._tails: list[TailLog] = []
         self._filtered: list[IO[str]] = []
+        self._helpers: dict[int, tuple[str, str]] = {}  # by number, their stdout and stderr
 
     def stdout(self, local_rank: int) -> str:
         """The file; '' is the agent's own output."""
+        if share_of(local_rank):
+            return self._helpers[local_rank][0]
         return self._opened().stdouts.get(local_rank, "")
 
     def stderr(self, local_rank: int) -> str:
+        if share_of(local_rank):
+            return self._helpers[local_rank][1]
         return self._opened().stderrs.get(local_rank, "")
 
     def _opened(self) -> LogsDest:
@@ -82,6 +87,25 @@ class Output:
                     os.replace(path, path + ".previous")
                 except OSError:
                     envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = ""
+
+    def open_helper(self, place: Placement, number: int, env: dict[str, str]) -> None:
+        """Before that helper starts. It runs the script once more: what it writes is in a file in `--log-dir`; without
+        that its standard output is dropped, and what it says of errors is in the agent's own output."""
+        specs, env["TORCHELASTIC_ERROR_FILE"] = self._config.launch.logs_specs, ""
+        self._helpers[number] = os.devnull, ""
+        if specs is None or specs.root_log_dir in ("", os.devnull):
+            return
+        name = f"{place.run_id}-generation-{place.generation}-rank-{place.rank(number)}-share-{share_of(number)}"
+        path = os.path.join(specs.root_log_dir, "helpers", name)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if self._config.keep_logs:
+                builtins.open(f"{path}.log", "a").close()
+                self._helpers[number] = f"{path}.log", f"{path}.log"
+        except OSError as error:
+            log.warning("no log of %s can be written (%s)", name, error)
+        else:
+            env["TORCHELASTIC_ERROR_FILE"] = f"{path}.json"
 
     def check(self, local_rank: int, env: dict[str, str]) -> None:
         """The directory may have gone since the files of the others were made: a rank then goes on without."""

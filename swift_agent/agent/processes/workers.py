@@ -31,7 +31,7 @@ from swift_agent.agent.processes.standby import StandbyServer
 from swift_agent.launch.config import AgentConfig
 from swift_agent.torch_private import launcher as torch_launcher
 from swift_agent.wire.channel import ChannelClosed
-from swift_agent.wire.environment import ENV_STARTED, Placement, worker_env
+from swift_agent.wire.environment import ENV_STARTED, Placement, helped_by, worker_env
 from swift_agent.wire.root_cause import place_of
 from swift_agent.wire.standing import Standings
 from swift_rendezvous.roster.records import WorkerExit
@@ -110,6 +110,17 @@ class Workers:
                 started.append(self._try_cold(place, local_rank, envs[local_rank], asked_warm))
         return started
 
+    def start_helper(self, place: Placement, number: int) -> list[WorkerProcess | NotStarted]:
+        """As `start`, one helper for a rank of *place*, which is another node's. It is warm if it can be."""
+        env = worker_env(place, number, os.environ)
+        old = self.processes.pop(number, None)
+        if old is not None:
+            self.forget(old)
+        self._output.open_helper(place, number, env)
+        if self.can_fork and self._order_warm(place, number, env):
+            return []
+        return [self._try_cold(place, number, env, warm=True)]
+
     def _try_cold(
         self, place: Placement, local_rank: int, env: dict[str, str], warm: bool
     ) -> WorkerProcess | NotStarted:
@@ -140,12 +151,12 @@ class Workers:
 
     def _start_cold(self, place: Placement, local_rank: int, env: dict[str, str]) -> WorkerProcess:
         config = self._config
-        args = [str(arg) for arg in macros.substitute(list(config.entry_args), str(local_rank))]
+        args = [str(arg) for arg in macros.substitute(list(config.entry_args), str(helped_by(local_rank)))]
         if callable(config.entrypoint):
             command = [sys.executable, "-u", "-c", _RUN_PATH, *args]
         else:
             command = [config.entrypoint, *args]
-        command = _bind_to_numa_node(command, local_rank, config.launch.numa_options)
+        command = _bind_to_numa_node(command, helped_by(local_rank), config.launch.numa_options)
         # The kernel ends the worker if the agent dies in a way that leaves it no time.
         command = self._guard.wrap(command)
         stdout, stderr = _open(self._output.stdout(local_rank)), _open(self._output.stderr(local_rank))
@@ -165,7 +176,7 @@ class Workers:
     def _order_warm(self, place: Placement, local_rank: int, env: dict[str, str]) -> bool:
         """False if there is no standby server to order from."""
         config = self._config
-        args = [str(arg) for arg in macros.substitute(list(config.training_script_args), str(local_rank))]
+        args = [str(arg) for arg in macros.substitute(list(config.training_script_args), str(helped_by(local_rank)))]
         target = config.training_script
         assignment = orders.Assignment(
             env={**env, ENV_STARTED: repr(time.time())},

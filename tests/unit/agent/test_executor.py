@@ -16,7 +16,17 @@ from swift_agent.agent.executor import Executor
 from swift_agent.agent.lifecycle import commands, strategy
 from swift_agent.agent.lifecycle.state import AgentState, Suspicion
 from swift_agent.agent.record_writer import Write
-from swift_rendezvous.roster.records import FailureRecord, JobRecord, NodeRecord, ProfileRecord
+from swift_agent.wire.environment import helper_number
+from swift_recovery.planning.plan import Plan
+from swift_rendezvous.roster.records import (
+    FailureRecord,
+    Helper,
+    JobRecord,
+    NodeRecord,
+    PlanRecord,
+    ProfileRecord,
+    StoreRecord,
+)
 from swift_rendezvous.roster.view import View
 from tests.support.records import generation, view
 
@@ -72,3 +82,35 @@ def test_who_has_not_decided_does_not_tell_but_writes_its_file_once(
         agent.measured(view(profile=known), True)
     (said,) = caplog.messages
     assert said.endswith("cannot be written: No such file or directory")
+
+
+def test_all_are_told_how_many_help_and_a_helper_which_share_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    named = replace(
+        generation(2, "replace", lost={1: (1,)}), helpers=tuple(Helper(3, share, "n0", "n0.1") for share in (1, 2))
+    )
+    plan = PlanRecord(2, Plan("copy", "w", 7, replays=(3,), checkpoint=4).to_json(), "w")
+    now = AgentState("n0", "n0.1", view=view(generation=named, plan=plan, store=StoreRecord("h", 1, 2, "n")))
+    sent: list[tuple[tuple[int, ...], Any]] = []
+    killed: list[int] = []
+    started: list[tuple[Any, int]] = []
+    agent = executor([], lambda: now)
+    parts: Any = agent
+    parts._channels = SimpleNamespace(send=lambda ranks, message: sent.append((ranks, message)))
+    parts._stores = SimpleNamespace(token=lambda number, store: "t")
+    parts._crew = SimpleNamespace(
+        kill_helper=killed.append, start_helper=lambda place, number: started.append((place, number))
+    )
+    parts._placement = lambda slot: f"the place of slot {slot}"
+    number = helper_number(2, 1)
+    for command in (
+        commands.SendGo((0, 1), 2), commands.SendHelp(number, 2), commands.StartHelper(number, 3, 2),
+        commands.KillHelper(number, 3, "its rank trains"),
+    ):  # fmt: skip
+        agent.execute(command, 0.0)
+    assert [(ranks, go.helpers, go.share) for ranks, go in sent] == [((0, 1), 2, 0), ((number,), 2, 2)]
+    assert started == [("the place of slot 1", number)] and killed == [number]
+    assert caplog.messages == ["helper 2 of rank 3 is ended: its rank trains"]
+    now = replace(now, view=replace(now.view, plan=replace(plan, content=Plan("copy", "w", 7).to_json())))
+    agent.execute(commands.SendGo((0, 1), 2), 0.0)
+    assert sent[-1][1].helpers == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import selectors
@@ -27,6 +28,7 @@ from swift_agent.agent.processes.crew import Crew
 from swift_agent.agent.worker_channels import WorkerChannels
 from swift_agent.wire import messages as wire
 from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
+from swift_agent.wire.environment import helper_number
 from swift_agent.wire.standing import Standings
 from swift_agent.wire.vocabulary import written
 from swift_agent.worker.line import agent_line, standstill
@@ -150,6 +152,30 @@ def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatc
     monkeypatch.setattr(agent_line, "ASK_PLACE_S", 0.2)
     assert "has not said within 0.2 s" in worker.ask_place(1)
     worker.close()
+
+
+def test_what_a_helper_says_of_itself_is_no_news_of_a_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    number = helper_number(2, 1)
+    line = Line(tmp_path, {0: os.getpid(), number: os.getpid()})
+    helper = connect(line.channels.path)
+    helper.send(written(wire.Hello(number, 1)))
+    line.until(lambda: bool(line.events))
+    for said in (
+        wire.Report(1, {}), wire.Holds(), wire.Resumed(1, 5, {}), wire.Finished(1, {}), wire.Kept(5, 0),
+        wire.Suspect("reset"), wire.Again(1, "apart"), wire.Modules(("numpy",)), wire.At(5), wire.Note(3, "repeats"),
+        wire.AskPlace(7, 1), wire.Unfit("no log"),
+    ):  # fmt: skip
+        helper.send(written(said))
+    line.until(lambda: len(line.events) == 2)
+    assert line.events == [msg.HelperWaits(number, os.getpid()), msg.HelperUnfit(number, os.getpid(), "no log")]
+    assert caplog.messages == ["rank 3: repeats"]
+    assert helper.receive() == written(wire.Place(7, "a helper has no place in the job"))
+    line.channels.send((number,), go(1))
+    assert helper.receive() == written(go(1))
+    helper.close()
+    line.channels.close()
+    line.selector.close()
 
 
 _HELLO = """

@@ -17,7 +17,7 @@ from swift_agent.launch.checks import ConfigError
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import parse_args
 from swift_agent.run import cli, main
-from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES
+from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES, AS_MANY_AS_PAY
 
 
 @pytest.fixture(autouse=True)
@@ -235,8 +235,15 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--log-budget", "20%", "--strategy", "checkpoint", "train.py"], "nothing is logged; leave one of them out"),
     (["--log-groups", "0-1", "--nnodes", "2", "--strategy", "replica", "train.py"], "0-1 --strategy replica: nothing"),
     (["--log-budget", "20%", "--nnodes", "2:4", "train.py"], "has no fixed groups; leave it out"),
-    (["--strategy", "luck", "train.py"], r"--strategy luck: .*type one of auto, replica, log, checkpoint"),
-    (["--strategy", "log+parallel", "train.py"], r"not in this version, .*type --strategy log"),
+    (["--strategy", "luck", "train.py"], r"luck: .*type one of auto, replica, log, log\+parallel, checkpoint"),
+    (["--helpers", "2", "train.py"], r"--helpers 2: nobody helps with --strategy auto; type --strategy log\+parallel"),
+    (["--helpers", "2", "--strategy", "log", "train.py"], "nobody helps with --strategy log; type"),
+    (["--helpers", "0", "--strategy", "log+parallel", "train.py"], "--helpers 0: must be 1 or more; type --strat"),
+    (["--parallel-sum", "unordered", "train.py"], r"--parallel-sum unordered: nobody helps with --strategy auto; type"),
+    (["--parallel-sum", "ordered", "--strategy", "log", "train.py"], r"ordered: nobody helps with --strategy log"),
+    (["--parallel-sum", "any", "--strategy", "log+parallel", "train.py"], r"any: .* type one of ordered, unordered"),
+    (["--log-groups", "0-1", "--nnodes", "3", "--strategy", "log+parallel", "train.py"], "helpers repeat one rank"),
+    (["--log-budget", "20%", "--strategy", "log+parallel", "train.py"], "--log-budget 20% .*helpers repeat one rank"),
     (["--profile", "no/such/p.json", "train.py"], r"--profile no/such/p.json: no file can be written there"),
     (["--log-groups", "0-1,x", "--nnodes", "4", "train.py"], r"--log-groups 0-1,x: 'x' is no node or range of nodes"),
     (["--log-groups", "3-2", "--nnodes", "4", "train.py"], "'3-2' is no node or range of nodes"),
@@ -326,3 +333,13 @@ def test_commands_run_as_modules(module: str) -> None:
 
 def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_as_many_help_as_pay_unless_it_is_said() -> None:
+    def of(*options: str) -> tuple[int, str]:
+        found = config(*options, "train.py")
+        return found.helpers, found.parallel_sum
+
+    assert of() == of("--strategy", "log") == (0, "ordered")
+    assert of("--strategy", "log+parallel") == (AS_MANY_AS_PAY, "ordered")
+    assert of("--strategy", "log+parallel", "--helpers", "3", "--parallel-sum", "unordered") == (3, "unordered")

@@ -38,6 +38,8 @@ OURS = {
     "log_groups": "",
     "log_budget": "",
     "strategy": "auto",
+    "helpers": None,
+    "parallel_sum": None,
     "profile": None,
     "node_id": None,
     "journal": None,

@@ -10,7 +10,7 @@ import pytest
 from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
-from swift_rendezvous.roster.records import JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
+from swift_rendezvous.roster.records import Helper, JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
 from swift_rendezvous.roster.view import View
 from tests.support.records import generation, view
 
@@ -58,6 +58,8 @@ def test_what_cannot_be_read_decides_nothing() -> None:
         ({"logs": False, "checkpoint_every": 0}, "", ""),
         ({"replicas": (0, 1, 2, 3)}, "checkpoint", "replica"),
         ({"logs": False}, "log", "checkpoint"),
+        ({}, "log+parallel", "log+parallel"),
+        ({"logs": False}, "log+parallel", "checkpoint"),
     ],
 )
 def test_the_way_is_the_planners(changes: dict[str, Any], wanted: str, way: str) -> None:
@@ -122,7 +124,19 @@ def test_what_a_recovery_should_take() -> None:
     assert one == pytest.approx(0.25 + 5 * 0.07 + 0.1)
     assert two == pytest.approx(0.25 + 5 * (0.07 + 0.07 / 4) + 0.1)
     assert of(Plan("copy", "w", 15, sources={1: 0})) == pytest.approx(0.35, abs=0.01)
+    helped = replace(generation(1, "replace", NAMES, workers=1), helpers=(Helper(1, 1, "n0", "n0.1"),))
+    plan = PlanRecord(1, Plan("copy", "w", 15, replays=(1,), checkpoint=10).to_json(), "w")
+    parallel = predicted(job(profile=known, generation=helped, plan=plan))
+    assert parallel is not None and parallel.way == "log+parallel"
+    assert parallel.seconds == pytest.approx(0.25 + 5 * 0.07 / 2 + 0.1)
     assert of(Plan("restart", "w")) is None and predicted(job()) is None
+
+
+def test_how_many_helpers_pay_is_written_where_there_may_be_any() -> None:
+    found = decide(job(strategy="log+parallel"), "J")
+    assert found is not None and found.helpers == ((1, 3),) * 4  # of four micro-batches
+    assert decide(job(), "J").helpers == decide(job(strategy="log"), "J").helpers == ()  # type: ignore[union-attr]
+    assert decide(job(strategy="log+parallel", measured=measured(logs=False)), "J").helpers == ()  # type: ignore[union-attr]
 
 
 def test_the_next_prediction_is_corrected_by_the_last_error() -> None:

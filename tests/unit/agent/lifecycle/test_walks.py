@@ -24,6 +24,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "one node": {"num_nodes": 1, "num_workers": 3, "num_spares": 0, "num_failures": 4},
     "an untracked job": {"tracked": False},
     "log groups": {"num_nodes": 4, "num_workers": 1, "num_failures": 5, "target": 5, "log_groups": ((0, 1), (2, 3))},
+    "helpers": {"num_nodes": 3, "num_workers": 1, "num_failures": 5, "target": 5, "helpers": 3},
     "two to four nodes": {"max_nodes": 4, "num_spares": 1, "target": 6, "num_failures": 5},
     "two to four nodes of one worker": {"max_nodes": 4, "num_spares": 2, "num_workers": 1, "target": 8},
     "an untracked job of 2 to 4 nodes": {"tracked": False, "max_nodes": 4, "num_spares": 1, "target": 20},
@@ -53,6 +54,7 @@ def test_whatever_fails_the_job_comes_to_its_end(job: dict[str, Any]) -> None:
     happened = {kind for sim in sims for kind in sim.happened}
     assert modes.count("start") == NUM_WALKS and "restart" in modes
     assert happened == {"kill", "node", "accuse", "hang", "unfit"}
+    assert any(sim.num_helpers for sim in sims) == ("helpers" in job)
     if "max_nodes" in job:
         assert {size for sim in sims for size in sim.sizes} == {2, 3, 4}
         assert ("resize" in modes) == job.get("tracked", True)

@@ -30,8 +30,8 @@ from swift_agent.agent.processes.workers import MAX_SERVER_DEATHS, NOT_STARTED, 
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import parse_args
 from swift_agent.wire.channel import ChannelClosed
-from swift_agent.wire.environment import Placement
-from swift_agent.wire.standing import Standings
+from swift_agent.wire.environment import Placement, helper_number
+from swift_agent.wire.standing import Standing, Standings
 from tests.support.limits import without_descriptors
 from tests.support.standby_forks import StandbyForks
 
@@ -228,6 +228,60 @@ def test_a_replacement_starts_although_the_log_directory_has_gone(
     bench.start(0, generation=3, warm=warm)
     assert bench.ends() == [(0, 7)] and len(bench.lines()) == 2
     assert "no logs of local rank 0 can be written any more" in caplog.text
+
+
+def helped(bench: Bench, generation: int = 2) -> Placement:
+    """Slot 3 of a job, another node's."""
+    return replace(bench.place(generation), slot=3, num_slots=4)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_helper_has_the_rank_that_it_helps_and_no_place_among_the_workers(
+    bench: Bench, warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = helper_number(2, 1)
+    if not warm:
+        monkeypatch.setattr(Workers, "can_fork", False)
+    bench.start(1, warm=False)
+    bench.started += bench.workers.start_helper(helped(bench), number)
+    assert sorted(bench.ends()) == [(1, 7), (number, 7)]
+    assert sorted(rank for _, rank in bench.lines()) == ["1", "7"]
+    assert (bench.started[-1].popen is None) == warm and bench.started[-1].rank == 7
+    assert bench.workers._standings.of(number) == Standing() and not bench.workers._standings.stands(number)
+
+
+def test_a_helper_is_ended_with_the_workers(bench: Bench) -> None:
+    number = helper_number(1, 0)
+    bench.workers.prepare(1, ())
+    (standby,) = bench.standbys(1)
+    bench.workers.start_helper(helped(bench), number)
+    bench.wait(lambda: number in bench.workers.processes or bench.started)
+    bench.workers.end_all(0.0)
+    assert bench.workers.processes == {} and not standby.is_running()
+
+
+@pytest.mark.parametrize("bench", [("--log-dir", "logs"), ("--log-dir", "logs", "--tee", "3"), ()], indirect=True)
+def test_where_the_output_of_a_helper_is(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    number, place = helper_number(1, 0), helped(bench)
+    env: dict[str, str] = {}
+    output = bench.workers._output
+    output.open_helper(place, number, env)
+    logs = tmp_path / "logs"
+    if not bench.workers._config.keep_logs:
+        assert (output.stdout(number), output.stderr(number)) == (os.devnull, "")
+        return
+    path = str(logs / "helpers" / f"{place.run_id}-generation-2-rank-6-share-1")
+    assert output.stdout(number) == output.stderr(number) == f"{path}.log"
+    assert env["TORCHELASTIC_ERROR_FILE"] == f"{path}.json"
+    shutil.rmtree(logs)
+    logs.touch()  # nothing can be made below it any more
+    output.open_helper(place, number, env)
+    assert (output.stdout(number), output.stderr(number)) == (os.devnull, "")
+    assert env["TORCHELASTIC_ERROR_FILE"] == "" and "no log of" in caplog.text
+    logs.unlink()
+    logs.mkdir()
 
 
 @pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3")], indirect=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift_recovery.strategy.choose import Way, choose, repeat_s, ways
+from swift_recovery.strategy.choose import Way, choose, paying_helpers, repeat_s, shared_s, ways
 from swift_recovery.strategy.profile import Machine, Profile
 
 # Four machines, 8 micro-batches of 1 s each: 11 s for an iteration, of which each machine waits 3.
@@ -81,6 +81,7 @@ def test_within_a_budget_machines_form_groups() -> None:
     assert by_name["log"].recovery_s == 3 + 4 + 50 * 9 and repeat_s(PIPELINE, range(2)) == 9.0
     # A group in the middle has two neighbours; each half of the machines helps the other.
     assert repeat_s(PIPELINE, range(2), helpers=True) == 5.0
+    assert shared_s(PIPELINE, range(2), 2) == 5.0 and shared_s(PIPELINE, range(2), 1) == 9.0
     assert found(PIPELINE, 0.0)["log"].impossible.startswith("the budget for logs allows no two groups")
 
 
@@ -90,3 +91,14 @@ def test_the_way_that_wastes_least_is_taken() -> None:
     assert choose(ways(slow), slow.mtbf_s).name == "checkpoint"
     often = replace(slow, machine_mtbf_hours=1.0)
     assert choose(ways(often), often.mtbf_s).name != "checkpoint"
+
+
+def test_so_many_helpers_pay() -> None:
+    """Each number is better than all smaller ones: shares are whole micro-batches, and logs are read so fast only."""
+    assert paying_helpers(PIPELINE, 1) == (1, 2, 3, 7)
+    assert [shared_s(PIPELINE, range(1, 2), count + 1) for count in (0, 1, 2, 3, 6, 7)] == [8, 4, 3, 2, 2, 1]
+    # 3 s for the messages of an iteration; an end of the pipeline has half as many.
+    slow = replace(PIPELINE, network_bytes_per_s=PIPELINE.network_bytes_per_s / 3)
+    assert (paying_helpers(slow, 1), paying_helpers(slow, 0)) == ((1, 2), (1, 2, 3, 7))
+    assert paying_helpers(replace(PIPELINE, network_bytes_per_s=1.0), 1) == ()
+    assert paying_helpers(replace(PIPELINE, micro_batches=1), 1) == ()

@@ -147,7 +147,9 @@ def test_lines_for_people() -> None:
     assert "assumed: a network of 1.16 GiB/s" in said[0]
     assert [line for line in said if line.endswith(": taken")] == [said[2]] and said[2].startswith("  log: a lost node")
     assert said[1] == "  replica: not possible: no other machine holds what machine 0 does"
-    assert "not in this version" in said[3]
+    assert said[3].endswith("; with --strategy log+parallel")
+    parallel = lines(job, ways(job.profile), "log+parallel", ())
+    assert parallel[3].endswith(": taken") and "with --strategy" not in parallel[3]
     assert said[-1].endswith("from the next iteration on: 0-1 2-3")
     forever = put_together("J", [[replace(one, checkpoint_every=0) for one in node] for node in pipeline()])
     assert "since iteration 0: the script takes no checkpoints" in lines(forever, ways(forever.profile), "log", ())[2]

@@ -23,11 +23,13 @@ from swift_rendezvous.roster.membership import decide
 from swift_rendezvous.roster.mending import RemoveDamaged, RestoreGeneration, RestoreJob
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,
+    AS_MANY_AS_PAY,
     ExitedRecord,
     FailureRecord,
     FinishedRecord,
     JobRecord,
     PlanRecord,
+    ProfileRecord,
     ProgressRecord,
     ResultRecord,
     WorkerExit,
@@ -669,3 +671,78 @@ def test_what_a_drained_node_hands_over_does_not_go_back() -> None:
     old = replace(old, bare={1: (0, 1)})
     new = published(ask(grouped(generation=old, failures={0: failure("workers", 0, (0,))})))
     assert new.handover == {1: owner("n1")} and new.epochs == {0: 3}
+
+
+# ---- helpers: what one rank has lost is repeated by several ----
+
+
+def pipeline(helpers: int = AS_MANY_AS_PAY, spares: tuple[str, ...] = ("n4", "n5"), **changes: Any) -> View:
+    """Four stages on nodes of one worker each; the spares have two."""
+    names = ("n0", "n1", "n2", "n3")
+    first = generation(slots=names, workers=1)
+    found = view(
+        **{
+            "names": (*names, *spares), "generation": first, "job": JobRecord(4, 1, "command", 3, helpers=helpers),
+            "failures": {1: failure("workers", 1, (0,))}, **changes,
+        }
+    )  # fmt: skip
+    small = {name: node(name, workers=1) for name in names if name in found.nodes}
+    return replace(found, nodes={**found.nodes, **small})
+
+
+def helpers_in(decision: Decision) -> list[tuple[int, int, str]]:
+    return [(helper.rank, helper.share, helper.node_id) for helper in published(decision).helpers]
+
+
+def test_spares_that_nobody_needs_help_first() -> None:
+    new = published(ask(pipeline(3)))
+    assert [(helper.rank, helper.share, helper.node_id, helper.incarnation) for helper in new.helpers] == [
+        (1, 1, "n4", "n4.1"), (1, 2, "n4", "n4.1"), (1, 3, "n5", "n5.1"),
+    ]  # fmt: skip
+    assert new.why.endswith("ranks [1] are replaced on n1; 3 helpers repeat rank 1 with it, on n4, n5")
+    assert published(ask(pipeline(1))).why.endswith("; 1 helper repeats rank 1 with it, on n4")
+
+
+def test_then_one_on_each_node_and_last_the_replacements_own() -> None:
+    assert [name for _, _, name in helpers_in(ask(pipeline(9, ("n4",))))] == ["n4", "n4", "n0", "n2", "n3", "n1"]
+    assert [name for _, _, name in helpers_in(ask(pipeline(2, ())))] == ["n0", "n2"]
+
+
+def test_a_spare_that_takes_the_place_of_the_lost_node_does_not_help() -> None:
+    lost = {"failures": {1: failure("node", 1)}, "nodes": {n: node(n, workers=1) for n in ("n0", "n2", "n3", "n4")}}
+    new = published(ask(pipeline(9, joined={name: at for at, name in enumerate(("n0", "n2", "n3", "n4"))}, **lost)))
+    assert new.slots[1].node_id == "n4" and [helper.node_id for helper in new.helpers] == ["n0", "n2", "n3", "n4"]
+
+
+def test_as_many_help_as_pay() -> None:
+    assert helpers_in(ask(pipeline())) == [(1, 1, "n4")]  # nothing is known yet
+    profile = ProfileRecord({}, (), "log+parallel", helpers=((1,), (1, 3, 7), (), ()))
+    assert len(helpers_in(ask(pipeline(profile=profile)))) == 7
+    assert len(helpers_in(ask(pipeline(profile=profile, spares=())))) == 3
+    assert len(helpers_in(ask(pipeline(2, profile=profile)))) == 2
+    assert not helpers_in(ask(pipeline(profile=profile, failures={2: failure("workers", 2, (0,))})))
+    for way in ("replica", "checkpoint"):
+        assert not helpers_in(ask(pipeline(2, profile=replace(profile, way=way))))
+
+
+def test_nobody_helps_where_it_is_not_wanted_or_more_than_one_rank_is_lost() -> None:
+    alone = pipeline(0)
+    assert not helpers_in(ask(alone)) and "help" not in published(ask(alone)).why
+    two = {1: failure("workers", 1, (0,)), 2: failure("workers", 2, (0,))}
+    assert not helpers_in(ask(pipeline(failures=two)))
+    assert not helpers_in(ask(pipeline(failures={1: failure("restart", 1)})))
+    groups = JobRecord(4, 1, "command", 3, helpers=2, log_groups=((0, 1),))
+    assert not helpers_in(ask(pipeline(job=groups)))
+    handed = generation(2, "replace", ("n4", "n1", "n2", "n3"), workers=1, handover={0: owner("n0")})
+    assert not helpers_in(ask(pipeline(generation=handed)))
+
+
+def test_each_generation_names_its_own() -> None:
+    second = published(ask(pipeline(2)))
+    assert len(second.helpers) == 2 and len(helpers_in(ask(pipeline(1, generation=second)))) == 1
+    third = published(ask(pipeline(2, generation=second, failures={2: failure("workers", 2, (0,))})))
+    assert third.helpers == ()  # rank 1 has not got its state yet: two are lost
+    done = pipeline(2, generation=second, recovered=2, failures={2: failure("workers", 2, (0,))})
+    assert {helper.rank for helper in published(ask(done)).helpers} == {2}
+    restart = PlanRecord(2, {"kind": "fresh"}, "no log", restart=True)
+    assert published(ask(pipeline(2, generation=second, failures={}, plan=restart))).helpers == ()
