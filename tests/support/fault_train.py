@@ -42,6 +42,9 @@ import swift_agent as swift
 ORDERS = json.loads(os.environ["FAULT_ORDERS"])
 DIR = Path(ORDERS["dir"])
 RANK = int(os.environ["RANK"])
+# Of a helper, which has the rank of the worker that it helps; what it writes is its own.
+SHARE = int(os.environ.get("SWIFT_HELPER", "0"))
+OF = "helper." if SHARE else ""
 ITERATIONS = ORDERS.get("iterations", 12)
 DEVICE = torch.device(ORDERS.get("device", "cpu"))
 now = {"iteration": -1}
@@ -98,6 +101,8 @@ def fault(at: str, iteration: int | None = None) -> None:
     iteration = now["iteration"] if iteration is None else iteration
     for index, order in enumerate(ORDERS.get("faults", ())):
         if order["at"] != at or order["rank"] != RANK or order.get("iteration", iteration) != iteration:
+            continue
+        if order.get("share", 0) != SHARE:
             continue
         after = order.get("after")
         if after is not None and not (DIR / f"fired.{after}").exists():
@@ -421,7 +426,7 @@ def leave_result(
 
 
 if __name__ == "__main__":
-    with open(DIR / f"pids.{RANK}", "a") as stream:
+    with open(DIR / f"{OF}pids.{RANK}", "a") as stream:
         print(os.getpid(), file=stream)
     torch.set_num_threads(1)
     arm_private_places()

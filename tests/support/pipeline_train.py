@@ -9,7 +9,8 @@ same words, and "tells" all of them what the last one has lost, after the update
 evaluation in some iterations; with "reports" the last stage sends its losses to the first one, which receives them
 after its update, on "thread" in a thread that begins before; "late" sends one after the update; with "section" there is
 one of these now and then, which "communicates", has "messages", or neither; "loses_logs" names iterations after which
-nothing of a log is left on its node that is in a store.
+nothing of a log is left on its node that is in a store; with "counts" each stage counts its calls, so that its steps
+are not shared with helpers.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tests.support.fault_train import (
     DEVICE,
     DIR,
     ITERATIONS,
+    OF,
     ORDERS,
     RANK,
     arm_agreement,
@@ -54,13 +56,27 @@ WIDTH, LENGTH, WORDS, BATCH, MICRO_BATCHES = 16, 6, 20, 16, 8
 BY_HAND = {"ByHand": 1, "ByHandHalves": 2}  # ranks of a stage
 
 
+class Calls:
+    """A number that nobody finds who looks for numbers in a module."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __iadd__(self, more: int) -> Calls:
+        self._number += more
+        return self
+
+    def __mod__(self, by: int) -> int:
+        return self._number % by
+
+
 class Block(nn.Module):
     def __init__(self, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH) if is_first else None
         self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
         self.head = nn.Linear(WIDTH, WORDS) if is_last else None
-        self.calls = 0
+        self.calls = 0 if ORDERS.get("counts") else Calls()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
@@ -309,8 +325,35 @@ def arm_logs() -> None:
     LogWriter._delete = deleting  # type: ignore[method-assign]
 
 
+def arm_helpers() -> None:
+    """Places in a repetition that is shared: before a helper joins, in each step, and in what they exchange."""
+    from swift_agent.worker.rejoin import helping, shared_steps
+    from swift_recovery.replay import team
+
+    def around(owner: Any, name: str, at: str, after: str = "") -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **named: Any) -> Any:
+            fault(at)
+            result = original(*args, **named)
+            if after:
+                fault(after)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    around(helping.Joining, "join", "joins", "joined")
+    around(team.Hub, "gather", "gathers", "gathered")
+    around(shared_steps.SharedSteps, "_rehearse", "rehearses", "rehearsed")
+    for kind in (helping._HubTeam, helping._HelperTeam):
+        around(kind, "meet", "meets")
+        around(kind, "exchange", "exchanges", "exchanged")
+    around(team, "pass_on", "adds")
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    arm_helpers()
     arm_private_places()
     arm_logs()
     arm_agreement()
@@ -354,7 +397,7 @@ def main() -> None:
         job.track(model=blocks, optimizer=optimizer, scheduler=scheduler, replicas=[RANK], log_messages=True)
     else:
         job.track(model=stages, optimizer=optimizer, scheduler=scheduler)
-    with open(DIR / f"calls.{RANK}", "a") as calls, open(DIR / f"losses.{RANK}", "a") as losses:
+    with open(DIR / f"{OF}calls.{RANK}", "a") as calls, open(DIR / f"{OF}losses.{RANK}", "a") as losses:
 
         @job.resilient
         def decay() -> float:
@@ -384,7 +427,7 @@ def main() -> None:
             x, y = x.to(DEVICE), y.to(DEVICE)
             found: list[Tensor] = []
             for block in blocks:
-                block.calls = 0
+                block.calls = 0 if ORDERS.get("counts") else Calls()
             if ORDERS.get("evaluates") and job.iteration_number % 4 == 2:
                 with torch.no_grad():
                     schedule.eval(*([x] if 0 in indices else []), target=y if last in indices else None, losses=[])
@@ -431,7 +474,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with open(DIR / f"pids.{RANK}", "a") as stream:
+    with open(DIR / f"{OF}pids.{RANK}", "a") as stream:
         print(os.getpid(), file=stream)
     main()
     sys.exit(0)

@@ -23,7 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from swift_agent.errors import UsageError
 from swift_agent.wire import messages as msg
 from swift_agent.wire.channel import ENV_SOCKET, connect
-from swift_agent.wire.environment import ENV_GENERATION, ENV_HELPER, ENV_LOCAL_RANK, ENV_RUN, ENV_STARTED
+from swift_agent.wire.environment import ENV_GENERATION, ENV_LOCAL_RANK, ENV_RUN, ENV_STARTED
 from swift_agent.wire.root_cause import place_of
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.groups import process_groups
@@ -120,9 +120,6 @@ def _with_agent(
     protected = Protected(place, supervisor, groups, device, started_s, standing)
     hello = msg.Hello(local_rank, int(os.environ[ENV_GENERATION]))
     supervisor.start(hello, place.report, groups.abort, place.next_iteration)
-    if ENV_HELPER in os.environ:  # HOOK, to be replaced: a helper repeats iterations here, in no process group
-        supervisor.peek_go()
-        raise SystemExit(0)
     _create_groups(protected, place, supervisor, groups, backend, timeout)
     job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
     _install_hooks(job, supervisor)
