@@ -7,6 +7,7 @@ them. Must never decide what is sent, or to whom.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -14,15 +15,13 @@ from collections.abc import Callable, Collection, Iterator
 from swift_logging_store.errors import LinkLost, LogError
 from swift_logging_store.log.prefetch import Stopped
 from swift_logging_store.log.transfer import BytesLink
-from swift_recovery.transfer.socket_link import Listener, SocketLink, connected
+from swift_recovery.transfer.socket_link import MEET_TIMEOUT_S, Listener, SocketLink, connected
 from swift_rendezvous.threads import has_started, thread
 
 Gift = Callable[[BytesLink, Callable[[], None]], None]
 # How long the giver may be silent when there was a failure: it may be the one that is lost. A living one says something
 # much more often (`transfer.ALIVE_S`).
 SILENT_S = 30.0
-# Between two looks whether it is still of use to wait for those that come before.
-_LOCK_S = 0.05
 
 
 class LogServer:
@@ -78,24 +77,32 @@ class _Visitors:
 
     def __init__(self, listener: Listener, number: int) -> None:
         self._listener, self._num_left = listener, number
+        self._callers = listener.visitors()  # one for all: whoever has called waits there
         self._lock = threading.Lock()  # one after the other waits for the next
 
     @contextlib.contextmanager
     def next(self, check: Callable[[], None]) -> Iterator[SocketLink]:
-        """Raises as `Listener.accepted`."""
-        with contextlib.ExitStack() as stack:
-            try:
-                while not self._lock.acquire(timeout=_LOCK_S):
-                    check()
-                try:
-                    link = stack.enter_context(self._listener.accepted(check))
-                finally:
-                    self._lock.release()
-            finally:
+        """Raises `LinkLost` if none comes, and what *check* does."""
+        try:
+            sock = self._wait(check)
+        finally:
+            with self._lock:
                 self._num_left -= 1
                 if not self._num_left:
+                    self._callers.close()
                     self._listener.close()
-            yield link
+        with sock:
+            yield SocketLink(sock, check)
+
+    def _wait(self, check: Callable[[], None]) -> socket.socket:
+        deadline_s = time.monotonic() + MEET_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            with self._lock:
+                found = next(self._callers)
+            if found is not None:
+                return found
+            check()
+        raise LinkLost(f"nobody came within {MEET_TIMEOUT_S:g} s")
 
 
 @contextlib.contextmanager

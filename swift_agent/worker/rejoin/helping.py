@@ -97,7 +97,7 @@ class Joining:
         self._stack.enter_context(shared.around())
 
     def _refused(self, why: str) -> None:
-        self.leave()
+        self.leave(why)
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
@@ -107,10 +107,12 @@ class Joining:
         except (Dismissed, RuntimeError) as error:
             if isinstance(error, Reformed):
                 raise
-            self.leave()
+            self.leave(f"{type(error).__name__}: {error}")
 
-    def leave(self) -> NoReturn:
-        """All iterations are repeated, or it is of no use: this process ends."""
+    def leave(self, why: str = "") -> NoReturn:
+        """All iterations are repeated, or it is of no use, *why*: this process ends."""
+        if why:
+            self._note(f"a helper leaves: {why}")
         self._messages.discard()
         with contextlib.suppress(Exception):
             sys.stdout.flush()
