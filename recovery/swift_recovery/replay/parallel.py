@@ -68,9 +68,8 @@ def why_not(rehearsal: Rehearsal) -> str:
 
 def order_of(rehearsal: Rehearsal) -> tuple[int, ...]:
     """The order in which all stages add the gradients of micro-batches; () if they differ, or one is not added once."""
-    orders = {
-        tuple(number for one, number in rehearsal.added if one == stage) for stage in {one for one, _ in rehearsal.added}
-    }
+    stages = {stage for stage, _ in rehearsal.added}
+    orders = {tuple(number for one, number in rehearsal.added if one == stage) for stage in stages}
     order = next(iter(orders), ())
     is_one = len(orders) == 1 and sorted(order) == list(range(rehearsal.num_micro_batches))
     return order if is_one else ()
