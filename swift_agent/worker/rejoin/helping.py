@@ -60,7 +60,6 @@ class Gathering:
             self.close()
             return
         if self._hub.sum != SUMS[0]:
-            messages.shared.compares = False
             self._note("gradients are added block by block (--parallel-sum unordered): the result is rounded otherwise")
         shared = SharedSteps(_HubTeam(self._hub), messages, parameters, device, self._refused)
         self._stack.enter_context(shared.around())
