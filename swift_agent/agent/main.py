@@ -1,4 +1,4 @@
-"""Runs one node of a job: its etcd, shared or private, and its agent. Must hold no policy."""
+"""Runs one node of a job: its etcd, shared or private, and its agent. Must never hold policy."""
 
 from __future__ import annotations
 
