@@ -19,7 +19,7 @@ MIN_WORDS = 3
 
 # Texts of these modules are not on the page.
 LEFT_OUT = {
-    "swift_agent/ctl/": "what swiftctl prints: docs/operations.md",
+    "swift_agent/ctl/": "what swiftctl prints: docs/operations.md, docs/status.md",
     "recovery/swift_recovery/strategy/": "what swiftctl plan prints: docs/planning.md",
     "swift_agent/native/": "what swiftctl native prints: docs/operations.md",
     "swift_agent/launch/options.py": "the help of swift-run: docs/cli.md",
