@@ -47,7 +47,7 @@ def started(outcome: Outcome) -> list[tuple[int, int]]:
 
 def done(outcome: Outcome) -> int:
     """How many have ended by themselves."""
-    return len(re.findall(r"helper \d+ of rank \d+ on \S+ \(pid \d+\) has done its share", outcome.text()))
+    return len(re.findall(r"helper \d+ of rank \d+ \(pid \d+\) has done its share", outcome.text()))
 
 
 def of_helpers(outcome: Outcome, rank: int) -> dict[int, list[int]]:

@@ -26,6 +26,7 @@ MAX_LINES = 110
 # Nobody reads them from the first line to the last: one looks something up in them.
 REFERENCES = {
     "docs/api.md": "by the name of a call",
+    "docs/cli.md": "by the name of an option",
     "docs/messages.md": "by a line of the output",
     "docs/reproduction.md": "by the number of a table; all of it is computed",
     "docs/rules.md": "by a rule, each with a wrong and a right example",
