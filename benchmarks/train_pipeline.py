@@ -151,9 +151,9 @@ def train_swift(args: argparse.Namespace) -> None:
     if args.log == "counts":
         keep_no_messages()
     job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log in ("yes", "counts"))
-    step: Callable[[int], Any] = job.iteration(gate.timed(trainer.step) if gate else trainer.step)
-    if args.busy:
-        step = Busy(args.log_to, job.rank).timed(step)
+    timed = gate.timed if gate else Busy(args.log_to, job.rank).timed if args.busy else None
+    # Inside: a helper ends with its last iteration.
+    step: Callable[[int], Any] = job.iteration(timed(trainer.step) if timed else trainer.step)
     for iteration in job.iterations(args.iterations):
         if gate is not None and gate.closed():
             break
