@@ -99,6 +99,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_all_begin_with_it_if_iterations_cannot_be_repeated",
         "test_replicas_write_one_part",
     ),
+    "faults/test_helpers.py": ("test_a_spare_helps",),
     "faults/test_log_groups.py": (
         "test_a_worker_takes_its_group_back[backward]",
         "test_groups_of_one_two_and_three[1-lost1]",

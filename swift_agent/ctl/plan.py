@@ -77,8 +77,8 @@ def plan(
 
 
 def _is_built(way: Way) -> bool:
-    """Whether this version recovers so: one process repeats what another had done."""
-    return way.name != "log+parallel"
+    """Whether this version recovers so: helpers repeat what one node has lost, not a group."""
+    return way.name != "log+parallel" or all(len(group) == 1 for group in way.groups)
 
 
 def _all_bytes(job: Profile) -> float:

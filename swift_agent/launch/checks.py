@@ -40,8 +40,6 @@ HEARTBEATS_S = (0.02, 5.0)
 # `--strategy`.
 STRATEGIES = ("auto", "replica", "log", "log+parallel", "checkpoint")
 
-_PARALLEL = "--strategy log+parallel"
-
 # `--parallel-sum`.
 SUMS = ("ordered", "unordered")
 
@@ -143,8 +141,10 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
     if ns.profile and (os.path.isdir(ns.profile) or not os.path.isdir(os.path.dirname(ns.profile) or ".")):
         mistakes.append(f"--profile {ns.profile}: no file can be written there; name one in a directory that exists")
     _check_helpers(ns, mistakes)
-    if ns.log_groups and ns.strategy in ("replica", "log+parallel", "checkpoint"):
-        mistakes.append(_no_groups("--log-groups", ns.log_groups, ns.strategy))
+    if ns.log_groups and ns.strategy in ("replica", "checkpoint"):
+        mistakes.append(
+            f"--log-groups {ns.log_groups} --strategy {ns.strategy}: nothing is logged; leave one of them out"
+        )
     budget = ns.log_budget
     if not budget:
         return
@@ -154,29 +154,32 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
         mistakes.append(f"--log-budget {error}")
     if ns.log_groups:
         mistakes.append(f"--log-budget {budget} --log-groups {ns.log_groups}: groups are chosen, or named; type one")
-    if ns.strategy not in ("auto", "log"):
-        mistakes.append(_no_groups("--log-budget", budget, ns.strategy))
+    if ns.strategy not in ("auto", "log", "log+parallel"):
+        mistakes.append(f"--log-budget {budget} --strategy {ns.strategy}: nothing is logged; leave one of them out")
     if is_elastic:
         mistakes.append(f"--log-budget {budget}: a job that changes its size has no fixed groups; leave it out")
 
 
-def _no_groups(flag: str, value: str, strategy: str) -> str:
-    parallel = "a group repeats together, and helpers repeat one rank"
-    why = parallel if strategy == "log+parallel" else "nothing is logged"
-    return f"{flag} {value} --strategy {strategy}: {why}; leave one of them out"
-
-
 def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
     is_parallel = ns.strategy == "log+parallel"
+    for flag, groups in (("--log-groups", ns.log_groups), ("--log-budget", ns.log_budget)):
+        if groups and is_parallel:
+            mistakes.append(
+                f"{flag} {groups} --strategy log+parallel: a group repeats together, and helpers repeat one rank; "
+                "leave one of them out"
+            )
     if ns.helpers is not None and not is_parallel:
-        mistakes.append(f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type {_PARALLEL}")
+        mistakes.append(
+            f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type --strategy log+parallel"
+        )
     elif ns.helpers is not None and ns.helpers < 1:
         mistakes.append(f"--helpers {ns.helpers}: must be 1 or more; type --strategy log if nobody is to help")
     if ns.parallel_sum not in (None, *SUMS):
         mistakes.append(f"--parallel-sum {ns.parallel_sum}: there is no such way; type one of {', '.join(SUMS)}")
     elif ns.parallel_sum is not None and not is_parallel:
         mistakes.append(
-            f"--parallel-sum {ns.parallel_sum}: nobody helps with --strategy {ns.strategy}; type {_PARALLEL}"
+            f"--parallel-sum {ns.parallel_sum}: nobody helps with --strategy {ns.strategy}; type --strategy "
+            "log+parallel"
         )
 
 

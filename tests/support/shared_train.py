@@ -1,6 +1,6 @@
 """One of some processes that make the steps of a pipeline of one rank together: for test_shared_steps.
 
-    python -m tests.support.shared_train '{"index": ..., "size": ..., "where": FILE, ...}'
+    echo '{"size": ..., "where": FILE, "out": FILE, "faults": {...}, ...}' | python -m tests.support.shared_train
 
 Process 0 is the hub. At the end it writes a digest of all parameters, losses and generators into the file "out".
 """
@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -56,6 +57,8 @@ class Counting(nn.Module):
             self.mean.add_(1)
         if self.how == "pair":  # one of two normal numbers is kept
             x = x + torch.randn(3)[0] * 1e-3
+        if self.how == "python":
+            x = x * random.random()
         if self.how == "collective":
             SHARED.num_collectives += 1
         return x
@@ -83,6 +86,9 @@ def main(orders: dict[str, Any]) -> None:
         schedule = kind(PipelineStage(nn.Sequential(*halves), 0, 1, cpu), MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
     parameters = list({id(one): one for half in halves for one in half.parameters()}.values())
     optimizer = torch.optim.Adam(parameters, 0.01)
+    if orders.get("counting") == "hook":
+        parameters[0].register_post_accumulate_grad_hook(lambda parameter: None)
+    random.seed(2)
     notes: list[str] = []
     messages: Any = SimpleNamespace(shared=SHARED, discard=lambda: None)
     team = make_team(orders, notes, messages)
@@ -163,5 +169,27 @@ def fault(orders: dict[str, Any], at: str, number: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP if one.get("stops") else signal.SIGKILL)
 
 
+def serve() -> None:
+    """For each line of orders: that many processes, forks of this one, which has imported torch; then a line with how
+    each has ended. Those that stand still when process 0 has ended are killed."""
+    for line in sys.stdin:
+        orders = json.loads(line)
+        faults = orders.pop("faults")
+        pids = []
+        for index in range(orders["size"]):
+            pid = os.fork()
+            if pid == 0:
+                main({**orders, "index": index, "faults": [faults[str(index)]] if str(index) in faults else []})
+                os._exit(0)
+            pids.append(pid)
+        ends = [os.waitpid(pids[0], 0)[1]]
+        for index, pid in enumerate(pids[1:], 1):
+            if faults.get(str(index), {}).get("stops"):
+                os.kill(pid, signal.SIGKILL)
+            ends.append(os.waitpid(pid, 0)[1])
+        print(json.dumps([os.waitstatus_to_exitcode(end) for end in ends]), flush=True)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    serve()

@@ -17,8 +17,11 @@ ROWS = {
     for cells in (line.strip("| ").split(" | ") for line in PAGE.split("## Our options")[1].splitlines())
     if cells[0].startswith("`--")
 }
-# Their default depends on the node.
-MADE = {"--node-id": "host-pid", "--message-log": "TMPDIR", "--message-log-limit": "half of what is free there"}
+# Their default depends on the node, or on the job.
+MADE = {
+    "--node-id": "host-pid", "--message-log": "TMPDIR", "--message-log-limit": "half of what is free there",
+    "--helpers": "as many as pay", "--parallel-sum": "ordered",
+}  # fmt: skip
 
 
 def test_the_options_of_the_page_are_ours() -> None:

@@ -222,9 +222,11 @@ def _goes_on(now: Situation) -> Decision:
     bare = {} if now.restart else {slot: bare[slot] for slot in sorted(bare) if slot not in returned}
     helpers = () if now.restart or handover else helpers_of(now, slots, bare)
     if helpers:
-        count = "1 helper repeats" if len(helpers) == 1 else f"{len(helpers)} helpers repeat"
-        names = ", ".join(dict.fromkeys(helper.node_id for helper in helpers))
-        done += f"; {count} rank {helpers[0].rank} with it, on {names}"
+        names, rank = ", ".join(dict.fromkeys(helper.node_id for helper in helpers)), helpers[0].rank
+        if len(helpers) == 1:
+            done += f"; 1 helper repeats rank {rank} with it, on {names}"
+        else:
+            done += f"; {len(helpers)} helpers repeat rank {rank} with it, on {names}"
     new = GenerationRecord(
         number=old.number + 1,
         mode="restart" if now.restart else "replace",

@@ -236,8 +236,10 @@ class Crew:
                 self._watch(one)
                 continue
             if share_of(one.end.local_rank):
-                log.warning("%s: %s; the others go on without it", _helper(one.end), one.end.message)
-                self._on_event(msg.HelperExited(one.end.local_rank, 0))
+                why = one.end.message
+                number, rank = one.end.local_rank, one.end.rank
+                log.warning("helper %d of rank %d: %s; the others go on without it", share_of(number), rank, why)
+                self._on_event(msg.HelperExited(number, 0))
                 continue
             is_new = not self._late_starts.is_tried_again(one)
             end = self._late_starts.failed(one, time.monotonic())
@@ -276,20 +278,28 @@ class Crew:
         self._selector.unregister(process.pidfd)
         self._on_end(process.local_rank)
         if share_of(process.local_rank):
-            helper = self._state().helpers.get(process.local_rank)
-            if end.exit_code == 0:
-                log.info("%s has done its share", _helper(end))
-            elif helper is not None and not helper.killed:
-                where = f" ({end.place})" if end.place else ""
-                log.info("%s %s%s; the others go on without it", _helper(end), how_it_ended(end), where)
-            self._workers.forget(process)
-            self._workers.processes.pop(process.local_rank, None)
-            self._on_event(msg.HelperExited(process.local_rank, process.pid))
-            return
+            return self._on_helpers_exit(process, end)
         if end.exit_code != 0:
             self._event_log.waits()
             log.info("%s", describe_exit(end))
         self._on_event(msg.WorkerExited(end))
+
+    def _on_helpers_exit(self, process: WorkerProcess, end: WorkerExit) -> None:
+        number = process.local_rank
+        helper = self._state().helpers.get(number)
+        if end.exit_code == 0:
+            log.info("helper %d of rank %d (pid %d) has done its share", share_of(number), end.rank, end.pid)
+        elif helper is not None and not helper.killed:
+            log.info(
+                "helper %d of rank %d (pid %d) %s; the others go on without it",
+                share_of(number),
+                end.rank,
+                end.pid,
+                how_it_ended(end) + (f" ({end.place})" if end.place else ""),
+            )
+        self._workers.forget(process)
+        self._workers.processes.pop(number, None)
+        self._on_event(msg.HelperExited(number, process.pid))
 
     def _on_server(self, server: StandbyServer) -> None:
         try:
@@ -303,11 +313,6 @@ class Crew:
             started = self._workers.on_server_message(server, message)
             if started is not None:
                 self._take([started])
-
-
-def _helper(end: WorkerExit) -> str:
-    process = f" (pid {end.pid})" if end.pid else ""
-    return f"helper {share_of(end.local_rank)} of rank {end.rank} on {end.host}{process}"
 
 
 def placement(

@@ -103,7 +103,7 @@ class Output:
                 builtins.open(f"{path}.log", "a").close()
                 self._helpers[number] = f"{path}.log", f"{path}.log"
         except OSError as error:
-            log.warning("no log of %s can be written (%s)", name, error)
+            log.warning("no log of helper %s can be written (%s): it goes on without one", name, error)
         else:
             env["TORCHELASTIC_ERROR_FILE"] = f"{path}.json"
 

@@ -70,7 +70,7 @@ def test_what_this_version_does_not_do_is_never_the_best() -> None:
     found = json.loads(plan(VIT, "--json").output)
     by_name = {way["name"]: way for way in found["ways"]}
     assert by_name["log+parallel"]["recovery_s"] < by_name["log"]["recovery_s"]
-    assert found["best"] == "log" and not by_name["log+parallel"]["in_this_version"]
+    assert found["best"] == "log+parallel" and by_name["log+parallel"]["in_this_version"]
     limited = json.loads(plan(VIT, "--json", "--log-budget", "25%").output)
     assert limited["best"] == "log" and limited["ways"][1]["in_this_version"]
     assert limited["ways"][1]["groups"] == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14, 15]]

@@ -105,10 +105,10 @@ def test_a_helper_is_no_worker_to_anybody(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("code", "place", "killed", "said"),
     [
-        (0, "", False, ["helper 1 of rank 3 on h (pid 77) has done its share"]),
+        (0, "", False, ["helper 1 of rank 3 (pid 77) has done its share"]),
         (1, "ValueError at t.py:3", False,
-         ["helper 1 of rank 3 on h (pid 77) exited with code 1 (ValueError at t.py:3); the others go on without it"]),
-        (-9, "", False, ["helper 1 of rank 3 on h (pid 77) killed by signal 9; the others go on without it"]),
+         ["helper 1 of rank 3 (pid 77) exited with code 1 (ValueError at t.py:3); the others go on without it"]),
+        (-9, "", False, ["helper 1 of rank 3 (pid 77) killed by signal 9; the others go on without it"]),
         (-9, "", True, []),
     ],
 )  # fmt: skip
@@ -128,5 +128,5 @@ def test_a_helper_that_cannot_be_started_is_not_tried_again(caplog: pytest.LogCa
     place: Any = SimpleNamespace(generation=2)
     played.crew._take([NotStarted(place, True, WorkerExit(3, NUMBER, 0, 127, "h", "it cannot be started: no"), True)])
     assert played.events == [HelperExited(NUMBER, 0)]
-    assert caplog.messages == ["helper 1 of rank 3 on h: it cannot be started: no; the others go on without it"]
+    assert caplog.messages == ["helper 1 of rank 3: it cannot be started: no; the others go on without it"]
     assert played.crew._late_starts.take_due({}) == ([], [])

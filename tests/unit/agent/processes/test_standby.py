@@ -279,7 +279,7 @@ def test_where_the_output_of_a_helper_is(
     logs.touch()  # nothing can be made below it any more
     output.open_helper(place, number, env)
     assert (output.stdout(number), output.stderr(number)) == (os.devnull, "")
-    assert env["TORCHELASTIC_ERROR_FILE"] == "" and "no log of" in caplog.text
+    assert env["TORCHELASTIC_ERROR_FILE"] == "" and "no log of helper" in caplog.text
     logs.unlink()
     logs.mkdir()
 

@@ -19,7 +19,7 @@ def test_a_lone_replacement_that_is_stopped_once_it_has_joined_repeats_first() -
     entered: list[int] = []
     supervisor = SimpleNamespace(
         note=print,
-        peek_go=lambda: SimpleNamespace(generation=len(entered) + 2, leaves=False, keeps=False),
+        peek_go=lambda: SimpleNamespace(generation=len(entered) + 2, leaves=False, keeps=False, share=0),
         enter_go=lambda go: True,
         interrupted=True,
     )

@@ -6,6 +6,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,7 +30,7 @@ def test_a_rank_that_logs_does_not_wait_for_those_that_do_not() -> None:
         for rank, of_rank in ((0, None), (1, None), (2, messages)):
             parts: Any = (
                 SimpleNamespace(rank=rank, replays=False), SimpleNamespace(note=print), SimpleNamespace(store=store),
-                SimpleNamespace(messages=of_rank),
+                SimpleNamespace(messages=of_rank), torch.device("cpu"),
             )  # fmt: skip
             Replays(*parts).go_on(go)
     finally:

@@ -1,0 +1,143 @@
+"""Steps of a pipeline that several processes share, as in parallel recovery: real processes, sockets and kills.
+
+Parameters, losses, outputs and generators must be those of one process, bit for bit, whoever dies when.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import ROOT
+
+Run = Callable[..., dict[str, Any]]
+SCHEDULES = [
+    "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """What one process gives, by its orders: each made once."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.support.shared_train"]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, server: subprocess.Popen[str]) -> Run:
+    def together(size: int, faults: dict[int, dict[str, Any]] | None = None, **orders: Any) -> dict[str, Any]:
+        directory = tmp_path / f"{size}"
+        directory.mkdir()
+        orders = {"schedule": "Schedule1F1B", "iterations": 5, **orders, "size": size, "faults": faults or {}}
+        orders |= {"where": str(directory / "where"), "out": str(directory / "out")}
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(orders) + "\n")
+        server.stdin.flush()
+        ends = json.loads(server.stdout.readline())
+        assert ends == [-9 if index in (faults or {}) else 0 for index in range(size)]
+        found: dict[str, Any] = json.loads((directory / "out").read_text())
+        return found
+
+    return together
+
+
+@pytest.fixture
+def assert_equal(run: Run, alone: dict[str, dict[str, Any]]) -> Callable[..., None]:
+    def equal(found: dict[str, Any], **orders: Any) -> None:
+        key = json.dumps(orders)
+        if key not in alone:
+            alone[key] = run(1, **orders)
+        assert found["digest"] == alone[key]["digest"]
+        assert found["told"] == alone[key]["told"]
+
+    return equal
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_a_step_is_that_of_one_process(size: int, run: Run, assert_equal: Callable[..., None]) -> None:
+    """Seven have one micro-batch each."""
+    found = run(size)
+    assert found["size"] == size and not found["notes"]
+    assert_equal(found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str, run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(2, schedule=schedule)
+    assert found["size"] == 2 and not found["notes"]
+    assert_equal(found, schedule=schedule)
+
+
+def test_gradients_of_several_steps_are_added(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(2, steps=2)
+    assert found["size"] == 2
+    assert_equal(found, steps=2)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("at", ["meet", "exchange", "exchanged"])
+def test_a_helper_dies(at: str, index: int, run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(3, {index: {"at": at, "number": 2}})
+    assert found["size"] == 2
+    assert found["notes"] == ["1 of its helpers are gone: 2 processes go on"]
+    assert_equal(found)
+
+
+def test_the_only_helper_dies(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(2, {1: {"at": "exchange", "number": 1}})
+    assert found["notes"] == ["1 of its helpers are gone: it goes on alone"]
+    assert_equal(found)
+
+
+def test_both_helpers_die(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(3, {1: {"at": "exchange", "number": 1}, 2: {"at": "meet", "number": 1}})
+    assert found["size"] == 1
+    assert_equal(found)
+
+
+def test_a_helper_stands_still(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(3, {1: {"at": "exchange", "number": 2, "stops": True}})
+    assert found["size"] == 2
+    assert_equal(found)
+
+
+@pytest.mark.parametrize(
+    ("orders", "why"),
+    [
+        ({"counting": "attribute"}, "its stages change Counting.num_calls"),
+        ({"counting": "buffer"}, "its stages change Counting.mean"),
+        ({"counting": "pair"}, "the random numbers that its micro-batches draw cannot be counted"),
+        ({"counting": "collective"}, "its stages make collectives"),
+        ({"counting": "python"}, "its stages change the state of Python's generator"),
+        ({"counting": "hook"}, "gradients are used as soon as they are there"),
+        ({"schedule": "ScheduleInterleaved1F1B", "ties": True}, "two of its stages have the same parameters"),
+    ],
+)
+def test_what_cannot_be_shared_is_not(
+    orders: dict[str, Any], why: str, run: Run, assert_equal: Callable[..., None]
+) -> None:
+    found = run(2, **orders)
+    (note,) = found["notes"]
+    assert note.startswith(why)
+    assert_equal(found, **orders)
+
+
+def test_sums_of_blocks_need_less_memory_and_are_rounded_otherwise(run: Run) -> None:
+    one, found = run(1), run(2, sum="unordered")
+    assert found["digest"] != one["digest"]
+    assert found["told"] == pytest.approx(one["told"], rel=1e-4)
