@@ -3,7 +3,7 @@
     swift-run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint etcd1:2379,etcd2:2379 train.py --lr 0.1
 
 With the rendezvous backend swift-etcd, the default, the agent of `swift_agent.agent.main` runs the job; with any other
-one torch's own launcher does, unchanged. This module must hold no policy of its own: it parses, chooses and reports.
+one torch's own launcher does, unchanged. This module must never hold policy of its own: it parses, chooses and reports.
 """
 
 from __future__ import annotations

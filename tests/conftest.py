@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ import pytest
 from tests import tiers
 from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import EtcdCluster
-from tests.support.leftovers import TESTS_PREFIX, files_in, mark_children, our_processes
+from tests.support.leftovers import TESTS_PREFIX, files_in, mark_children, our_processes, our_threads
 from tests.support.network import Network, why_not
 from tests.support.ports import free_ports
 
@@ -119,6 +120,19 @@ def no_leftover_processes() -> Iterator[None]:
         except psutil.NoSuchProcess:
             continue
     assert not described, "processes left behind:\n" + "\n".join(described)
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_threads() -> Iterator[None]:
+    """Fail the test whose threads run shortly after its end. They cannot be ended."""
+    before = our_threads()
+    yield
+    left = our_threads() - before
+    deadline_s = time.monotonic() + GRACE_S
+    for thread in left:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    alive = sorted(thread.name for thread in left if thread.is_alive())
+    assert not alive, f"threads left behind: {', '.join(alive)}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -269,7 +269,7 @@ NOT_LATER = (
 # These jobs mostly wait: for a timeout, for a lease to run out. They run beside the others, first of all, as what comes
 # later beside those takes only the time that is left.
 WAITING = tuple(
-    f"tests/faults/test_{name}.py" for name in ("cut_off", "elastic", "etcd_trouble", "split_brain", "waits")
+    f"tests/faults/test_{name}.py" for name in ("cut_off", "elastic", "etcd_trouble", "soak", "split_brain", "waits")
 )
 
 # Of these no test looks at how long a recovery takes, and few train: they run beside jobs, and take the time that those

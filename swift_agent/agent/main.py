@@ -1,4 +1,4 @@
-"""Runs one node of a job: its etcd, shared or private, and its agent. Must hold no policy."""
+"""Runs one node of a job: its etcd, shared or private, and its agent. Must never hold policy."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def _describe_denied(error: PermissionDenied, etcd: EtcdConfig, prefix: str) -> 
     who = f"user {etcd.user!r}" if etcd.user else "the user of this client certificate"
     return (
         f"{error}: {who} needs a role that may read and write {prefix}; "
-        f"type `etcdctl role grant-permission ROLE --prefix=true readwrite {prefix}` (docs/security.md)"
+        f"type `etcdctl role grant-permission ROLE --prefix=true readwrite {prefix}` (docs/etcd-login.md)"
     )

@@ -2,6 +2,8 @@
 
 Everything is fenced: a record of generation g is stored only while g is the job's generation and this node has a record
 of its own. So a node that was given up, or looks at an old view, writes nothing, whenever it does it.
+
+This module must never make a transaction without a guard, nor touch the store: `record_writer` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m swift_agent.ctl`."""
+"""`python -m swift_agent.ctl`. Must never hold more than the call of the command."""
 
 from swift_agent.ctl.main import cli
 

@@ -49,7 +49,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict, from PROFILE, what each way to recover a lost machine costs, and which one is best.
 
-    PROFILE is a JSON file that you write: machines, bytes, times. docs/planning.md says what is in it.
+    PROFILE is a JSON file that you write: machines, bytes, times. docs/profiles.md says what is in it.
 
     --plot draws what logs take against how long a recovery takes, for groups of machines (SWIFT, figure 11).
 

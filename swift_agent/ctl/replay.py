@@ -1,4 +1,7 @@
-"""`swiftctl replay`: what today's cores say to what an agent's journal holds. Reads one file, writes nothing."""
+"""`swiftctl replay`: what today's cores say to what an agent's journal holds.
+
+Reads one file. It must never write, nor ask etcd: journals are read where no job is.
+"""
 
 from __future__ import annotations
 

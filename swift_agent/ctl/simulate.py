@@ -66,7 +66,7 @@ def simulate(
 ) -> None:  # fmt: skip
     """Simulate a training of HOURS of the job that PROFILE describes, with failures.
 
-    PROFILE is a JSON file that you write: machines, bytes, times. docs/planning.md says what is in it.
+    PROFILE is a JSON file that you write: machines, bytes, times. docs/profiles.md says what is in it.
 
     --plot draws the hours against what --sweep varies (mtbf, if it is not given).
 

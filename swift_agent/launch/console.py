@@ -1,4 +1,7 @@
-"""Where the agent's lines go: one line per decision on standard error, unless the caller has set up logging itself."""
+"""Where the agent's lines go: one line per decision on standard error, unless the caller has set up logging itself.
+
+It must never touch the root logger or its handlers: these are the caller's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Turns the result of a job into what the caller of `swift-run` sees: nothing, `ChildFailedError` or `JobStopped`."""
+"""Turns the result of a job into what the caller of `swift-run` sees: nothing, `ChildFailedError` or `JobStopped`.
+
+It must never decide how a job ends: that is in the records by then.
+"""
 
 from __future__ import annotations
 

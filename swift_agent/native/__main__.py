@@ -1,4 +1,7 @@
-"""`python -m swift_agent.native build|info`: the only place where the native backend is compiled."""
+"""`python -m swift_agent.native build|info`: the only place where the native backend is compiled.
+
+An agent or a worker must never come here: a job takes the library that is there, or does without.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     torchrun --rdzv-backend swift-etcd --rdzv-endpoint etcd1:2379,etcd2:2379 --rdzv-id job7 --nnodes 2:4 train.py
 
 `swift-run` does not use it. Every torchrun on a machine with this package loads this module, whatever its backend, and
-while `torch.distributed.elastic.rendezvous` is still being imported: so nothing of torch and no grpc may be imported
-here before a handler is asked for.
+while `torch.distributed.elastic.rendezvous` is still being imported: so this
+module must never import torch or grpc before a handler is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The environment of a worker: the variables that torchrun sets, with the same meaning, and ours. Pure.
 
 Follows `LocalElasticAgent._start_workers` and `_set_local_rank_env` of torch; a test compares the result with what a
-real torchrun gives its workers.
+real torchrun gives its workers. It must never read or change the environment of its own process: what is given comes in
+as an argument.
 """
 
 from __future__ import annotations

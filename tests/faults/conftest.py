@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import itertools
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,24 +47,34 @@ def make_agents(tmp_path: Path, etcd: str, forks: ForkServer) -> Iterator[Callab
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: str, forks: ForkServer) -> Callable[..., str]:
-    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made once.
-    The plain one has processes that torchrun would have started, as no other run that it is compared with.
+    """The hash of parameters, buffers and optimizer state after a run without failure; each kind of run is made once,
+    for all processes of pytest. The plain one has processes that torchrun would have started, as no other run that it
+    is compared with.
     """
-    known: dict[tuple[Any, ...], str] = {}
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
     def run(**orders: Any) -> str:
-        key = tuple(sorted(orders.items()))
-        if key not in known:
-            directory = tmp_path_factory.mktemp("undisturbed")
-            agents = Agents(
-                directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=dict(orders), forks=forks,
-                start_method="forkserver" if orders else "spawn",
-            )  # fmt: skip
-            outcome = agents.run()
-            assert set(outcome.exit_codes.values()) == {0}, outcome.text()
-            assert len(outcome.hashes) == 1 and len(outcome.results) == 4, outcome.results
-            known[key] = outcome.hashes.pop()
-        return known[key]
+        name = hashlib.sha256(json.dumps(orders, sort_keys=True).encode()).hexdigest()[:16]
+        with open(shared / f"undisturbed-{name}", "a+") as known:
+            fcntl.flock(known, fcntl.LOCK_EX)  # another process may be making it
+            known.seek(0)
+            if not (found := known.read()):
+                found = make(orders)
+                known.write(found)
+        return found
+
+    def make(orders: dict[str, Any]) -> str:
+        directory = tmp_path_factory.mktemp("undisturbed")
+        agents = Agents(
+            directory, etcd, job_id=f"undisturbed-{next(_job_numbers)}", orders=orders, forks=forks,
+            start_method="forkserver" if orders else "spawn",
+        )  # fmt: skip
+        outcome = agents.run()
+        assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+        assert len(outcome.hashes) == 1 and len(outcome.results) == 4, outcome.results
+        return outcome.hashes.pop()
 
     return run
 

@@ -6,6 +6,7 @@ the losses of every micro-batch are bit for bit those of an undisturbed run.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,19 +14,27 @@ from typing import Any
 import pytest
 
 from tests.support.job import Agents, Outcome
-from tests.support.pipelines import SCRIPT, References, assert_same
+from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, kill_at_random
+from tests.tiers import in_soak
 
 Start = Callable[..., Outcome]
+SHARED = "processes repeat iterations together"
 
 
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
-    def train(faults: list[dict[str, Any]], helpers: int = 1, spares: int = 1) -> Outcome:
+    def train(
+        faults: list[dict[str, Any]], helpers: int = 1, spares: int = 1, schedule: str = "Schedule1F1B",
+        options: tuple[str, ...] = (), **orders: Any,
+    ) -> Outcome:  # fmt: skip
+        lost_nodes = sum(fault["scope"] == "node" for fault in faults)
         return make_agents(
             num_nodes=4, num_workers=1, max_restarts=20, script=SCRIPT,
-            orders={"faults": faults, "schedule": "Schedule1F1B"},
-            options=("--strategy", "log+parallel", "--helpers", str(helpers), "--spares", str(spares)),
-        ).run("abcdefg"[: 4 + spares])  # fmt: skip
+            orders={"faults": faults, "schedule": schedule, **orders},
+            options=(
+                "--strategy", "log+parallel", "--helpers", str(helpers), "--spares", str(spares + lost_nodes), *options,
+            ),
+        ).run("abcdefghi"[: 4 + spares + lost_nodes])  # fmt: skip
 
     return train
 
@@ -41,17 +50,156 @@ def done(outcome: Outcome) -> int:
     return len(re.findall(r"helper \d+ of rank \d+ \(pid \d+\) has done its share", outcome.text()))
 
 
-def test_a_spare_helps(run: Start, undisturbed_pipelines: References) -> None:
-    outcome = run([{"at": "backward", "iteration": 5, "rank": 1, "scope": "worker"}])
+def of_helpers(outcome: Outcome, rank: int) -> dict[int, list[int]]:
+    """The iterations that each helper of *rank* has begun, by its process."""
+    path = outcome.directory / f"helper.calls.{rank}"
+    found: dict[int, list[int]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        number, pid = map(int, line.split())
+        found.setdefault(pid, []).append(number)
+    return found
+
+
+@pytest.mark.parametrize("place", ["forward", "agreed", "between"])
+def test_a_spare_helps(place: str, run: Start, undisturbed_pipelines: References) -> None:
+    outcome = run([{"at": place, "iteration": 5, "rank": 1, "scope": "worker"}])
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
     assert re.search(r"; 1 helper repeats rank 1 with it, on [a-e]\b", outcome.text()), outcome.text()
+    assert f"2 {SHARED}" in outcome.text()
     assert started(outcome) == [(1, 1)]
     assert done(outcome) == 1
+    assert next(iter(of_helpers(outcome, 1).values()))[:5] == [0, 1, 2, 3, 4]
 
 
 def test_spares_and_survivors_help(run: Start, undisturbed_pipelines: References) -> None:
     outcome = run([{"at": "forward", "iteration": 6, "rank": 2, "scope": "worker"}], helpers=3, spares=2)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {2})
     assert re.search(r"; 3 helpers repeat rank 2 with it, on \w, \w, \w\b", outcome.text()), outcome.text()
+    assert f"4 {SHARED}" in outcome.text()
     assert sorted(started(outcome)) == [(1, 2), (2, 2), (3, 2)]
     assert done(outcome) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_ends_of_a_pipeline(rank: int, run: Start, undisturbed_pipelines: References) -> None:
+    """The first stage takes batches, the last one makes losses: those of all helpers are the script's."""
+    outcome = run([{"at": "backward", "iteration": 7, "rank": rank, "scope": "worker"}], helpers=2, spares=2)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {rank})
+    assert f"3 {SHARED}" in outcome.text()
+    assert done(outcome) == 2
+
+
+def test_a_lost_node(run: Start, undisturbed_pipelines: References) -> None:
+    """One spare takes its place, the other one helps."""
+    outcome = run([{"at": "backward", "iteration": 6, "rank": 1, "scope": "node"}])
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
+    assert f"2 {SHARED}" in outcome.text()
+    assert done(outcome) == 1
+
+
+@pytest.mark.parametrize(
+    "schedule", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
+)
+def test_schedules(schedule: str, run: Start, undisturbed_pipelines: References) -> None:
+    faults = [
+        {"at": "backward", "iteration": iteration, "rank": rank, "scope": "worker"}
+        for iteration, rank in ((5, 0), (9, 2))
+    ]
+    outcome = run(faults, schedule=schedule)
+    assert_same(outcome, undisturbed_pipelines(schedule), {0, 2})
+    assert outcome.text().count(f"2 {SHARED}") == 2
+
+
+def test_from_a_checkpoint(run: Start, undisturbed_pipelines: References) -> None:
+    faults = [{"at": "forward", "iteration": 10, "rank": 1, "scope": "worker"}]
+    outcome = run(faults, checkpoint=4, patient=True)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
+    assert f"2 {SHARED}" in outcome.text()
+    assert list(of_helpers(outcome, 1).values()) == [[8, 9]]
+
+
+@pytest.mark.parametrize(
+    "place", ["init", "joins", "joined", "rehearses", "rehearsed", "meets", "exchanges", "adds", "exchanged"]
+)
+def test_a_helper_dies(place: str, run: Start, undisturbed_pipelines: References) -> None:
+    """The other one goes on with its share."""
+    faults = [
+        {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
+        {"at": place, "rank": 1, "share": 1, "scope": "worker"},
+    ]
+    outcome = run(faults, helpers=2, spares=2)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
+    assert outcome.fired == {0, 1}, outcome.text()
+    assert done(outcome) == 1
+
+
+@pytest.mark.parametrize("place", ["gathers", "gathered", "rehearsed", "exchanges", "adds", "exchanged"])
+def test_the_replacement_dies(place: str, run: Start, undisturbed_pipelines: References) -> None:
+    """Another one begins, with other helpers."""
+    faults = [
+        {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
+        {"at": place, "rank": 1, "scope": "worker"},
+    ]
+    outcome = run(faults, helpers=2, spares=2)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
+    assert outcome.fired == {0, 1} and len(outcome.pids[1]) == 3, outcome.text()
+
+
+def test_another_stage_dies_meanwhile(run: Start, undisturbed_pipelines: References) -> None:
+    """What the first one has begun it goes on with alone; the other one is helped then, or not."""
+    faults = [
+        {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
+        {"at": "exchanges", "rank": 1, "scope": "go", "on": 2},
+        {"at": "verify", "rank": 3, "after": 0, "scope": "wait"},
+        {"at": "verify", "rank": 3, "after": 2, "scope": "worker"},
+    ]
+    outcome = run(faults, helpers=1, spares=2)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1, 3})
+    assert outcome.fired == {0, 1, 2, 3}, outcome.text()
+
+
+def test_what_cannot_be_shared_is_repeated_alone(run: Start, undisturbed_pipelines: References) -> None:
+    outcome = run([{"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"}], counts=True)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
+    assert "its steps are not shared, it repeats them alone: its stages change Block.calls" in outcome.text()
+
+
+def test_by_hand(run: Start, undisturbed_pipelines: References) -> None:
+    """What is no schedule of torch's has no micro-batches that could be shared: the helper repeats all, too."""
+    outcome = run([{"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"}], schedule="ByHand")
+    assert_same(outcome, undisturbed_pipelines("ByHand"), {1})
+
+
+def test_collectives_in_an_iteration(run: Start, undisturbed_pipelines: References) -> None:
+    """Those outside of steps are in the logs; helpers take their results from there."""
+    outcome = run([{"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"}], clips=True)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B", clips=True), {1})
+    assert f"2 {SHARED}" in outcome.text()
+
+
+def test_unordered_sums_are_said_to_differ(run: Start, undisturbed_pipelines: References) -> None:
+    faults = [{"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"}]
+    outcome = run(faults, options=("--parallel-sum", "unordered"))
+    assert "the result is rounded otherwise" in outcome.text()
+    assert "all workers restart" not in outcome.text()
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {1}
+    reference = undisturbed_pipelines("Schedule1F1B")
+    assert outcome.results.keys() == reference.results.keys()
+    assert outcome.results[1]["hash"] != reference.results[1]["hash"]
+
+
+@pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
+def test_random_moments(
+    seed: int, make_agents: Callable[..., Agents], undisturbed_pipelines: References
+) -> None:
+    agents = make_agents(
+        num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
+        options=("--strategy", "log+parallel", "--helpers", "2", "--spares", "1"),
+        orders={"schedule": "Schedule1F1B", "iterations": 30, "pace_s": 0.2, "checkpoint": 10, "patient": True},
+    )  # fmt: skip
+    for node in "abcde":
+        agents.start(node)
+    kill_at_random(agents, 10, random.Random(seed))
+    outcome = agents.wait()
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=30), 30)
+    assert SHARED in outcome.text()

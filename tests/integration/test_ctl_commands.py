@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from swift_agent.agent.lifecycle.planning import plan_generation
+from swift_agent.ctl import steer
 from swift_agent.ctl.main import cli
 from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.node.registration import Entry, enter_job, leave_job
@@ -161,19 +162,20 @@ def test_a_job_that_nobody_runs_is_collected_not_stopped(endpoint: str, store: E
     assert "nothing to remove" in swiftctl(endpoint, "gc", "--yes").stdout
 
 
-def test_a_node_that_comes_back_in_the_grace_saves_its_job(endpoint: str, store: EtcdStore) -> None:
+def test_a_node_that_comes_back_in_the_grace_saves_its_job(
+    endpoint: str, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enter(store, "gpt", "n0")["n0"].lease.revoke()
-    results: list[Result] = []
-    collector = threading.Thread(
-        target=lambda: results.append(swiftctl(endpoint, "gc", "--yes", "--grace", "1.5", "--json"))
-    )
-    collector.start()
-    time.sleep(0.7)
-    enter(store, "gpt", "n1")
-    collector.join()
-    assert [(one["removed"], one["outcome"]) for one in json.loads(results[0].stdout)] == [
-        (False, "kept: a node has come")
-    ]
+    waited: list[float] = []
+
+    def meanwhile(seconds: float) -> None:
+        waited.append(seconds)
+        enter(store, "gpt", "n1")
+
+    monkeypatch.setattr(steer, "time", SimpleNamespace(sleep=meanwhile))
+    result = swiftctl(endpoint, "gc", "--yes", "--grace", "1.5", "--json")
+    assert waited == [1.5]
+    assert [(one["removed"], one["outcome"]) for one in json.loads(result.stdout)] == [(False, "kept: a node has come")]
     assert store.get(Keys("gpt").job) is not None
 
 

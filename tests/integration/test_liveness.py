@@ -316,13 +316,15 @@ def test_a_queue_that_is_full_is_no_death(start: Callable[..., Node | Process]) 
     assert isinstance(me, Node)
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
-            sock = stack.enter_context(socket.socket())
-            sock.setblocking(False)
-            sock.connect_ex(full.getsockname())
-        time.sleep(0.2)
-        with pytest.raises(TimeoutError):
-            socket.create_connection(full.getsockname(), timeout=0.5)
+
+        def is_full() -> bool:
+            try:
+                stack.enter_context(socket.create_connection(full.getsockname(), timeout=0.5))
+            except TimeoutError:
+                return True
+            return False
+
+        wait_for(is_full, 10.0, "a full queue")
         me.liveness.update([me.record, NodeRecord("b", "b", "127.0.0.1", full.getsockname()[1], 1)])
         with pytest.raises(queue.Empty):
             me.next_lost(TIMEOUT_S + 1.5)

@@ -40,8 +40,8 @@ def write_private(path: Path, text: str) -> str:
 
 
 def documented_commands() -> list[str]:
-    """The blocks of etcdctl lines in docs/security.md, in order."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "security.md").read_text(), re.DOTALL)
+    """The blocks of etcdctl lines in docs/etcd-login.md, in order."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "etcd-login.md").read_text(), re.DOTALL)
     return [block for block in blocks if "etcdctl" in block]
 
 

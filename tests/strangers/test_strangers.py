@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.strangers.idioms import IDIOMS, Idiom, Told
+from tests.support.agent_forks import ForkServer
 from tests.support.job import Agents, Outcome
 
 pytestmark = pytest.mark.timeout(300)  # most tests run a job twice
@@ -23,16 +24,48 @@ SCRIPTS = Path(__file__).parent / "scripts"
 MOMENTS = ("before", "inside", "after")
 
 
+# What libraries that take seconds of a processor in each process, and again in each agent's standby server, import.
+HEAVY = {"lightning": "lightning", "transformers": "transformers.trainer"}
+
+
+@pytest.fixture(scope="session")
+def forks_with() -> Iterator[dict[str, ForkServer]]:
+    """By library: what agents and workers are forked from that have imported it."""
+    made: dict[str, ForkServer] = {}
+    yield made
+    for server in made.values():
+        server.close()
+
+
+@pytest.fixture(autouse=True)
+def warm_forks(request: pytest.FixtureRequest, forks_with: dict[str, ForkServer]) -> ForkServer | None:
+    """Those of the test's library, if it is a heavy one."""
+    library = IDIOMS[request.node.callspec.params["name"]].needs
+    if library not in HEAVY or importlib.util.find_spec(library) is None:
+        return None
+    if library not in forks_with:
+        forks_with[library] = ForkServer(HEAVY[library])
+    return forks_with[library]
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_processes(warm_forks: ForkServer | None, no_leftover_processes: None) -> None:
+    """As for all tests, but that these forks stay for others."""
+
+
 @pytest.fixture
-def run(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
-    """Run *idiom* on two nodes, with three spares if nodes are to be lost."""
+def run(make_agents: Callable[..., Agents], warm_forks: ForkServer | None) -> Callable[..., Outcome]:
+    """Run *idiom* on two nodes, with three spares if nodes are to be lost. Heavy libraries have been imported before,
+    but for undisturbed runs: there the script does it, so what is compared shows that it makes no difference."""
 
     def start(idiom: Idiom, directory: Path, faults: list[dict[str, Any]]) -> Outcome:
         directory.mkdir()
+        warm = {"forks": warm_forks} if faults and warm_forks is not None else {}
         spares = 3 if any(fault["scope"] == "node" for fault in faults) else 0
         agents = make_agents(
             directory, num_workers=idiom.workers, max_restarts=None, script=SCRIPTS / idiom.script,
             script_args=idiom.args, options=(*idiom.options, "--spares", str(spares)), orders={"faults": faults},
+            **warm,
         )  # fmt: skip
         for node in "abcde"[: 2 + spares]:
             agents.start(node)

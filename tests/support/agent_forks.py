@@ -8,7 +8,8 @@ of a process do not use this (`Agents.start_method` "spawn"), nor does a second 
     pytest --Unix socket: a line of JSON per agent, with the files of its output--> server --fork--> agent
            <--a line with its pid, and one with its exit code------------------
 
-Run as `python -m tests.support.agent_forks FD`; ends when the socket is closed, without touching what it has forked.
+Run as `python -m tests.support.agent_forks FD [MODULE ...]`, with what else is to be imported before; ends when the
+socket is closed, without touching what it has forked.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ class Fork:
 
 
 class ForkServer:
-    """The server, as pytest sees it."""
+    """The server, as pytest sees it. *modules*: what its agents have imported besides, and so have their workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.agent_forks", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.agent_forks", str(theirs.fileno()), *modules],
             pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)},
         )  # fmt: skip
@@ -277,7 +278,7 @@ def _be_server(handover: socket.socket, agent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    for name in IMPORTED:
+    for name in (*IMPORTED, *sys.argv[2:]):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not live in a fork"
     gc.collect()

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import subprocess
+import threading
 import uuid
 from pathlib import Path
 
@@ -85,3 +86,16 @@ def names_of_networks() -> set[str]:
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout.splitlines()
     return {line.split()[0].partition("@")[0] for line in (*spaces, *links) if line.strip()}
+
+
+# Of a worker: they end with its process, and in no other way. A test that makes the parts of one has them to its end.
+_OF_A_PROCESS = ("swift-checkpoints", "swift-comparison", "swift-log-writer", "swift-reductions")
+
+
+def our_threads() -> set[threading.Thread]:
+    """Those of the product in this process that something should have ended. It names them so."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("swift-") and thread.name not in _OF_A_PROCESS
+    }

@@ -19,7 +19,7 @@ MIN_WORDS = 3
 
 # Texts of these modules are not on the page.
 LEFT_OUT = {
-    "swift_agent/ctl/": "what swiftctl prints: docs/operations.md",
+    "swift_agent/ctl/": "what swiftctl prints: docs/operations.md, docs/status.md",
     "recovery/swift_recovery/strategy/": "what swiftctl plan prints: docs/planning.md",
     "swift_agent/native/": "what swiftctl native prints: docs/operations.md",
     "swift_agent/launch/options.py": "the help of swift-run: docs/cli.md",
@@ -37,6 +37,7 @@ LEFT_OUT = {
     "recovery/swift_recovery/transfer/": "a clause of another line: why a state has not come",
     "recovery/swift_recovery/undo/patch.py": "a clause of another line: why a patch does not fit",
     "recovery/swift_recovery/undo/rules.py": "a table of recovery/README.md",
+    "recovery/swift_recovery/undo/parts.py": "a word of that table",
     "logging_store/swift_logging_store/format/": "a clause of another line: what is damaged in a segment",
     "rendezvous/swift_rendezvous/node/_handshake.py": "a clause of another line: why an agent was not let in",
     "rendezvous/swift_rendezvous/codec.py": "a clause of another line: what is wrong in a record",

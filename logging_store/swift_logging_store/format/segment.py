@@ -5,7 +5,7 @@
 
 A segment that was closed has an index and an end mark, and every byte of it is under a checksum. One whose writer died
 has none: its records are found by reading from the front, up to the first that is not whole, the torn tail.
-Layout byte by byte: `logging_store/README.md`. Nothing is ever unpickled.
+Layout byte by byte: `logging_store/README.md`. It must never unpickle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors as payloads of records: any dtype that has plain memory, as the bytes that it is. Nothing is converted."""
+"""Tensors as payloads of records: any dtype that has plain memory, as the bytes that it is. Must never convert."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ update t and not the others: a mixture, a state that no run passes through. The 
 2. *back* to t: a parameter that some survivor has not updated is copied from there, which is exact as well; one that
    all have updated is undone by each for itself (within the bound of `undo`, or exactly, where a copy was kept).
 
-Forward comes first, so that nothing is undone that need not be. SWIFT section 4 knows only the undo.
+Forward comes first, so that nothing is undone that need not be. SWIFT section 4 knows only the undo. This module must
+never choose a way that gives up exactness: those are in `lossy`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ does.
   survivor had updated is updated twice. If one of them has not begun the update it is taken, and nothing deviates.
 - *lossy forward*: what any survivor has updated stays updated, and the rest of the update is made with the mean over
   the survivors: a replacement takes part in the iteration that is repeated, but its gradients do not count.
+
+These ways must never be the default: a set leaves its update by one of them only where that was asked for.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Pure data. The report is made by the worker's watcher thread as soon as it is certain: once the stop flag is up no
 optimizer step can begin, so what the report says stays true even while the main thread is still unwinding.
+
+This module must never look at a live state or a group: it says what a report is, and how it is written as text.
 """
 
 from __future__ import annotations

@@ -12,21 +12,17 @@ micro-batches are whose.
 from __future__ import annotations
 
 import contextlib
-import json
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from swift_logging_store.errors import LinkLost
-from swift_recovery.errors import StateError
 from swift_recovery.replay.parallel import SUMS, Sum
-from swift_recovery.state.tensors import Layout, layout_of, memory_bytes, new_tensor, wire_bytes
-from swift_recovery.transfer.socket_link import Listener, SocketLink, connected
+from swift_recovery.replay.ring import Frame, Pieces, Ring, is_readable, pass_on, recv_frame, send_frame
+from swift_recovery.transfer.socket_link import Listener, SocketLink
 
 # A helper that has been silent for so long, or for so many times what a step took here, is left out.
 SILENT_S = 5.0
@@ -35,12 +31,6 @@ SILENT_STEPS = 4.0
 FORM_S = 2.0
 # Where nobody is lost and steps break all the same.
 MAX_BROKEN = 10
-_CPU = torch.device("cpu")
-
-Frame = tuple[dict[str, Any], list[Tensor]]
-Pieces = Sequence[Mapping[int, Tensor]]
-"""Gradients of parameters, by number, in the order in which they are to be added."""
-
 
 class Reformed(Exception):
     """Some process is not there any more, or has not come through the step: it has to be made again, by those that are
@@ -49,99 +39,6 @@ class Reformed(Exception):
 
 class Dismissed(Exception):
     """A helper is not needed any more."""
-
-
-# ---- frames ----
-
-
-def send_frame(link: SocketLink, head: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-    on_cpu = [tensor.detach().cpu() for tensor in tensors]
-    link.send_bytes(json.dumps({**head, "tensors": [layout_of(one).to_text() for one in on_cpu]}).encode())
-    for one in on_cpu:
-        link.send(wire_bytes(one))
-
-
-def recv_frame(link: SocketLink) -> Frame:
-    """Raises `LinkLost`, also for what is none."""
-    head, layouts = _head(link)
-    return head, [_recv_tensor(link, layout) for layout in layouts]
-
-
-def _head(link: SocketLink) -> tuple[dict[str, Any], list[Layout]]:
-    try:
-        head = json.loads(link.recv_bytes())
-        return head, [Layout.from_text(text) for text in head.pop("tensors")]
-    except (ValueError, KeyError, TypeError, AttributeError, StateError) as error:
-        raise LinkLost(f"what came from another process of the team is not understood: {error}") from None
-
-
-def _recv_tensor(link: SocketLink, layout: Layout) -> Tensor:
-    tensor = new_tensor(layout, _CPU)
-    view = memory_bytes(tensor)
-    assert view is not None
-    link.recv(view)
-    return tensor
-
-
-# ---- gradients ----
-
-
-def pass_on(
-    left: SocketLink | None, right: SocketLink | None, own: Pieces, parameters: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Add *own* to the sums that come from the left, if there is a left, and pass the new ones on to the right, one
-    parameter after the other. Returns them, None for a parameter without gradient. Tensors are the parameters' in
-    shape, type and device."""
-    theirs = set(_head(left)[0]["has"]) if left is not None else set()
-    has = sorted(theirs.union(*own)) if own else sorted(theirs)
-    if right is not None:
-        right.send_bytes(json.dumps({"has": has, "tensors": []}).encode())
-    sums: list[Tensor | None] = [None] * len(parameters)
-    for number in has:
-        parameter, total = parameters[number], None
-        if number in theirs:
-            assert left is not None
-            layout = Layout(parameter.dtype, tuple(parameter.shape), None, "cpu")
-            total = _recv_tensor(left, layout).to(parameter.device)
-        for piece in own:
-            if number in piece:
-                # As autograd does: the first one is taken, the others are added to it in place.
-                total = piece[number] if total is None else total.add_(piece[number])
-        assert total is not None
-        sums[number] = total
-        if right is not None:
-            right.send(wire_bytes(total.detach().cpu().contiguous()))
-    return sums
-
-
-class _Ring:
-    """The connections of one process to its neighbours. A context manager."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._stack = contextlib.ExitStack()
-        self.left: SocketLink | None = None
-        self.right: SocketLink | None = None
-
-    def connect(self, where: str, attempt: int, check: Callable[[], None]) -> None:
-        """The left one, who listens *where*; then the right one, which does the same here. Raises `LinkLost`, and what
-        *check* does."""
-        self.close()
-        self.left = self._stack.enter_context(connected(where, "a process of the team", check))
-        send_frame(self.left, {"attempt": attempt})
-        while True:
-            link = self._stack.enter_context(self._listener.accepted(check))
-            if recv_frame(link)[0].get("attempt") == attempt:  # else of an attempt that is over
-                break
-        self.right = link
-
-    def close(self) -> None:
-        self._stack.close()
-        self.left = self.right = None
-
-
-def _is_readable(link: SocketLink) -> bool:
-    return bool(select.select([link], [], [], 0)[0])
 
 
 # ---- a helper ----
@@ -156,7 +53,7 @@ class Helper:
     def __init__(self, hub: SocketLink, address: str, check: Callable[[], None]) -> None:
         self._hub, self._check = hub, check
         self._listener = Listener(address)
-        self._ring = _Ring(self._listener)
+        self._ring = Ring(self._listener)
         self.index, self.size = 0, 1
         self.sum: Sum = SUMS[0]
         with _hub_is_there():
@@ -198,13 +95,13 @@ class Helper:
 
     def _called(self) -> None:
         self._check()
-        if _is_readable(self._hub):
+        if is_readable(self._hub):
             raise _Called(recv_frame(self._hub)[0])
 
     def meet(self) -> None:
         """A step begins. Raises `Reformed` if the team is another one by now."""
         with _hub_is_there():
-            if _is_readable(self._hub):
+            if is_readable(self._hub):
                 self._form(recv_frame(self._hub)[0])
                 raise Reformed
 
@@ -275,7 +172,7 @@ class Hub:
     def __init__(self, address: str, note: Callable[[str], None], how: Sum = SUMS[0]) -> None:
         self._note, self.sum = note, how
         self._listener = Listener(address)
-        self._ring = _Ring(self._listener)
+        self._ring = Ring(self._listener)
         self._members: list[_Member] = []
         self._attempt = self._num_broken = 0
         self._is_formed = True
@@ -419,7 +316,7 @@ class Hub:
             self._impatient()
             if failed:
                 raise LinkLost(str(failed[0]))
-            if any(_is_readable(member.link) for member in self._members):
+            if any(is_readable(member.link) for member in self._members):
                 raise LinkLost("a process of the team has lost its neighbour")
 
         left.check = right.check = check

@@ -1,6 +1,6 @@
 """What a job costs, as a file that people write: its machines, what they compute and send, checkpoints. Pure.
 
-A profile is a JSON object; `FIELDS` and `MACHINE_FIELDS` say what is in it (docs/planning.md). It must never be taken
+A profile is a JSON object; `FIELDS` and `MACHINE_FIELDS` say what is in it (docs/profiles.md). It must never be taken
 in part: all that is wrong with it is told at once.
 """
 

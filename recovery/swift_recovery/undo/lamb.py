@@ -2,6 +2,7 @@
 
 A small reference, one parameter at a time. torch has none, and the SWIFT paper (appendix A) shows with it that a step
 which looks at norms can be undone, if the ratio that it used is kept: it is in the state, as `trust`.
+It must never know that it can be undone: `rules` does.
 """
 
 from __future__ import annotations

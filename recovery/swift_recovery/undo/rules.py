@@ -38,86 +38,37 @@ sum that cancels keeps the rounding of its parts:
 Step and undo round b m, w e and their sum, and e itself twice; the quotient is the last. In the momentum of RMSprop, e
 and wd are divided by the root. Adadelta's average of updates: u (8 |m| + 17 |m'|) / b. The mean of ASGD is one of
 e = p'; while it does not average yet, it is p, which foreach reaches by a sum: |p - undone p| + |ax - p|. The division
-by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`). Longer than a module should be: one table.
+by b is why an average with a factor near 0 is left as it is (`MIN_FACTOR`).
+
+A rule must never wait for a device where the step did not, and never take more room than its *needs* says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, optim
 from torch.optim import _muon
 
-from swift_recovery.undo import capturable
-from swift_recovery.undo.capturable import is_capturable, is_foreach
-from swift_recovery.undo.lamb import Lamb, adaptive
-
-Hyper = Mapping[str, Any]
-State = MutableMapping[str, Any]
-Values = Mapping[str, Any]
-
-# An average that keeps less than this of its past has lost it: dividing by the factor would multiply every rounding.
-MIN_FACTOR = 1e-2
-
-
-@dataclass(frozen=True)
-class Rule:
-    """*needs*: what has to be kept besides gradient and hyper-parameters; `keep` gives it, without ever waiting for a
-    device: a scalar of the state is kept as a tensor. *note*: for people, what is special."""
-
-    needs: Literal["nothing", "a number", "the parameter if weight decay is coupled", "two tensors"]
-    undo: Callable[[Hyper, Tensor, Tensor, State, Values], None]
-    keep: Callable[[Hyper, Tensor, State], dict[str, Any]] = lambda hyper, p, state: {}
-    note: str = ""
-
-
-# ---- parts of many steps ----
-
-
-def _unlerp(average: Tensor, g: Tensor, weight: float) -> None:
-    """m' = m + weight (g - m). With a weight of 1 nothing of m is left in m', and m has no effect any more."""
-    if 1 - weight >= MIN_FACTOR:
-        average.sub_(g, alpha=weight).div_(1 - weight)
-
-
-def _unsquare(average: Tensor, g: Tensor, factor: float) -> None:
-    """v' = factor v + (1 - factor) g g. A root is taken of v, so what a rounding left below zero is zero."""
-    if factor >= MIN_FACTOR:
-        average.addcmul_(g, g, value=-(1 - factor)).div_(factor).clamp_min_(0)
-
-
-def _with_decay(g: Tensor, p: Tensor, hyper: Hyper) -> Tensor:
-    """The gradient that the averages saw; *p* is undone already."""
-    decay = hyper["weight_decay"]
-    return g if decay == 0 or hyper.get("decoupled_weight_decay") else g.add(p, alpha=decay)
-
-
-def _undecay(p: Tensor, hyper: Hyper) -> None:
-    if hyper["weight_decay"] != 0:
-        p.div_(1 - hyper["lr"] * hyper["weight_decay"])  # a tensor where lr is one, as in the step
-
-
-def _keep_parameter(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    """For a step p' = p - r (g + wd p), in which r is large where gradients are small: with r wd = 1 no p is left."""
-    return {} if hyper["weight_decay"] == 0 or hyper.get("decoupled_weight_decay") else {"parameter": p.clone()}
-
-
-def _copies(state: State, *names: str) -> dict[str, Any]:
-    return {name: state[name].clone() for name in names if name in state}
-
-
-def _step_back(state: State) -> float:
-    """The number of the step that is undone; the state then has the one before."""
-    number = float(state["step"])
-    state["step"] -= 1
-    return number
-
-
-# ---- the optimizers ----
+from swift_recovery.undo import capturable, moments
+from swift_recovery.undo.capturable import is_capturable
+from swift_recovery.undo.lamb import Lamb
+from swift_recovery.undo.parts import (
+    MIN_FACTOR,
+    Hyper,
+    Rule,
+    State,
+    Values,
+    copies,
+    keep_parameter,
+    step_back,
+    undecay,
+    unlerp,
+    unsquare,
+    with_decay,
+)  # fmt: skip
 
 
 def _sgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -133,107 +84,12 @@ def _sgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> No
     else:
         p.add_(buffer, alpha=lr)
     if not values["fresh"] and momentum >= MIN_FACTOR:
-        buffer.sub_(_with_decay(g, p, hyper), alpha=1 - hyper["dampening"]).div_(momentum)
+        buffer.sub_(with_decay(g, p, hyper), alpha=1 - hyper["dampening"]).div_(momentum)
 
 
 def _keep_sgd(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
     # The first buffer is the gradient, without dampening, and the entry may exist without one.
     return {"fresh": state.get("momentum_buffer") is None}
-
-
-def _adam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    beta1, beta2 = hyper["betas"]
-    if is_capturable(hyper):
-        capturable.adam(hyper, p, state)
-        _step_back(state)
-    else:
-        number = _step_back(state)
-        largest = state["max_exp_avg_sq"] if hyper["amsgrad"] else state["exp_avg_sq"]
-        root = (largest.sqrt() / math.sqrt(1 - beta2**number)).add_(hyper["eps"])
-        p.addcdiv_(state["exp_avg"], root, value=hyper["lr"] / (1 - beta1**number))
-    if hyper["decoupled_weight_decay"]:
-        _undecay(p, hyper)
-    g = _with_decay(g, p, hyper)
-    _unlerp(state["exp_avg"], g, 1 - beta1)
-    _unsquare(state["exp_avg_sq"], g, beta2)
-
-
-def _nadam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    beta1, beta2 = hyper["betas"]
-    if "parameter" in values:
-        p.copy_(values["parameter"])
-        _step_back(state)
-    elif is_capturable(hyper):
-        capturable.nadam(hyper, p, g, state)
-        _step_back(state)
-    else:
-        lr, number = float(hyper["lr"]) if is_foreach(hyper, p) else hyper["lr"], _step_back(state)
-        mu, following = (
-            beta1 * (1 - 0.5 * 0.96 ** (at * hyper["momentum_decay"])) for at in (number, number + 1)
-        )
-        product = float(state["mu_product"])
-        root = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(hyper["eps"])
-        # The sum of the two first: they may cancel.
-        update = (g * float(lr * (1 - mu) / (1 - product))).div_(root)
-        p.add_(update.addcdiv_(state["exp_avg"], root, value=lr * following / (1 - product * following)))
-    if hyper["decoupled_weight_decay"]:
-        _undecay(p, hyper)
-    g = _with_decay(g, p, hyper)
-    _unlerp(state["exp_avg"], g, 1 - beta1)
-    _unsquare(state["exp_avg_sq"], g, beta2)
-    if "mu_product" in values:
-        state["mu_product"].copy_(values["mu_product"])
-
-
-def _keep_nadam(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return {**_copies(state, "mu_product"), **_keep_parameter(hyper, p, state)}
-
-
-def _radam(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    beta1, beta2 = hyper["betas"]
-    if is_capturable(hyper):
-        capturable.radam(hyper, p, state)
-        _step_back(state)
-    else:
-        _radam_update(hyper, p, state, _step_back(state))
-    if hyper["decoupled_weight_decay"]:
-        _undecay(p, hyper)
-    g = _with_decay(g, p, hyper)
-    _unlerp(state["exp_avg"], g, 1 - beta1)
-    _unsquare(state["exp_avg_sq"], g, beta2)
-
-
-def _radam_update(hyper: Hyper, p: Tensor, state: State, number: float) -> None:
-    beta1, beta2 = hyper["betas"]
-    bias1, bias2, lr = 1 - beta1**number, 1 - beta2**number, hyper["lr"]
-    longest = 2 / (1 - beta2) - 1
-    length, rect = longest - 2 * number * beta2**number / bias2, 0.0
-    if length > 5:
-        rect = math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
-    if is_foreach(hyper, p):
-        rectified, plain = (lr * scale / bias1 * -1 for scale in (rect, float(rect == 0)))
-        capturable.radam_foreach(p, state, hyper["eps"], [math.sqrt(bias2) * rectified], [plain])
-        return
-    update = state["exp_avg"] / bias1 * lr
-    if length > 5:
-        update *= math.sqrt(bias2) / state["exp_avg_sq"].sqrt().add_(hyper["eps"])
-        update *= rect
-    p.add_(update)
-
-
-def _adamax(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    beta1, beta2 = hyper["betas"]
-    if is_capturable(hyper):
-        capturable.adamax(hyper, p, state)
-        _step_back(state)
-    else:
-        lr, number = float(hyper["lr"]) if is_foreach(hyper, p) else hyper["lr"], _step_back(state)
-        p.addcdiv_(state["exp_avg"], state["exp_inf"], value=lr / (1 - beta1**number))
-    g = _with_decay(g, p, hyper)
-    _unlerp(state["exp_avg"], g, 1 - beta1)
-    if beta2 >= MIN_FACTOR:
-        # u' = max(beta2 u, |g| + eps): where the gradient won, u is unknown, and this is the largest that it can be.
-        state["exp_inf"].div_(beta2)
 
 
 def _rmsprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -250,26 +106,26 @@ def _rmsprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -
         p.addcdiv_(g, root, value=lr)
         if decay != 0:
             p.copy_(values["parameter"])
-    g = _with_decay(g, p, hyper)
+    g = with_decay(g, p, hyper)
     if momentum >= MIN_FACTOR:
         state["momentum_buffer"].addcdiv_(g, root, value=-1).div_(momentum)
-    _unsquare(state["square_avg"], g, alpha)
+    unsquare(state["square_avg"], g, alpha)
     if hyper["centered"]:
-        _unlerp(state["grad_avg"], g, 1 - alpha)
+        unlerp(state["grad_avg"], g, 1 - alpha)
 
 
 def _keep_rmsprop(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return {} if hyper["momentum"] > 0 else _keep_parameter(hyper, p, state)
+    return {} if hyper["momentum"] > 0 else keep_parameter(hyper, p, state)
 
 
 def _adagrad(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    number = _step_back(state)
+    number = step_back(state)
     rate = hyper["lr"] / (1 + (number - 1) * hyper["lr_decay"])
     root = state["sum"].sqrt().add_(hyper["eps"])
     p.addcdiv_(g, root, value=rate)
     if hyper["weight_decay"] != 0:
         p.copy_(values["parameter"])
-    g = _with_decay(g, p, hyper)
+    g = with_decay(g, p, hyper)
     state["sum"].addcmul_(g, g, value=-1).clamp_min_(0)
 
 
@@ -285,7 +141,7 @@ def _adadelta(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) 
     past.sub_(ratio, alpha=(1 - rho) * eps).div_(ratio.mul_(1 - rho).add_(rho)).clamp_min_(0)
     if decay == 0:
         p.add_(past.add(eps).div_(square).sqrt_().mul_(g), alpha=lr)
-    _unsquare(state["square_avg"], g, rho)
+    unsquare(state["square_avg"], g, rho)
 
 
 def _asgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -310,11 +166,11 @@ def _asgd(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> N
 
 
 def _keep_asgd(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return _copies(state, "eta", "mu")
+    return copies(state, "eta", "mu")
 
 
 def _adafactor(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    number = _step_back(state)
+    number = step_back(state)
     weight = number ** hyper["beta2_decay"]
     eps1 = torch.finfo(p.dtype).eps if hyper["eps"][0] is None else hyper["eps"][0]
     if g.dim() > 1:
@@ -327,14 +183,14 @@ def _adafactor(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values)
     # A tensor where lr is one, and with its roundings.
     rate = max(hyper["eps"][1], values["norm"].item() / math.sqrt(p.numel())) * min(hyper["lr"], 1 / math.sqrt(number))
     p.add_(update, alpha=rate / bound)
-    _undecay(p, hyper)
+    undecay(p, hyper)
     if g.dim() > 1:
-        _unlerp(row, torch.norm(g, dim=-1, keepdim=True).square_().div_(g.size(-1)), weight)
-        _unlerp(column, torch.norm(g, dim=-2, keepdim=True).square_().div_(g.size(-2)), weight)
+        unlerp(row, torch.norm(g, dim=-1, keepdim=True).square_().div_(g.size(-1)), weight)
+        unlerp(column, torch.norm(g, dim=-2, keepdim=True).square_().div_(g.size(-2)), weight)
         row.clamp_min_(0)
         column.clamp_min_(0)
     else:
-        _unlerp(state["variance"], g * g, weight)
+        unlerp(state["variance"], g * g, weight)
         state["variance"].clamp_min_(0)
 
 
@@ -351,11 +207,11 @@ def _muon_step(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values)
         update = g.lerp(buffer, momentum) if hyper["nesterov"] else buffer.clone()
     update = _muon._zeropower_via_newtonschulz(update, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"])
     p.add_(update, alpha=_muon._adjust_lr(lr, hyper["adjust_lr_fn"], p.shape))
-    _undecay(p, hyper)
+    undecay(p, hyper)
     if values:
         buffer.copy_(values["momentum_buffer"])
     else:
-        _unlerp(buffer, g, 1 - momentum)
+        unlerp(buffer, g, 1 - momentum)
 
 
 def _keep_muon(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
@@ -364,21 +220,6 @@ def _keep_muon(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
         return {}
     buffer = state.get("momentum_buffer")
     return {"momentum_buffer": torch.zeros_like(p) if buffer is None else buffer.clone()}
-
-
-def _lamb(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
-    # p' = p - lr trust (a + wd p), with the trust of the step that is undone
-    rate = float(hyper["lr"]) * float(state["trust"])
-    update = adaptive(state, _step_back(state), hyper)
-    p.add_(update, alpha=rate).div_(1 - rate * hyper["weight_decay"])
-    _unlerp(state["exp_avg"], g, 1 - hyper["betas"][0])
-    _unsquare(state["exp_avg_sq"], g, hyper["betas"][1])
-    if "trust" in values:
-        state["trust"].copy_(values["trust"])
-
-
-def _keep_lamb(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return _copies(state, "trust")
 
 
 def _rprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> None:
@@ -390,7 +231,7 @@ def _rprop(hyper: Hyper, p: Tensor, g: Tensor, state: State, values: Values) -> 
 
 
 def _keep_rprop(hyper: Hyper, p: Tensor, state: State) -> dict[str, Any]:
-    return _copies(state, "prev", "step_size")
+    return copies(state, "prev", "step_size")
 
 
 _LARGEST = "the largest average stays: a step with the same gradient gives the same one again"
@@ -401,20 +242,20 @@ RULES: dict[type[optim.Optimizer], Rule | str] = {
     optim.SGD: Rule("nothing", _sgd, _keep_sgd,
                     note="not fused in half precision on the CPU (torch before 2.14 does not update all of it); "
                     "not foreach with nesterov and without weight decay (torch overwrites the gradient)"),
-    optim.Adam: Rule("nothing", _adam, note=_LARGEST + " (amsgrad)"),
-    optim.AdamW: Rule("nothing", _adam, note=_LARGEST + " (amsgrad)"),
-    optim.NAdam: Rule(_PARAMETER, _nadam, _keep_nadam, note="and a number"),
-    optim.RAdam: Rule("nothing", _radam),
-    optim.Adamax: Rule("nothing", _adamax, note=_LARGEST),
+    optim.Adam: Rule("nothing", moments.adam, note=_LARGEST + " (amsgrad)"),
+    optim.AdamW: Rule("nothing", moments.adam, note=_LARGEST + " (amsgrad)"),
+    optim.NAdam: Rule(_PARAMETER, moments.nadam, moments.keep_nadam, note="and a number"),
+    optim.RAdam: Rule("nothing", moments.radam),
+    optim.Adamax: Rule("nothing", moments.adamax, note=_LARGEST),
     optim.RMSprop: Rule(_PARAMETER, _rmsprop, _keep_rmsprop, note="not with momentum"),
-    optim.Adagrad: Rule(_PARAMETER, _adagrad, _keep_parameter),
-    optim.Adadelta: Rule(_PARAMETER, _adadelta, _keep_parameter),
+    optim.Adagrad: Rule(_PARAMETER, _adagrad, keep_parameter),
+    optim.Adadelta: Rule(_PARAMETER, _adadelta, keep_parameter),
     optim.ASGD: Rule("a number", _asgd, _keep_asgd),
     optim.Adafactor: Rule("a number", _adafactor, _keep_adafactor),
     optim.Muon: Rule("nothing", _muon_step, _keep_muon,
                      note="the buffer in bfloat16 without nesterov, which torch scales by mistake; a step made again "
                      "differs by more than the undo did, as it iterates in bfloat16"),
-    Lamb: Rule("a number", _lamb, _keep_lamb, note="the ratio of norms that it used is in its state"),
+    Lamb: Rule("a number", moments.lamb, moments.keep_lamb, note="the ratio of norms that it used is in its state"),
     optim.Rprop: Rule("two tensors", _rprop, _keep_rprop, note="what it has is overwritten and clamped"),
     optim.SparseAdam: "its gradients are sparse",
     optim.LBFGS: "its step is a search, of which it keeps a history",

@@ -9,6 +9,8 @@ in any order, and those that the step has not reached must not be.
 
 Operations are inverted one by one in the dtype of the parameter, in reverse order: that repeats the roundings of the
 step, and comes closer than an inverse in a higher precision. `rules` has the arithmetic for each optimizer.
+
+This module must never choose the parameters or the moment: `swift_agent.worker.updates.overlapped` does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from torch.optim import Optimizer
 
 from swift_recovery.errors import StateError
 from swift_recovery.undo.capturable import is_foreach
-from swift_recovery.undo.rules import RULES, Rule
+from swift_recovery.undo.parts import Rule
+from swift_recovery.undo.rules import RULES
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,8 @@ class Liveness:
         if self._thread.ident is None:  # it was never started
             self._listener.close()
             self._selector.close()
+        elif not self._thread.is_alive() and self._acceptor.is_alive():
+            self._leave()
         if not self._thread.is_alive():
             # With the lock: no thread may wake through a number that is another file's by then.
             with self._lock:
@@ -170,6 +172,10 @@ class Liveness:
                 self._doubt(time.monotonic())
                 self._check_silence(time.monotonic())
                 self._dial()
+        self._leave()
+
+    def _leave(self) -> None:
+        """In the loop's thread; in `stop`, if that has ended by an error."""
         for peer in list(self._peers.values()):
             self._bid_farewell(peer.sock)
             self._drop(peer)

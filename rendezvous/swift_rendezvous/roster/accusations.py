@@ -13,6 +13,8 @@ What one node says of another may be true of the link between them only. Two kin
 
 The record of the generation names the workers without state (`GenerationRecord.bare`). It is older than what happens
 in the generation; so an accuser says of itself whether it has the state by now (`FailureRecord.is_empty`).
+
+This module must never read a clock, a socket or the store, and never ask a node.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What happens to an agent: the events of `machine`. Pure data.
 
-Events are facts in the past tense, and do not know how they came about; `commands` has the orders that follow.
+Events are facts in the past tense, and do not know how they came about; `commands` has the orders that follow. They
+must never hold anything but plain values and records: a journal writes them down, and a replay reads them again.
 """
 
 from __future__ import annotations

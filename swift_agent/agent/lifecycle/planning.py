@@ -1,4 +1,7 @@
-"""Joins the two lower rooms: reads what ranks hold from the records and has the recovery room plan. Pure."""
+"""Joins the two lower rooms: reads what ranks hold from the records and has the recovery room plan. Pure.
+
+It must never decide what recovers whom: it reads, asks `planner` and writes down what that says.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `NativeExchange` (with the compiled library): one forwarding backend for the life of the group; nothing leaks, and an
 aborted group refuses operations at once. `PythonExchange`: each new backend is registered under a BackendType number
 of its own; torch then keeps the old ones (threads and descriptors included) until the process ends, and there are only
-`NUM_SWAPS` numbers. Neither decides anything; `swift_agent.worker.groups.process_groups` says when to exchange.
+`NUM_SWAPS` numbers. They must never decide when: `process_groups` says so.
 
 The second is a makeshift for want of a compiler: when traffic is cut, gloo sometimes forgets the thread that waits for
 it (see native/forward.cpp), and only the native one frees that thread. Without it the worker hangs, and its agent must

@@ -1,4 +1,4 @@
-"""What is remembered of each process group, so that it can be connected again. Makes no connection itself."""
+"""What is remembered of each process group, so that it can be connected again. Must never make a connection itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Numbers, and an agreement, between ranks of the default group, whatever device its backend works on.
 
-For the recovery itself, right after the groups were connected. All but `agree` must not be used with training
+For the recovery itself, right after the groups were connected. All but `agree` must never be used with training
 collectives in flight: gloo and NCCL match messages by order.
 """
 

@@ -28,6 +28,7 @@ from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.collective_results import Outputs, Results
 from swift_agent.worker.messages.cpp_messages import Unseen
+from swift_agent.worker.messages.log_settings import compares
 from swift_agent.worker.messages.operations import Owner, Receive, Send
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
@@ -62,8 +63,7 @@ class Interception:
         self._peeks = self._counts_only = False
         self.helps = False
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
-        self.compares = True
-        """What is sent again, with what was sent before."""
+        self._compares = compares()
         self.num_collectives = 0
         """Those of iterations, so far."""
         self.unlogged: frozenset[int] = frozenset()
@@ -156,7 +156,7 @@ class Interception:
         repetition = self._repetition
         if self.helps:
             return torch_works.finished_work()
-        if repetition.is_on and self.compares:
+        if repetition.is_on and self._compares:
             repetition.check_sent(channel, number, self.iteration, tensor)
         if self._owner.meter is not None:
             self._owner.meter.sent(channel.destination, tensor.numel() * tensor.element_size())

@@ -15,6 +15,7 @@ from swift_agent.wire.environment import (
     ENV_HELPER,
     ENV_LOG_STORE,
     ENV_MESSAGE_LOG_BYTES,
+    ENV_PARALLEL_SUM,
     ENV_RUN,
 )
 from swift_logging_store.log.archive import directory_name
@@ -27,6 +28,12 @@ def bytes_for_logs(directory: Path) -> tuple[int, str]:
         return int(given), "what --message-log-limit leaves this rank"
     free = shutil.disk_usage(directory).free
     return free // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "half of what was free on the disk"
+
+
+def compares() -> bool:
+    """Whether what is sent again has to be what was sent before: not where repeated gradients are added in another
+    order."""
+    return os.environ.get(ENV_PARALLEL_SUM) != "unordered"
 
 
 def copied_to(rank: int) -> tuple[str, str] | None:

@@ -27,7 +27,8 @@ from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.rejoin.shared_steps import SharedSteps
 from swift_agent.worker.rejoin.step_parts import Computed
 from swift_recovery.replay.parallel import SUMS, Sum
-from swift_recovery.replay.team import Dismissed, Frame, Helper, Hub, Pieces, Reformed
+from swift_recovery.replay.ring import Frame, Pieces
+from swift_recovery.replay.team import Dismissed, Helper, Hub, Reformed
 from swift_recovery.transfer.socket_link import connected
 
 # A helper is started when its replacement is, and does the same until both have loaded a checkpoint. The replacement
@@ -60,7 +61,6 @@ class Gathering:
             self.close()
             return
         if self._hub.sum != SUMS[0]:
-            messages.shared.compares = False
             self._note("gradients are added block by block (--parallel-sum unordered): the result is rounded otherwise")
         shared = SharedSteps(_HubTeam(self._hub), messages, parameters, device, self._refused)
         self._stack.enter_context(shared.around())

@@ -25,7 +25,8 @@ from swift_agent.worker.rejoin.step_parts import Computed, Computing, Giving, Ke
 from swift_recovery.errors import CannotReplay
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Sum, order_of, shares, why_not
-from swift_recovery.replay.team import Pieces, Reformed
+from swift_recovery.replay.ring import Pieces
+from swift_recovery.replay.team import Reformed
 
 
 class Team(Protocol):

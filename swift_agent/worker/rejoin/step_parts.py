@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from swift_agent.torch_private import pipelining
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
-from swift_recovery.replay.team import Frame, Pieces
+from swift_recovery.replay.ring import Frame, Pieces
 
 Key = tuple[str, int, int]
 """A part of a micro-batch: its kind, the stage, the micro-batch."""

@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import swift_agent as swift
+from swift_agent.worker.checks import lookout
+
+lookout.PERIOD_S = 1.0  # a rank that waits is looked at twice before it is told
 
 LOG_EVERY = 5
 

@@ -26,7 +26,7 @@ def hours(*args: str) -> dict[str, float]:
 
 
 def test_the_page_shows_what_it_prints() -> None:
-    shown = (ROOT / "docs" / "planning.md").read_text().rpartition("```console\n")[2].partition("\n```")[0]
+    shown = (ROOT / "docs" / "simulation.md").read_text().rpartition("```console\n")[2].partition("\n```")[0]
     command, *expected = shown.splitlines()
     assert command == "$ swiftctl simulate examples/profiles/vit.json --hours 480"
     found = simulate(VIT, "--hours", "480")

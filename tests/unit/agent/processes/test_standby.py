@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +28,7 @@ from swift_agent.agent.processes import standby as standby_module
 from swift_agent.agent.processes import workers as workers_module
 from swift_agent.agent.processes.late_starts import TRY_S, LateStarts, NotStarted
 from swift_agent.agent.processes.linux import become_subreaper, reap
-from swift_agent.agent.processes.orders import Preloaded
+from swift_agent.agent.processes.orders import Preloaded, Started
 from swift_agent.agent.processes.workers import MAX_SERVER_DEATHS, NOT_STARTED, WorkerProcess, Workers
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import parse_args
@@ -211,6 +214,50 @@ def test_a_standby_that_died_while_it_waited_is_not_used(bench: Bench) -> None:
     bench.start(1)
     assert bench.ends() == [(0, 7), (1, 7)]
     assert first.pid not in {process.pid for process in bench.started}
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_a_standby_that_dies_before_its_order_comes_is_followed_by_the_next(
+    bench: Bench, standby_forks: StandbyForks, monkeypatch: pytest.MonkeyPatch, is_reaped: bool
+) -> None:
+    """The server has looked for dead ones already, and is about to give the order: it waits there, as long as nobody
+    takes what it says. One read gives it more to answer than its socket holds, and then the order."""
+
+    def start(control: socket.socket) -> Any:
+        control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as small as there is
+        return standby_forks.start(control)
+
+    monkeypatch.setattr(standby_module, "start_process", start)
+    bench.workers.prepare(2, ())
+    first, second = sorted(bench.standbys(2), key=lambda process: (process.create_time(), process.pid))
+    server = bench.workers.server
+    assert server is not None
+    heard: list[Any] = []
+    on_server_message = bench.workers.on_server_message
+    monkeypatch.setattr(
+        bench.workers, "on_server_message", lambda *args: (heard.append(args[1]), on_server_message(*args))[1]
+    )
+    psutil.Process(server.pid).suspend()
+    for _ in range(20):
+        server.preload(())
+    bench.start(0)
+    psutil.Process(server.pid).resume()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while int.from_bytes(fcntl.ioctl(server.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder):
+        assert time.monotonic() < deadline_s, "the server does not read"
+        time.sleep(0.01)
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    if is_reaped:
+        first.wait()
+    # As long as nobody has reaped it, its end is that of the worker that it was to be.
+    assert bench.ends() == [(0, 7 if is_reaped else -signal.SIGKILL)]
+    bench.wait(lambda: sum(isinstance(one, Started) for one in heard) == 2)
+    assert [one.pid for one in heard if isinstance(one, Started)] == [first.pid, second.pid]
+    if is_reaped:
+        assert bench.lines() == [[str(second.pid), "0"]]
+    else:
+        bench.wait(lambda: reap(second.pid))  # not wanted any more: killed
 
 
 @pytest.mark.parametrize("warm", [True, False])

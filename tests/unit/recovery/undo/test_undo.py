@@ -333,7 +333,7 @@ UNITS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-
 
 
 class Bounds:
-    """Those that `undo_rules` states, of one step; in double precision, per element."""
+    """Those that `undo.rules` states, of one step; in double precision, per element."""
 
     def __init__(
         self, name: str, way: str, options: dict[str, Any], gradient: Tensor,
