@@ -5,13 +5,15 @@ iterations, and all load the newest one after a restart. Under swift-run message
 `job.checkpoint` writes as often. `--messages no` leaves the logging out, and all that comes with it, `counts` the
 logging alone; with `--messages saves` the script saves each message itself before it is sent, which is what SWIFT
 compares its asynchronous log with. Every rank appends "time pid iteration" to its file at the end of each iteration,
-and saves its stage at the end.
+and saves its stage at the end; with `--busy` each process writes "iteration seconds" of its own computation to a file.
+With `--hold` a rank waits at the beginning of an iteration for who kills it there.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 from train_ddp import Gate, Log
 
 HEADS = 4
+HELPER = os.environ.get("SWIFT_HELPER", "")
 
 
 class Trainer:
@@ -81,6 +84,29 @@ def keep_no_messages() -> None:
     SentLog.append = nothing  # type: ignore[method-assign]
 
 
+class Busy:
+    """The processor's time that each iteration has taken here, in all threads of this process."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._file = open(directory / f"busy{rank}-{HELPER or 0}-{os.getpid()}", "w", buffering=1)  # noqa: SIM115
+
+    def timed(self, step: Callable[[int], None]) -> Callable[[int], None]:
+        def run(iteration: int) -> None:
+            began_s = time.process_time()
+            step(iteration)
+            print(iteration, time.process_time() - began_s, file=self._file)
+
+        return run
+
+
+def hold(where: list[str], directory: Path, rank: int, iteration: int) -> None:
+    """To be killed; who takes its place passes."""
+    path = directory / f"held{iteration}"
+    if f"{rank}:{iteration}" in where and not path.exists():
+        path.touch()
+        time.sleep(1000.0)
+
+
 def write_checkpoint(trainer: Trainer, directory: Path, iteration: int) -> None:
     """All ranks; the newest counts when all parts of it are there."""
     state = {"model": trainer.stage.submod.state_dict(), "optimizer": trainer.optimizer.state_dict()}
@@ -117,7 +143,7 @@ def train_swift(args: argparse.Namespace) -> None:
     import swift_agent as swift
 
     job = swift.init("gloo")
-    trainer, log = Trainer(args, job.rank, job.world_size), Log(args.log_to, job.rank)
+    trainer, log = Trainer(args, job.rank, job.world_size), None if HELPER else Log(args.log_to, job.rank)
     gate = Gate(args.log_to, job.rank) if args.gate else None
     saved = Saved(args.log_to) if args.log == "saves" else None
     if args.checkpoint_every:
@@ -125,12 +151,16 @@ def train_swift(args: argparse.Namespace) -> None:
     if args.log == "counts":
         keep_no_messages()
     job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log in ("yes", "counts"))
-    step: Callable[[int], Any] = job.iteration(gate.timed(trainer.step) if gate else trainer.step)
+    timed = gate.timed if gate else Busy(args.log_to, job.rank).timed if args.busy else None
+    # Inside: a helper ends with its last iteration.
+    step: Callable[[int], Any] = job.iteration(timed(trainer.step) if timed else trainer.step)
     for iteration in job.iterations(args.iterations):
         if gate is not None and gate.closed():
             break
+        hold(args.hold, args.log_to, job.rank, iteration)
         step(iteration)
-        log.ended(iteration)
+        if log is not None:
+            log.ended(iteration)
     if saved is not None:
         neighbours = (job.rank > 0) + (job.rank + 1 < job.world_size)
         assert saved.count == job.iteration_number * args.micro_batches * neighbours, "not each message was saved"
@@ -156,6 +186,8 @@ def main() -> None:
                         help="whether they are logged")
     parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--gate", action="store_true", help="run in blocks, as told through FIFOs in that directory")
+    parser.add_argument("--busy", action="store_true", help="each process writes what it has computed, in seconds")
+    parser.add_argument("--hold", nargs="*", default=[], metavar="RANK:ITERATION", help="where it waits to be killed")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 saves its stage; others beside it")
     args = parser.parse_args()
     torch.set_num_threads(1)
