@@ -29,6 +29,7 @@ from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Buffer, Channel, Header
 from swift_logging_store.format.segment import SegmentWriter
 from swift_logging_store.format.tensors import copy_of, dtype_name
+from swift_logging_store.log.rate import Rate
 from swift_logging_store.log.staging import Staged, Staging
 
 SUFFIX = ".seg"
@@ -98,6 +99,8 @@ class LogWriter:
         self._staging: Staging | None = None
         self.wait_s = 0.0
         """Seconds that `append` has waited for the disk, in all."""
+        self.written = Rate()
+        """By the thread, with its own work for that."""
         # Of the thread, once it runs.
         self._number = -1
         self._file_fd = -1
@@ -273,7 +276,10 @@ class LogWriter:
                         break
                     batch = self._next_batch()  # it counts until it is written
                     self._due = len(batch) < len(self._queue)
+                began_s = time.monotonic()
                 self._write_batch(batch)
+                written = sum(len(entry.payload) for entry in batch if entry is not None)
+                self.written = self.written.more(written, time.monotonic() - began_s)
                 with self._changed:
                     for entry in batch:
                         self._queue.popleft()

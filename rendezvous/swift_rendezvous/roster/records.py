@@ -366,16 +366,16 @@ class MeasuredRecord:
 
 @dataclass(frozen=True)
 class ProfileRecord:
-    """What the job costs, as measured, and what follows from it; written once in a run.
+    """What the job costs, as measured, and what follows from it; written once, and once more (*is_final*).
 
     *content*: a profile as people write them. *lines*: the ways to recover, compared, for people; *way*: that which is
     taken. *log_groups*: of slots, see `JobRecord`, where the job has a budget for logs; they hold from now on.
     """
-
     content: dict[str, Any]
     lines: tuple[str, ...]
     way: str
     log_groups: tuple[tuple[int, ...], ...] = ()
+    is_final: bool = False
 
 
 @dataclass(frozen=True)
