@@ -100,7 +100,7 @@ class LogWriter:
         self.wait_s = 0.0
         """Seconds that `append` has waited for the disk, in all."""
         self.written = Rate()
-        """By the thread, with its own work for that."""
+        """By the thread: in calls that write, and that wait for the disk."""
         # Of the thread, once it runs.
         self._number = -1
         self._file_fd = -1
@@ -276,10 +276,7 @@ class LogWriter:
                         break
                     batch = self._next_batch()  # it counts until it is written
                     self._due = len(batch) < len(self._queue)
-                began_s = time.monotonic()
                 self._write_batch(batch)
-                written = sum(len(entry.payload) for entry in batch if entry is not None)
-                self.written = self.written.more(written, time.monotonic() - began_s)
                 with self._changed:
                     for entry in batch:
                         self._queue.popleft()
@@ -346,7 +343,9 @@ class LogWriter:
         assert self._segment is not None
         self._segment.finish()
         self._write_buffers()
+        began_s = time.monotonic()
         os.fsync(self._file_fd)
+        self.written = self.written.more(0, time.monotonic() - began_s)
         with self._changed:
             self._closed[self._number] = _Closed(self._last_iteration, self._payload_bytes, self._firsts)
         if self._last_iteration >= 0:
@@ -358,7 +357,9 @@ class LogWriter:
         left = [memoryview(buffer) for buffer in self._buffers]
         self._buffers.clear()
         while left:
+            began_s = time.monotonic()
             num_bytes = os.writev(self._file_fd, left[:_MAX_BUFFERS])
+            self.written = self.written.more(num_bytes, time.monotonic() - began_s)
             while left and num_bytes >= len(left[0]):
                 num_bytes -= len(left.pop(0))
             if num_bytes:

@@ -200,7 +200,8 @@ def test_slow_disks_make_logs_and_checkpoints_dearer() -> None:
     def costs(seconds: float) -> dict[str, tuple[float, float]]:
         nodes = [
             [replace(one, log_written=(1 << 20, seconds), checkpoint_written=(1 << 20, seconds), is_all=True,
-                     checkpoint_still_s=seconds, state_bytes=64 << 20, sent_bytes=dict.fromkeys(one.sent_bytes, 1 << 28))
+                     checkpoint_still_s=seconds, state_bytes=64 << 20,
+                     sent_bytes=dict.fromkeys(one.sent_bytes, 1 << 28))
              for one in of_node]
             for of_node in pipeline()
         ]  # fmt: skip
