@@ -99,7 +99,7 @@ class Bench:
         """Of `DISTURBED`."""
         if name not in self.runs:
             launcher, script, args = DISTURBED[name]
-            self.runs[name] = disturb(self.job(launcher, script, args), name, EVERY[script], 1 if self.quick else 3)
+            self.runs[name] = disturb(self.job(launcher, script, args), name, EVERY[script], 1 if self.quick else 2)
         return self.runs[name]
 
 
@@ -226,7 +226,7 @@ def logging_(bench: Bench) -> tuple[str, dict[str, Any]]:
         for one in gated.values():
             one.block(NUM_WARM_UP)
             one.job.wait_ready()
-        for turn in range(4 if bench.quick else 24):
+        for turn in range(4 if bench.quick else 20):
             for way in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
                 times_s[way].append(gated[way].block(TURN)[0])
         for one in gated.values():
