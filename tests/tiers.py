@@ -109,6 +109,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_a_worker_takes_its_group_back[backward]",
         "test_groups_of_one_two_and_three[1-lost1]",
     ),
+    "faults/test_profile_of_a_job.py": ALL,
     "faults/test_log_store.py": ("test_logs_that_are_in_a_store_only[s3]", "test_a_disk_that_is_full"),
     # ---- scripts ----
     "faults/test_scripts.py": (

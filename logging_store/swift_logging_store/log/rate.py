@@ -1,4 +1,4 @@
-"""How much was moved, and how long that took. Pure."""
+"""How much was moved, and how long that took. Pure. This module must never read a clock."""
 
 from __future__ import annotations
 
