@@ -99,7 +99,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_all_begin_with_it_if_iterations_cannot_be_repeated",
         "test_replicas_write_one_part",
     ),
-    "faults/test_helpers.py": ("test_a_spare_helps",),
+    "faults/test_helpers.py": (
+        "test_a_spare_helps[forward]",
+        "test_the_ends_of_a_pipeline[3]",
+        "test_a_helper_dies[exchanges]",
+        "test_what_cannot_be_shared_is_repeated_alone",
+    ),
     "faults/test_log_groups.py": (
         "test_a_worker_takes_its_group_back[backward]",
         "test_groups_of_one_two_and_three[1-lost1]",
@@ -160,6 +165,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     "integration/test_overlap_updates.py": ALL,
     "integration/test_process_group.py": ALL,
     "integration/test_results.py": ALL,
+    "integration/test_shared_steps.py": (
+        "test_a_step_is_that_of_one_process[3]",
+        "test_a_helper_dies[exchange-1]",
+        "test_what_cannot_be_shared_is_not[orders1-its stages change Counting.mean]",
+    ),
     "integration/test_staying.py": ALL,
     "integration/test_strangers.py": ALL,
     "integration/test_replica_transfer.py": (

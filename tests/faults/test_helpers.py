@@ -6,15 +6,19 @@ the losses of every micro-batch are bit for bit those of an undisturbed run.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.job import Agents, Outcome
-from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, kill_at_random
+from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, begun
+from tests.support.pipelines import started as started_process
 from tests.tiers import in_soak
 
 Start = Callable[..., Outcome]
@@ -146,12 +150,12 @@ def test_the_replacement_dies(place: str, run: Start, undisturbed_pipelines: Ref
 
 
 def test_another_stage_dies_meanwhile(run: Start, undisturbed_pipelines: References) -> None:
-    """What the first one has begun it goes on with alone; the other one is helped then, or not."""
+    """The replacement goes on alone: its helpers are of a generation that is over."""
     faults = [
         {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
-        {"at": "exchanges", "rank": 1, "scope": "go", "on": 2},
-        {"at": "verify", "rank": 3, "after": 0, "scope": "wait"},
-        {"at": "verify", "rank": 3, "after": 2, "scope": "worker"},
+        {"at": "awaits", "rank": 3, "after": 0, "scope": "wait"},
+        {"at": "exchanged", "rank": 1, "scope": "go", "on": 1},
+        {"at": "awaits again", "rank": 3, "after": 2, "scope": "worker"},
     ]
     outcome = run(faults, helpers=1, spares=2)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1, 3})
@@ -192,14 +196,48 @@ def test_unordered_sums_are_said_to_differ(run: Start, undisturbed_pipelines: Re
 def test_random_moments(
     seed: int, make_agents: Callable[..., Agents], undisturbed_pipelines: References
 ) -> None:
+    """Workers and helpers, ten times, at times one in the recovery from another."""
+    choose = random.Random(seed)
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
         options=("--strategy", "log+parallel", "--helpers", "2", "--spares", "1"),
-        orders={"schedule": "Schedule1F1B", "iterations": 30, "pace_s": 0.2, "checkpoint": 10, "patient": True},
+        orders={"schedule": "Schedule1F1B", "iterations": 40, "pace_s": 0.2, "checkpoint": 15, "patient": True},
     )  # fmt: skip
     for node in "abcde":
         agents.start(node)
-    kill_at_random(agents, 10, random.Random(seed))
+    deadline_s = time.monotonic() + 90.0
+    num_helpers = 0
+    for number in range(10):
+        before = max(begun(agents.directory))
+        while min(begun(agents.directory)) <= before if number % 3 != 2 else False:
+            assert time.monotonic() < deadline_s, agents.outcome(0).text()
+            time.sleep(0.02)
+        time.sleep(choose.uniform(0.0, 0.6))
+        rank = choose.randrange(4)
+        process = started_process(agents.directory, rank)
+        if process is not None:
+            process.kill()
+            psutil.wait_procs([process], timeout=10.0)
+        if number % 3 == 0:
+            helper = a_helper(agents, rank)
+            if helper is not None:
+                num_helpers += 1
+                time.sleep(choose.uniform(0.0, 0.3))
+                helper.kill()
+    (agents.directory / "free").touch()
     outcome = agents.wait()
-    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=30), 30)
-    assert SHARED in outcome.text()
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=40), 40)
+    assert SHARED in outcome.text() and num_helpers
+
+
+def a_helper(agents: Agents, rank: int) -> psutil.Process | None:
+    """One that has begun to help *rank*, if one does so within some seconds."""
+    path, deadline_s = agents.directory / f"helper.pids.{rank}", time.monotonic() + 5.0
+    while time.monotonic() < deadline_s:
+        for pid in path.read_text().split() if path.exists() else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+        time.sleep(0.01)
+    return None

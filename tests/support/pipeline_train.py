@@ -349,6 +349,15 @@ def arm_helpers() -> None:
         around(kind, "meet", "meets")
         around(kind, "exchange", "exchanges", "exchanged")
     around(team, "pass_on", "adds")
+    waiting = replays.Replays.wait
+
+    def wait(self: Any, plan: Any) -> None:
+        if plan.replays:
+            fault("awaits")
+            fault("awaits again")
+        waiting(self, plan)
+
+    replays.Replays.wait = wait  # type: ignore[method-assign]
 
 
 def main() -> None:
