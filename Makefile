@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs native ready demo test test-all test-gpu soak lint bench tables clean
+.PHONY: help venv etcd hdfs native ready demo test test-all test-gpu soak lint bench tables experiments clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
 	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
 	@echo "make tables  the tables of the SWIFT paper that can be computed; FIGURES=DIR draws its figures there, too"
+	@echo "make experiments  figures of the paper that can be run here, small, in about ten minutes; into FIGURES, or experiments/"
 	@echo "make clean   remove what the other targets made"
 
 venv: $(VENV)/.installed
@@ -90,6 +91,9 @@ bench: venv etcd
 tables: venv
 	$(PY) benchmarks/tables.py $(if $(FIGURES),--figures '$(FIGURES)')
 
+experiments: venv etcd native
+	$(PY) benchmarks/experiments.py --figures '$(or $(FIGURES),experiments)'
+
 clean:
-	rm -rf $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf experiments $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -243,9 +243,9 @@ class SwiftRun(Job):
         self.wait_for(ready, "warm processes on every node", 60.0)
 
     def phases(self) -> list[dict[str, float]]:
-        return [event.details["phases_s"] for event in self._events() if event.what == "recovered"]
+        return [event.details["phases_s"] for event in self.events() if event.what == "recovered"]
 
-    def _events(self) -> list[EventRecord]:
+    def events(self) -> list[EventRecord]:
         # A connection for each look; a store that is kept open would need a watch to stay quiet.
         with EtcdStore(self._etcd) as store:
             entries, _ = store.get_prefix(f"{Keys(self.id).prefix}events/")
@@ -257,7 +257,7 @@ class SwiftRun(Job):
 
     def predictions(self) -> list[float]:
         """Seconds that each recovery so far should have taken."""
-        return [event.details["predicted_s"] for event in self._events() if "predicted_s" in event.details]
+        return [event.details["predicted_s"] for event in self.events() if "predicted_s" in event.details]
 
     def measured(self) -> ProfileRecord | None:
         """What the job has measured of itself, None if it has not yet."""

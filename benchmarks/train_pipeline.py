@@ -4,9 +4,10 @@ Under torchrun (`--plain`) all ranks write a checkpoint of their stage to the lo
 iterations, and all load the newest one after a restart. Under swift-run messages between stages are logged, and
 `job.checkpoint` writes as often. `--messages no` leaves the logging out, and all that comes with it, `counts` the
 logging alone; with `--messages saves` the script saves each message itself before it is sent, which is what SWIFT
-compares its asynchronous log with. Every rank appends "time pid iteration" to its file at the end of each iteration,
-and saves its stage at the end; with `--busy` each process writes "iteration seconds" of its own computation to a file.
-With `--hold` a rank waits at the beginning of an iteration for who kills it there.
+compares its asynchronous log with; `--save-every N` has it write checkpoints as under torchrun. Every rank appends
+"time pid iteration" to its file at the end of each iteration, and saves its stage at the end; with `--busy` each
+process writes "iteration seconds" of its own computation to a file. With `--hold` a rank waits at the beginning of an
+iteration for who kills it there.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ def train_swift(args: argparse.Namespace) -> None:
         step(iteration)
         if log is not None:
             log.ended(iteration)
+        if args.save_every and (iteration + 1) % args.save_every == 0:
+            write_checkpoint(trainer, args.log_to, iteration + 1)
     if saved is not None:
         neighbours = (job.rank > 0) + (job.rank + 1 < job.world_size)
         assert saved.count == job.iteration_number * args.micro_batches * neighbours, "not each message was saved"
@@ -182,6 +185,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="N")
+    parser.add_argument("--save-every", type=int, default=0, metavar="N",
+                        help="under swift-run: write it as under torchrun, while all wait")
     parser.add_argument("--messages", dest="log", choices=("yes", "no", "counts", "saves"), default="yes",
                         help="whether they are logged")
     parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")

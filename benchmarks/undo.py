@@ -180,7 +180,7 @@ def compare(name: str, seeds: list[int], num_epochs: int) -> dict[str, Any]:
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
-EPOCH = re.compile(r"epoch \d+/\d+: loss ([\d.]+), test accuracy ([\d.]+)%")
+EPOCH = re.compile(r"epoch \d+/\d+: test loss ([\d.]+), test accuracy ([\d.]+)%")
 
 
 def run_job(directory: Path, seed: int, num_epochs: int, kill_after: list[int], draw: random.Random) -> tuple[Run, str]:

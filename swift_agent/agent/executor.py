@@ -35,7 +35,7 @@ from swift_agent.wire.environment import Placement, run_name, share_of
 from swift_recovery.transfer import node_file
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.records import RateRecord, ResultRecord, StoreRecord
+from swift_rendezvous.roster.records import ProfileRecord, RateRecord, ResultRecord, StoreRecord
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.kv import KeyValueStore
 
@@ -60,7 +60,8 @@ class Executor:
         self._state, self._presence, self._doubt = state, presence, doubt
         self._started_s = time.time()
         self._profiled_in = 0  # the generation in which this agent has written the profile
-        self._told_profile = self._wrote_profile = False
+        self._refined_in = 0  # the same, of what was measured since
+        self._known_profile: ProfileRecord | None = None
         self._errors: dict[str, float] = {}  # of predictions, by way
 
     def execute(self, command: commands.Command, at_s: float) -> None:
@@ -191,23 +192,33 @@ class Executor:
         self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time(), seconds))
 
     def measured(self, view: View, acting: bool) -> None:
-        """Have it told how the job recovers, once all its workers have been measured: *acting*, by this coordinator."""
-        if acting and view.profile is None and self._profiled_in < view.number:
-            record = strategy.decide(view, self._config.job_id)
-            if record is not None:
-                # A failure may come first: then it is not written, but in the next generation.
-                self._profiled_in = view.number
-                self._write(transactions.profiled(self._keys, view, self._presence().me, record))
-        if self._profiled_in and view.profile is not None and not self._told_profile:
-            self._told_profile = True
-            for line in view.profile.lines:
+        """Have it told how the job recovers, once all its workers have been measured, and what that costs again when
+        nothing is left to be measured: *acting*, by this coordinator."""
+        known = view.profile
+        if acting and known is None and self._profiled_in < view.number:
+            self._profile(view, strategy.decide(view, self._config.job_id))
+        elif acting and known is not None and self._refined_in < view.number:
+            refined = strategy.refine(view, self._config.job_id)
+            self._refined_in = view.number if refined is not None else self._refined_in
+            self._profile(view, refined)
+        if known is None or known == self._known_profile:
+            return
+        if self._profiled_in:
+            # Of what is told again only what is new.
+            for line in known.lines if self._known_profile is None else known.lines[:1]:
                 log.info("%s", line)
-        if self._config.profile is not None and view.profile is not None and not self._wrote_profile:
-            self._wrote_profile = True
+        self._known_profile = known
+        if self._config.profile is not None:
             try:
-                Path(self._config.profile).write_text(json.dumps(view.profile.content, indent=2) + "\n")
+                Path(self._config.profile).write_text(json.dumps(known.content, indent=2) + "\n")
             except OSError as error:
                 log.warning("--profile %s: cannot be written: %s", self._config.profile, error.strerror or error)
+
+    def _profile(self, view: View, record: ProfileRecord | None) -> None:
+        if record is not None:
+            # A failure may come first: then it is not written, but in the next generation.
+            self._profiled_in = view.number
+            self._write(transactions.profiled(self._keys, view, self._presence().me, record))
 
     def probe(self, answered: Callable[[bool], None]) -> None:
         """Write something that changes nothing, to see whether the store takes it: see `patience`. *answered* is

@@ -111,9 +111,11 @@ def rate(keys: Keys, view: View, me: NodeRecord, record: RateRecord, lease_id: i
 
 
 def profiled(keys: Keys, view: View, me: NodeRecord, record: ProfileRecord) -> Transaction:
-    """What the job costs, once in a run: whichever coordinator is the first to say it."""
-    guards = [*fence(keys, view, me), Compare.absent(keys.profile)]
-    return Transaction("profile", guards, [Put(keys.profile, encode(record))])
+    """What the job costs, once in a run: whichever coordinator is the first to say it; or in the place of what it has
+    seen of that."""
+    known = view.profile
+    first = Compare.absent(keys.profile) if known is None else Compare.value(keys.profile, "==", encode(known))
+    return Transaction("profile", [*fence(keys, view, me), first], [Put(keys.profile, encode(record))])
 
 
 def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> Transaction:

@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from swift_logging_store.errors import LogError
+from swift_logging_store.log.rate import Rate
 from swift_logging_store.stores.helper import ANSWER_TIMEOUT_S, Helper
 
 # A segment has the time of some answers, and that of its bytes on a slow line; twice as much in each further try.
@@ -110,6 +112,8 @@ class Archive:
         self._stored: dict[str, int] = {}  # name: bytes
         self._fails = False
         self._closing = False
+        self.copied = Rate()
+        """To the store, in tries that have succeeded."""
         self._helper: Helper | None = None  # made and ended by the thread
         self._has_told_of_rest = self._has_told_of_later = False  # of the thread
         self._thread = threading.Thread(target=self._run, name="swift-log-archive", daemon=True)
@@ -270,7 +274,9 @@ class Archive:
             if task.num_tries:
                 helper.ask("clean", directory=self._directory, name=path.name)
             timeout_s = _time_s(num_bytes, task.num_tries)
+            began_s = time.monotonic()
             helper.ask("put", timeout_s=timeout_s, path=task.path, name=f"{self._directory}/{path.name}")
+            self.copied = self.copied.more(num_bytes, time.monotonic() - began_s)
         except FileNotFoundError:
             if path.exists():
                 raise  # of the store

@@ -26,6 +26,7 @@ from swift_logging_store.log.archive import Archive
 from swift_logging_store.log.checked_segment import SegmentReader, SentSegment
 from swift_logging_store.log.predecessor import SENT
 from swift_logging_store.log.prefetch import ahead
+from swift_logging_store.log.rate import Rate
 from swift_logging_store.log.writer import SEGMENT_BYTES, LogWriter
 
 # Of a log that is copied to a store, in the room on its node, at least: what is being written has no copy yet.
@@ -60,6 +61,16 @@ class SentLog:
         self._any_writer: LogWriter | None = None
         with self._giving_up():  # a full disk is no reason for the job to end
             self._any_writer = self._new_writer()
+
+    @property
+    def written(self) -> Rate:
+        """To the disk of the node, since this log was begun last."""
+        return self._any_writer.written if self._any_writer is not None else Rate()
+
+    @property
+    def copied(self) -> Rate | None:
+        """To the store; None: to none."""
+        return self._archive.copied if self._archive is not None else None
 
     @property
     def _writer(self) -> LogWriter:

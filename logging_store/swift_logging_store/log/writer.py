@@ -29,6 +29,7 @@ from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Buffer, Channel, Header
 from swift_logging_store.format.segment import SegmentWriter
 from swift_logging_store.format.tensors import copy_of, dtype_name
+from swift_logging_store.log.rate import Rate
 from swift_logging_store.log.staging import Staged, Staging
 
 SUFFIX = ".seg"
@@ -98,6 +99,8 @@ class LogWriter:
         self._staging: Staging | None = None
         self.wait_s = 0.0
         """Seconds that `append` has waited for the disk, in all."""
+        self.written = Rate()
+        """By the thread: in calls that write, and that wait for the disk."""
         # Of the thread, once it runs.
         self._number = -1
         self._file_fd = -1
@@ -340,7 +343,9 @@ class LogWriter:
         assert self._segment is not None
         self._segment.finish()
         self._write_buffers()
+        began_s = time.monotonic()
         os.fsync(self._file_fd)
+        self.written = self.written.more(0, time.monotonic() - began_s)
         with self._changed:
             self._closed[self._number] = _Closed(self._last_iteration, self._payload_bytes, self._firsts)
         if self._last_iteration >= 0:
@@ -352,7 +357,9 @@ class LogWriter:
         left = [memoryview(buffer) for buffer in self._buffers]
         self._buffers.clear()
         while left:
+            began_s = time.monotonic()
             num_bytes = os.writev(self._file_fd, left[:_MAX_BUFFERS])
+            self.written = self.written.more(num_bytes, time.monotonic() - began_s)
             while left and num_bytes >= len(left[0]):
                 num_bytes -= len(left.pop(0))
             if num_bytes:

@@ -81,6 +81,16 @@ class Settings:
     keep: int = 2
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Of one that counts, on this rank: bytes and seconds of its part, 0 if that is another rank's, and seconds for
+    which training stood still."""
+
+    num_bytes: int
+    written_s: float
+    still_s: float
+
+
 @dataclass
 class _Task:
     """*connect*: to the store of the generation. *none*: why this rank has no part; it tells that then."""
@@ -94,6 +104,9 @@ class _Task:
     store: Meeting | None = None
     counts: bool | None = None  # what rank 0 has decided
     is_cut: bool = False  # its generation has ended
+    num_bytes: int = 0
+    written_s: float = 0.0
+    still_s: float = 0.0
 
 
 class Checkpoints:
@@ -113,6 +126,8 @@ class Checkpoints:
         self._note, self._run, self._why_not = note, run, why_not
         self.newest = 0
         """The iteration of the newest one that this process knows to count, 0 if there is none."""
+        self.costs: list[Cost] = []
+        """Of the first two."""
         self.due = self.every
         """One is to be taken at the first point from this iteration on."""
         self.why_not: Callable[[int], str] = lambda iteration: ""
@@ -147,6 +162,7 @@ class Checkpoints:
                 task.copy = StateCopy(state, extra())
             except (StateError, NotNow, MemoryError, RuntimeError) as error:
                 task.none = _text(error)
+            task.still_s = time.monotonic() - task.began_s
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
@@ -285,6 +301,8 @@ class Checkpoints:
             try:
                 if self._agree(task, part):
                     self.newest = max(self.newest, task.iteration)
+                    if len(self.costs) < 2:
+                        self.costs.append(Cost(task.num_bytes, task.written_s, task.still_s))
                 return
             except dist.DistStoreError:
                 with self._changed:
@@ -334,7 +352,9 @@ class Checkpoints:
         if why := self.why_not(task.iteration):
             return {"none": why}
         path, copy = self.directory.new_part(task.iteration, self._rank, task.timeline), task.copy
+        began_s = time.monotonic()
         written = self.directory.store.write(path, lambda stream: state_file.write(stream, copy))
+        task.num_bytes, task.written_s = written.num_bytes, time.monotonic() - began_s
         return Part(path.rpartition("/")[2], tuple(self._replicas), written).to_json()
 
     def _commit(self, task: _Task, told: list[dict[str, Any]]) -> bool:

@@ -1,7 +1,7 @@
 """What each rank has measured of itself in a few iterations, put together as the profile of its job. Pure.
 
-A worker counts and times what happens anyway. What it cannot see (the network, disks, a restart) is taken from
-`ASSUMED`, and said to be. This module must never take what was assumed for measured.
+A worker counts and times what happens anyway. What it has not seen (the network, a restart, a checkpoint before the
+first one) is taken from `ASSUMED`, and said to be. This module must never take what was assumed for measured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ ASSUMED: Mapping[str, float] = {
     "restart_s": 6.0,
     "replace_s": 0.25,
 }
+_MOVED = ("log_written", "log_copied", "checkpoint_written")
+# Of less a time says nothing.
+LEAST_BYTES = 1 << 18
 _NEVER = 1_000_000  # iterations between two checkpoints of a script that takes none
 
 
@@ -34,6 +37,10 @@ class RankMeasured:
     - *state_bytes*: parameters, buffers and optimizer state. *replicas*: the ranks that hold the same.
     - *checkpoint_every*: iterations, 0: none are taken. *logs*: its messages are logged.
     - *sees_waits*: else a wait for a message ends before it has come, as on a GPU, and *computation_s* means nothing.
+    - *log_written*: bytes, and the seconds that they took, of messages to the log on the node; *log_copied*: of copies
+      of the log to a store; *checkpoint_written*: of its part of the checkpoint. (0, 0): none so far.
+    - *checkpoint_still_s*: for which training stood still for that. *is_all*: that checkpoint counts; nothing is left
+      to be measured.
     """
 
     rank: int
@@ -46,10 +53,16 @@ class RankMeasured:
     checkpoint_every: int = 0
     logs: bool = False
     sees_waits: bool = True
+    log_written: tuple[int, float] = (0, 0.0)
+    log_copied: tuple[int, float] = (0, 0.0)
+    checkpoint_written: tuple[int, float] = (0, 0.0)
+    checkpoint_still_s: float = 0.0
+    is_all: bool = False
 
     def to_json(self) -> dict[str, Any]:
         sent = {str(rank): num_bytes for rank, num_bytes in self.sent_bytes.items()}
-        return {**asdict(self), "replicas": ranges_of(self.replicas), "sent_bytes": sent}
+        moved = {name: list(getattr(self, name)) for name in _MOVED}
+        return {**asdict(self), "replicas": ranges_of(self.replicas), "sent_bytes": sent, **moved}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankMeasured:
@@ -65,18 +78,29 @@ class RankMeasured:
             checkpoint_every=int(data["checkpoint_every"]),
             logs=bool(data["logs"]),
             sees_waits=bool(data["sees_waits"]),
+            # Agents and workers of an earlier version do not have these.
+            **{name: _moved(data.get(name, (0, 0.0))) for name in _MOVED},
+            checkpoint_still_s=float(data.get("checkpoint_still_s", 0.0)),
+            is_all=bool(data.get("is_all", False)),
         )
+
+
+def _moved(data: Any) -> tuple[int, float]:
+    num_bytes, seconds = data
+    return int(num_bytes), float(seconds)
 
 
 @dataclass(frozen=True)
 class JobMeasured:
     """*elsewhere_bytes*: in messages of an iteration between nodes that are no neighbours. *takes_checkpoints*: else
-    what is lost begins at iteration 0. *assumed*: the fields of the profile that nobody has measured."""
+    what is lost begins at iteration 0. *assumed*: the fields of the profile that nobody has measured.
+    *state_bytes_per_s*: at which checkpoints are written, 0: not measured."""
 
     profile: Profile
     elsewhere_bytes: float
     takes_checkpoints: bool
     assumed: tuple[str, ...]
+    state_bytes_per_s: float = 0.0
 
 
 def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasured:
@@ -104,6 +128,12 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
     micro_batches = max(1, *(one.num_messages for one in ranks)) if across else 1
     every = max(one.checkpoint_every for one in ranks)
     largest = max(machine.state_bytes for machine in machines)
+    log_rate = _slowest([[one.log_written for one in of_node] for of_node in nodes])
+    state_rate = _slowest([[one.checkpoint_written for one in of_node] for of_node in nodes])
+    # What a checkpoint costs is the time for which training stands still; without one the whole state is taken for it.
+    still_s = max(one.checkpoint_still_s for one in ranks)
+    load_s = largest / (state_rate or ASSUMED["state_bytes_per_s"])
+    has_checkpoint = all(one.is_all for one in ranks)
     profile = Profile(
         name=name,
         machines=machines,
@@ -111,23 +141,33 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         micro_batches=micro_batches,
         iteration_s=max(max(one.iteration_s for one in ranks), 1e-9),
         network_bytes_per_s=ASSUMED["network_bytes_per_s"],
-        log_bytes_per_s=ASSUMED["log_bytes_per_s"],
+        log_bytes_per_s=log_rate or ASSUMED["log_bytes_per_s"],
         gpus_per_machine=max(map(len, nodes)),
         checkpoint_every=every or _NEVER,
-        checkpoint_s=max(largest / ASSUMED["state_bytes_per_s"], 1e-6),
-        load_s=largest / ASSUMED["state_bytes_per_s"],
+        checkpoint_s=max(still_s if has_checkpoint else largest / ASSUMED["state_bytes_per_s"], 1e-6),
+        load_s=load_s,
         restart_s=ASSUMED["restart_s"],
         replace_s=ASSUMED["replace_s"],
         machine_mtbf_hours=float(FIELDS["machine_mtbf_hours"][2] or 0),
+        store_bytes_per_s=_slowest([[one.log_copied for one in of_node] for of_node in nodes]),
     )
     if across and not all(one.sees_waits for one in ranks):
         # All of it is taken for computation.
         each_s = profile.iteration_s * micro_batches / (micro_batches + len(nodes) - 1)
         machines = tuple(replace(machine, computation_s=each_s) for machine in machines)
         profile = replace(profile, machines=machines, iteration_s=pipelined_s([each_s] * len(nodes), micro_batches))
-    assumed = ("network_bytes_per_s", "log_bytes_per_s", "checkpoint_s", "load_s", "restart_s", "replace_s",
-               "machine_mtbf_hours")  # fmt: skip
-    return JobMeasured(profile, across - sum(boundaries), every > 0, assumed)
+    measured = {"log_bytes_per_s": log_rate > 0, "checkpoint_s": has_checkpoint, "load_s": state_rate > 0}
+    fields = ("network_bytes_per_s", "log_bytes_per_s", "checkpoint_s", "load_s", "restart_s", "replace_s",
+              "machine_mtbf_hours")  # fmt: skip
+    assumed = tuple(field for field in fields if not measured.get(field, False))
+    return JobMeasured(profile, across - sum(boundaries), every > 0, assumed, state_rate)
+
+
+def _slowest(nodes: Sequence[Sequence[tuple[int, float]]]) -> float:
+    """Bytes per second of the node whose ranks were the slowest, 0 if none has moved enough. They share what they write
+    to: what one of them gets in its time is what counts."""
+    moved = [(sum(num for num, _ in of_node), sum(seconds for _, seconds in of_node)) for of_node in nodes]
+    return min((num / max(seconds, 1e-9) for num, seconds in moved if num >= LEAST_BYTES), default=0.0)
 
 
 def to_file(measured: JobMeasured) -> dict[str, Any]:

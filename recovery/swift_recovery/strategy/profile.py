@@ -24,6 +24,7 @@ FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "restart_s": (0, True, 10),
     "replace_s": (0, True, 2),
     "machine_mtbf_hours": (0, False, 24 * 60),
+    "store_bytes_per_s": (0, True, 0),
 }
 MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "computation_s": (0, False, None),
@@ -49,7 +50,7 @@ class Profile:
 
     - *boundary_bytes*: what machines i and i + 1 of a pipeline send each other in one iteration; () without a pipeline.
     - *iteration_s*: of all machines together.
-    - *log_bytes_per_s*: to where a machine logs.
+    - *log_bytes_per_s*: to where a machine logs. *store_bytes_per_s*: to a store that has copies, 0: not known.
     - *checkpoint_every*: in iterations. *load_s*: of a checkpoint.
     - *restart_s*: until all workers are up again. *replace_s*: until the replacement of one machine is.
     """
@@ -68,6 +69,7 @@ class Profile:
     restart_s: float
     replace_s: float
     machine_mtbf_hours: float
+    store_bytes_per_s: float = 0.0
 
     @property
     def mtbf_s(self) -> float:

@@ -17,11 +17,21 @@ def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) 
     profile = job.profile
     sent = sum(profile.boundary_bytes) + job.elsewhere_bytes
     largest = max(machine.state_bytes for machine in profile.machines)
+    logs, network = f"logs of {size_of(profile.log_bytes_per_s)}/s", size_of(profile.network_bytes_per_s)
+    is_log_assumed = "log_bytes_per_s" in job.assumed
+    known = [] if is_log_assumed else [logs]
+    if job.state_bytes_per_s:
+        known.append(f"checkpoints of {size_of(job.state_bytes_per_s)}/s")
+    if "checkpoint_s" not in job.assumed and job.takes_checkpoints:
+        known.append(f"{time_of(profile.checkpoint_s)} of standing still for one")
+    if profile.store_bytes_per_s:
+        known.append(f"copies of logs of {size_of(profile.store_bytes_per_s)}/s")
     said = [
         f"measured: {time_of(profile.iteration_s)} for an iteration, {size_of(largest)} of state on a node"
         + (f", {size_of(sent)} of messages between nodes in an iteration" if sent else "")
-        + f"; assumed: a network of {size_of(profile.network_bytes_per_s)}/s, logs of "
-        f"{size_of(profile.log_bytes_per_s)}/s"
+        + "".join(f", {text}" for text in known)
+        + f"; assumed: a network of {network}/s"
+        + (f", {logs}" if is_log_assumed else "")
     ]
     said += [_line(job, way, way.name == taken) for way in found]
     if 1 < len(groups) < len(profile.machines):

@@ -364,18 +364,18 @@ class MeasuredRecord(OfSlot):
 
 @dataclass(frozen=True)
 class ProfileRecord:
-    """What the job costs, as measured, and what follows from it; written once in a run.
+    """What the job costs, as measured, and what follows from it; written once, and once more (*is_final*).
 
     *content*: a profile as people write them. *lines*: the ways to recover, compared, for people; *way*: that which is
     taken. *log_groups*: of slots, see `JobRecord`, where the job has a budget for logs; they hold from now on.
     *helpers*: by slot, how many of them pay for a rank of it: each number is better than all smaller ones.
     """
-
     content: dict[str, Any]
     lines: tuple[str, ...]
     way: str
     log_groups: tuple[tuple[int, ...], ...] = ()
     helpers: tuple[tuple[int, ...], ...] = ()
+    is_final: bool = False
 
 
 @dataclass(frozen=True)

@@ -294,8 +294,8 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
         if slot in generation.handover:
             state = _issue(state, commands, ("taken",), WriteTaken(number, slot))
     found = [w.measured for w in local if w.measured_in == number and w.measured is not None]
-    if len(found) == len(local) and state.view.profile is None:
-        state = _issue(state, commands, ("measured",), WriteMeasured(number, slot, tuple(found)))
+    if len(found) == len(local):
+        state = _measured(state, commands, WriteMeasured(number, slot, tuple(found)))
     if all(w.finished is not None or w.done for w in local):
         checksums = {_rank(generation, slot, w): dict(w.finished) for w in local if w.finished is not None}
         record = FinishedRecord(slot, state.incarnation, checksums)
@@ -307,6 +307,14 @@ def _report_end(state: AgentState, generation: GenerationRecord, slot: int, comm
             state = _mark(state, waiting, released=True)
     if all(w.done for w in local):
         state = _issue(state, commands, ("exited",), WriteExited(number, slot))
+    return state
+
+
+def _measured(state: AgentState, commands: list[Command], order: WriteMeasured) -> AgentState:
+    """Once, and again when nothing is left to be measured."""
+    known, is_all = state.view.profile, all(one.get("is_all", False) for one in order.ranks)
+    if known is None or (is_all and not known.is_final):
+        state = _issue(state, commands, ("measured", is_all), order)
     return state
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from swift_agent.agent.lifecycle.helping import helpers_of
@@ -28,15 +28,11 @@ _MOST_ERROR = 20.0
 
 def decide(view: View, job_id: str) -> ProfileRecord | None:
     """None: it is decided, or not all slots have been measured, or what they said cannot be read."""
-    generation = view.generation
-    if generation is None or view.profile is not None or len(view.measured) < len(generation.slots):
+    if view.profile is not None:
         return None
-    try:
-        nodes = [[RankMeasured.from_json(data) for data in view.measured[slot].ranks] for slot in sorted(view.measured)]
-        job = put_together(job_id, nodes)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    job, logs, _ = _measured(view, job_id)
+    if job is None:
         return None
-    logs = all(one.logs for ranks in nodes for one in ranks)
     wanted = view.job.strategy if view.job is not None else ""
     found = _ways(job, logs, wanted)
     groups, remarks = _groups(view, job, _taken(found, wanted))
@@ -48,8 +44,43 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
     pay: tuple[tuple[int, ...], ...] = ()
     if taken == "log+parallel":
-        pay = tuple(paying_helpers(job.profile, slot) for slot in range(len(nodes)))
+        pay = tuple(paying_helpers(job.profile, slot) for slot in range(len(job.profile.machines)))
     return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen, pay)
+
+
+def refine(view: View, job_id: str) -> ProfileRecord | None:
+    """What was decided holds, with what has been measured since: a checkpoint. None: nothing more is known."""
+    known = view.profile
+    if known is None or known.is_final:
+        return None
+    job, logs, is_all = _measured(view, job_id)
+    if job is None or not is_all:
+        return None
+    wanted = view.job.strategy if view.job is not None else ""
+    found = _ways(job, logs, wanted, _whole_groups(view, job) if view.log_groups else ())
+    said = sentences.lines(job, found, known.way, ())
+    return replace(known, content=to_file(job), lines=(*said, *_remarks(known.way, wanted)), is_final=True)
+
+
+def _whole_groups(view: View, job: JobMeasured) -> Groups:
+    """Of all nodes, with those that are alone."""
+    firsts = [view.log_group_of(slot)[0] for slot in range(len(job.profile.machines))]
+    counts = Counter(firsts)
+    return tuple(range(first, first + counts[first]) for first in sorted(counts))
+
+
+def _measured(view: View, job_id: str) -> tuple[JobMeasured | None, bool, bool]:
+    """Put together, whether all messages are logged, and whether nothing is left to be measured."""
+    generation = view.generation
+    if generation is None or len(view.measured) < len(generation.slots):
+        return None, False, False
+    try:
+        nodes = [[RankMeasured.from_json(data) for data in view.measured[slot].ranks] for slot in sorted(view.measured)]
+        job = put_together(job_id, nodes)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None, False, False
+    ranks = [one for of_node in nodes for one in of_node]
+    return job, all(one.logs for one in ranks), all(one.is_all for one in ranks)
 
 
 def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tuple[Way, ...]:
@@ -61,9 +92,7 @@ def _groups(view: View, job: JobMeasured, taken: str) -> tuple[Groups, tuple[str
     if view.job is None or taken != "log":
         return (), ()
     if view.job.log_groups:
-        firsts = {slot: view.log_group_of(slot)[0] for slot in range(len(job.profile.machines))}
-        counts = Counter(firsts.values())
-        return tuple(range(first, first + counts[first]) for first in sorted(counts)), ()
+        return _whole_groups(view, job), ()
     if not view.job.log_budget:
         return (), ()
     budget = parse_budget(view.job.log_budget)

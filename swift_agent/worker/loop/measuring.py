@@ -1,4 +1,5 @@
-"""What this rank costs: a few of its first iterations, timed and counted, are told to the agent once.
+"""What this rank costs: a few of its first iterations, timed and counted, are told to the agent, and once more with
+what a checkpoint costs, when there is one.
 
 It costs two readings of the clock for an iteration, and two for a message, until it is over. In each generation all
 ranks begin again: some may have been through when a failure came, and others not. It must never change what it
@@ -17,6 +18,8 @@ from swift_agent.wire import messages as msg
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.operations import Meter
 from swift_agent.worker.tracked.tracked import Tracked
+from swift_logging_store.log.rate import Rate
+from swift_recovery.checkpoint.writer import Cost
 from swift_recovery.strategy.measured import RankMeasured
 
 # The first ones make buffers, connect and compile.
@@ -33,7 +36,7 @@ class Measuring:
         self._reset(0)
 
     def _reset(self, generation: int) -> None:
-        self._generation, self._num_begun, self._is_over = generation, 0, False
+        self._generation, self._num_begun, self._is_over, self._has_told_all = generation, 0, False, False
         self._began_s, self._waited_before_s, self._computed_before_s = 0.0, 0.0, 0.0
         self._iterations_s: list[float] = []
         self._computations_s: list[float] = []
@@ -45,6 +48,8 @@ class Measuring:
         if self._supervisor.generation != self._generation:
             self._reset(self._supervisor.generation)
         elif self._is_over:
+            if not self._has_told_all and self._knows_all():
+                self._tell()
             return
         now_s = time.perf_counter()
         self._num_begun += 1
@@ -76,8 +81,20 @@ class Measuring:
         if self._tracked.messages is not None:
             self._tracked.messages.meter = meter
 
+    def _knows_all(self) -> bool:
+        """Also what comes later than the iterations: a checkpoint, and copies of logs, which begin with one."""
+        checkpoints, messages = self._tracked.checkpoints, self._tracked.messages
+        num_checkpoints = len(checkpoints.costs) if checkpoints is not None else 0
+        copied = messages.log.copied if messages is not None else None
+        return num_checkpoints > 1 or (num_checkpoints == 1 and (copied is None or copied.num_bytes > 0))
+
     def _tell(self) -> None:
         tracked, meter = self._tracked, self._meter
+        checkpoints, messages = tracked.checkpoints, tracked.messages
+        self._has_told_all = self._knows_all()
+        cost = checkpoints.costs[-1] if checkpoints is not None and checkpoints.costs else Cost(0, 0.0, 0.0)
+        written = messages.log.written if messages is not None else Rate()
+        copied = messages.log.copied if messages is not None else None
         measured = RankMeasured(
             rank=self._rank,
             iteration_s=statistics.median(self._iterations_s),
@@ -86,9 +103,14 @@ class Measuring:
             replicas=tuple(tracked.replicas),
             sent_bytes={rank: num_bytes // NUM_MEASURED for rank, num_bytes in meter.sent_bytes.items()},
             num_messages=max(meter.num_sent.values(), default=0) // NUM_MEASURED,
-            checkpoint_every=tracked.checkpoints.every if tracked.checkpoints is not None else 0,
-            logs=tracked.messages is not None and tracked.messages.is_complete,
-            sees_waits=tracked.messages is None or not groups.has_nccl(),
+            checkpoint_every=checkpoints.every if checkpoints is not None else 0,
+            logs=messages is not None and messages.is_complete,
+            sees_waits=messages is None or not groups.has_nccl(),
+            log_written=(written.num_bytes, written.seconds),
+            log_copied=(copied.num_bytes, copied.seconds) if copied is not None else (0, 0.0),
+            checkpoint_written=(cost.num_bytes, cost.written_s),
+            checkpoint_still_s=cost.still_s,
+            is_all=self._has_told_all,
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
 

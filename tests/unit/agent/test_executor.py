@@ -70,6 +70,12 @@ def test_what_a_job_costs_is_written_again_if_a_failure_came_first_and_told_once
         agent.measured(view(generation=generation(number), profile=known), acting)
     assert len(writes) == 2 and caplog.messages == list(known.lines)
     assert json.loads((tmp_path / "measured.json").read_text()) == {"name": "J"}
+    final = ProfileRecord({"name": "J", "checkpoint_s": 1}, ("measured: more", "  log: taken"), "log", is_final=True)
+    monkeypatch.setattr(strategy, "refine", lambda view, job_id: final)
+    for profile in (known, known, final, final):
+        agent.measured(view(generation=generation(3), profile=profile), True)
+    assert len(writes) == 3 and caplog.messages == [*known.lines, "measured: more"]
+    assert json.loads((tmp_path / "measured.json").read_text()) == final.content
 
 
 def test_who_has_not_decided_does_not_tell_but_writes_its_file_once(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted
+from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted, refine
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
 from swift_rendezvous.roster.records import Helper, JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
@@ -77,6 +77,21 @@ def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
     assert job(profile=found).log_groups == ((0, 1), (2, 3)) and job(profile=found).log_group_of(1) == (0, 1)
     assert decide(job(log_budget="100%"), "J").log_groups == ()  # type: ignore[union-attr]
     assert decide(job(log_budget="40%", measured=measured(replicas=(0, 1, 2, 3))), "J").log_groups == ()  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_changes_the_figures_once_and_nothing_that_was_decided() -> None:
+    before = job(log_budget="40%")
+    first = decide(before, "J")
+    assert first is not None and refine(before, "J") is None and not first.is_final
+    assert refine(replace(before, profile=first), "J") is None, "no checkpoint yet"
+    part = {**measured(is_all=True, checkpoint_still_s=0.03), 2: measured()[2]}
+    assert refine(replace(before, profile=first, measured=part), "J") is None, "not on all nodes"
+    # By itself it would decide for something else now.
+    seen = replace(before, profile=first, measured=measured(is_all=True, checkpoint_still_s=0.03, logs=False))
+    again = refine(seen, "J")
+    assert again is not None and again.is_final and (again.way, again.log_groups) == (first.way, first.log_groups)
+    assert first.content["checkpoint_s"] != again.content["checkpoint_s"] == 0.03
+    assert refine(replace(seen, profile=again), "J") is None
 
 
 def log_line(found: ProfileRecord | None) -> str:

@@ -73,6 +73,7 @@ def test_segments_go_and_come_back(make: Callable[..., Archive], tmp_path: Path,
     for path in paths:
         archive.add(path)
     assert archive.wait(SOON_S) and archive.stored == {path.name for path in paths}
+    assert archive.copied.num_bytes == sum(path.stat().st_size for path in paths) and archive.copied.seconds > 0
     archive.remove([paths[1].name, "never put"])
     assert archive.stored == {paths[0].name, paths[2].name}
     assert archive.wait(SOON_S) and in_store(tmp_path) == {f"{DIRECTORY}/{paths[n].name}" for n in (0, 2)}

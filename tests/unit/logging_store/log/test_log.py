@@ -56,6 +56,8 @@ def test_messages_come_back_in_order(tmp_path: Path) -> None:
             append(writer, BACK, number, tensor.t())
             tensor.fill_(7.0)  # the log has a copy
     assert segment_path(tmp_path, "w0", 3).exists(), "several segments"
+    in_files = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert writer.written.num_bytes == in_files and writer.written.seconds > 0
     with LogReader(tmp_path) as reader:
         assert reader.channels == [FORTH, BACK] and reader.torn == []
         assert reader.sequences(FORTH) == list(range(40)) and reader.first_missing(FORTH, 5) == 40

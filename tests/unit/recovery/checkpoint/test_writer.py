@@ -25,7 +25,7 @@ from swift_agent.worker.tracked.loop_state import Place
 from swift_logging_store.stores.local import LocalStore
 from swift_recovery.checkpoint import writer
 from swift_recovery.checkpoint.directory import CheckpointDirectory
-from swift_recovery.checkpoint.writer import CheckpointError, Checkpoints, Settings
+from swift_recovery.checkpoint.writer import CheckpointError, Checkpoints, Cost, Settings
 from swift_recovery.errors import StateError
 from swift_recovery.state.training_state import TrainingState
 
@@ -90,6 +90,10 @@ def test_each_set_writes_one_part_and_each_rank_loads_its_own(group: Group) -> N
     assert group.newest == [30, 30, 30] and group.directory.committed() == [20, 30]
     assert sum("checkpoint of iteration" in note for note in group.notes) == 3
     assert group.notes[-1] == "checkpoints of iterations 10 are removed"
+    # Of the first two; rank 1 has no part.
+    costs = [checkpoints.costs for checkpoints in group.ranks]
+    assert [len(each) for each in costs] == [2, 2, 2] and costs[1] == [Cost(0, 0.0, 0.0)] * 2
+    assert all(min(cost.num_bytes, cost.written_s, cost.still_s) > 0 for cost in costs[0] + costs[2])
     for rank, value in ((0, 30.0), (1, 30.0), (2, 31.0)):
         found = state(0)
         assert group.ranks[rank].load(30, found) == {"rank": 2 * (rank // 2)}
@@ -145,6 +149,7 @@ def test_one_that_fails_counts_for_nobody(group: Group, monkeypatch: pytest.Monk
         group.take(10)
         group.wait()
     assert group.newest == [0, 0, 0] and group.directory.committed() == []
+    assert not any(checkpoints.costs for checkpoints in group.ranks)
     (note,) = group.notes
     assert "no checkpoint of iteration 10: " in note and "No space left" in note and "Training goes on" in note
     group.take(20)

@@ -173,3 +173,48 @@ def test_groups_of_many_uneven_nodes_are_found_in_time() -> None:
     groups = groups_within(job, Budget(0.3, True))
     assert time.process_time() - began_s < 10 and chain_of(job).log_bytes(groups) <= 0.3 * everything
     assert [machine for group in groups for machine in group] == list(range(200))
+
+
+def test_what_was_measured_is_not_assumed() -> None:
+    """The slowest node counts; of too few bytes a time says nothing."""
+    each = [
+        [replace(one, log_written=(10 << 20, 0.01 * (1 + one.rank)), log_copied=(10 << 20, 0.5), is_all=True,
+                 checkpoint_written=(4 << 20, 0.1), checkpoint_still_s=0.002 * one.rank, state_bytes=8 << 20)
+         for one in of_node]
+        for of_node in pipeline()
+    ]  # fmt: skip
+    job = put_together("J", each)
+    profile = job.profile
+    assert profile.log_bytes_per_s == pytest.approx((10 << 20) / 0.04) and profile.checkpoint_s == 0.006
+    assert profile.load_s == pytest.approx(0.2) and profile.store_bytes_per_s == pytest.approx(20 << 20)
+    assert job.assumed == ("network_bytes_per_s", "restart_s", "replace_s", "machine_mtbf_hours")
+    assert parse(json.dumps(to_file(job))) == profile
+    said = lines(job, ways(profile), "log", ())[0]
+    assert said.endswith(
+        ", logs of 250 MiB/s, checkpoints of 40 MiB/s, 6 ms of standing still for one, copies of logs of 20 MiB/s; "
+        "assumed: a network of 1.16 GiB/s"
+    )
+    few = put_together("J", [[replace(one, log_written=(1000, 1.0)) for one in of_node] for of_node in pipeline()])
+    assert few.profile.log_bytes_per_s == 2e9 and {"log_bytes_per_s", "checkpoint_s", "load_s"} <= set(few.assumed)
+
+
+def test_slow_disks_make_logs_and_checkpoints_dearer() -> None:
+    def costs(seconds: float) -> dict[str, tuple[float, float]]:
+        nodes = [
+            [replace(one, log_written=(1 << 20, seconds), checkpoint_written=(1 << 20, seconds), is_all=True,
+                     checkpoint_still_s=seconds, state_bytes=64 << 20,
+                     sent_bytes=dict.fromkeys(one.sent_bytes, 1 << 28))
+             for one in of_node]
+            for of_node in pipeline()
+        ]  # fmt: skip
+        return {way.name: (way.recovery_s, way.cost) for way in ways(put_together("J", nodes).profile)}
+
+    slow, fast = costs(0.1), costs(0.0001)
+    assert all(slow[name] > fast[name] and slow[name][1] > fast[name][1] for name in ("log", "checkpoint"))
+
+
+def test_ranks_of_an_earlier_version_are_read() -> None:
+    data = rank(0).to_json()
+    for name in ("log_written", "log_copied", "checkpoint_written", "checkpoint_still_s", "is_all"):
+        del data[name]
+    assert RankMeasured.from_json(data) == rank(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,8 @@ import torch
 from swift_agent.wire import messages as msg
 from swift_agent.worker.loop import measuring
 from swift_agent.worker.loop.measuring import NUM_MEASURED, SKIPPED, Measuring
+from swift_logging_store.log.rate import Rate
+from swift_recovery.checkpoint.writer import Cost
 from swift_recovery.state.training_state import TrainingState
 from swift_recovery.strategy.measured import RankMeasured
 
@@ -26,9 +29,11 @@ class Worker:
         self.has_nccl = False
         monkeypatch.setattr(measuring, "groups", SimpleNamespace(has_nccl=lambda: self.has_nccl))
         net = torch.nn.Linear(4, 2)
-        self.messages = SimpleNamespace(meter=None, is_complete=True)
+        self.log = SimpleNamespace(written=Rate(4000, 2.0), copied=None)
+        self.messages = SimpleNamespace(meter=None, is_complete=True, log=self.log)
+        self.costs: list[Cost] = []
         self.tracked = SimpleNamespace(
-            messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7),
+            messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7, costs=self.costs),
             state=TrainingState({"net": net}, {"o": torch.optim.SGD(net.parameters(), lr=0.1)}, {}),
         )  # fmt: skip
         self.measuring = Measuring(1, cast(Any, self), cast(Any, self.tracked))
@@ -83,7 +88,7 @@ def test_it_is_told_once(monkeypatch: Any) -> None:
     (told,) = worker.told
     assert told.generation == 3 and worker.messages.meter is None
     found = RankMeasured.from_json(told.measured)
-    assert found == RankMeasured(1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True)
+    assert found == RankMeasured(1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True, log_written=(4000, 2.0))
 
 
 def test_time_in_which_others_have_the_core_does_not_count(monkeypatch: Any) -> None:
@@ -118,3 +123,26 @@ def test_that_waits_are_not_seen_is_told(monkeypatch: Any) -> None:
     worker.has_nccl = True
     worker.iterations(SKIPPED + NUM_MEASURED + 1)
     assert RankMeasured.from_json(worker.told[0].measured).sees_waits is False
+
+
+def test_a_checkpoint_is_told_once_when_there_is_one(monkeypatch: Any) -> None:
+    worker = Worker(monkeypatch)
+    worker.iterations(SKIPPED + NUM_MEASURED + 5)
+    worker.costs.append(Cost(300, 0.5, 0.01))
+    worker.iterations(3)
+    first, second = (RankMeasured.from_json(told.measured) for told in worker.told)
+    assert not first.is_all and second == replace(
+        first, checkpoint_written=(300, 0.5), checkpoint_still_s=0.01, is_all=True
+    )
+
+
+def test_copies_of_logs_are_waited_for_until_the_second_checkpoint(monkeypatch: Any) -> None:
+    for copied_bytes, num_needed in ((0, 2), (50, 1)):
+        worker = Worker(monkeypatch)
+        worker.log.copied = Rate(copied_bytes, 0.1)
+        worker.iterations(SKIPPED + NUM_MEASURED + 5)
+        for number in (1, 2):
+            worker.costs.append(Cost(300, 0.5, 0.01))
+            worker.iterations(3)
+            assert len(worker.told) == (2 if number >= num_needed else 1)
+        assert RankMeasured.from_json(worker.told[-1].measured).log_copied == (copied_bytes, 0.1)
