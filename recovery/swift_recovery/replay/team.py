@@ -113,7 +113,7 @@ class Helper:
             send_frame(self._hub, {**head, "op": "computed"}, tensors)
             try:
                 self._ring_check()
-                pass_on(self._ring.left, self._ring.right, own, parameters)
+                sums = pass_on(self._ring.left, self._ring.right, own, parameters)
             except _Called as called:
                 self._form(called.head)
                 raise Reformed from None
@@ -126,8 +126,7 @@ class Helper:
             if found.get("op") == "form":
                 self._form(found)
                 raise Reformed
-            sums: list[Tensor | None] = [None] * len(parameters)
-            for number, total in zip(found["has"], totals, strict=False):
+            for number, total in zip(found["has"], totals, strict=False):  # the last one has them, and gets none
                 sums[number] = total.to(parameters[number].device)
             frames = [recv_frame(self._hub) for _ in range(int(found["num_frames"]))]
             return sums, frames
@@ -284,11 +283,12 @@ class Hub:
         self._deadline_s = time.monotonic() + patience_s
         sums = self._around(own, parameters)
         has = [number for number, total in enumerate(sums) if total is not None]
-        told = tell(frames)
+        told, size = tell(frames), self.size
         self._deadline_s = time.monotonic() + patience_s
-        for member in list(self._members):
+        everything = [total for total in sums if total is not None]
+        for index, member in enumerate(list(self._members), 1):
             try:
-                totals = [total for total in sums if total is not None]
+                totals = everything if index + 1 < size else []
                 send_frame(member.link, {"op": "totals", "has": has, "num_frames": len(told)}, totals)
                 for head, tensors in told:
                     send_frame(member.link, head, tensors)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,9 @@ class Interception:
         """To the update of the iteration."""
         self._refuses = False
         self._peeks = self._counts_only = False
+        self._unread: Collection[int] = ()
+        # What has come while it peeked: where its memory begins, and the version of that.
+        self._peeked: dict[tuple[Channel, int], tuple[int, int]] = {}
         self.helps = False
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
         self._compares = compares()
@@ -193,10 +196,10 @@ class Interception:
             self._refuses = False
 
     @contextlib.contextmanager
-    def peeking(self) -> Iterator[None]:
+    def peeking(self, unread: Collection[int] = ()) -> Iterator[None]:
         """Inside, of an iteration that is repeated, messages come as they will come once more after it, and none is
-        sent."""
-        self._peeks = True
+        sent. *unread*: where memory begins that nobody reads inside; what comes for it is left out."""
+        self._peeks, self._unread, self._peeked = True, unread, {}
         before = self._counts.asked.copy()
         try:
             yield
@@ -249,7 +252,7 @@ class Interception:
         number = self._counts.ask(channel)
         if self._repetition.is_on and self._repetition.gives(channel, number):
             if not self._counts_only:
-                self._repetition.fill(tensor, channel, number, self.iteration)
+                self._fill(tensor, channel, number)
             if not (self._peeks or self.helps):
                 self._received(channel, number, tensor)
             return torch_works.finished_work()
@@ -276,6 +279,16 @@ class Interception:
         finally:
             del cut
         return work
+
+    def _fill(self, tensor: torch.Tensor, channel: Channel, number: int) -> None:
+        place = tensor.data_ptr()
+        if self._peeks and place in self._unread:
+            return
+        if not self._peeks and self._peeked.pop((channel, number), None) == (place, tensor._version):
+            return  # nobody has changed it since
+        self._repetition.fill(tensor, channel, number, self.iteration)
+        if self._peeks:
+            self._peeked[channel, number] = place, tensor._version
 
     def _received(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         self._counts.receive(channel)

@@ -158,7 +158,7 @@ class SharedSteps:
                 parameter.grad = None
         began_s = time.monotonic()
         try:
-            with self._messages.shared.peeking():
+            with self._messages.shared.peeking(_unread(rehearsed, share)):
                 call([])
         finally:
             self._now = Whole()
@@ -169,6 +169,15 @@ class SharedSteps:
                 raise CannotReplay(f"{why}: half of it is done (leave --strategy log+parallel out)")
             raise Unlike(why)
         return computing.computed, computing.pieces()
+
+
+def _unread(rehearsed: Rehearsing, share: Sequence[int]) -> set[int]:
+    """Where messages come that only micro-batches outside of *share* need."""
+    read, unread = set[int](), set[int]()
+    for stage in rehearsed.stages:
+        for number in range(rehearsed.num_micro_batches):
+            (read if number in share else unread).update(pipelining.places_of_messages(stage, number))
+    return unread - read
 
 
 class _Start:

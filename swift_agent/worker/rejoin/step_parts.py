@@ -76,7 +76,7 @@ class Rehearsing(Whole):
     def __init__(
         self, schedule: Any, num_micro_batches: int, parameters: Sequence[Tensor], device: torch.device
     ) -> None:
-        self.schedule, self._num_micro_batches, self.device = schedule, num_micro_batches, device
+        self.schedule, self.num_micro_batches, self.device = schedule, num_micro_batches, device
         self.stages = list(pipelining.stages_of(schedule))
         of_stages = [list(stage.submod.parameters()) for stage in self.stages]
         everything = [*parameters, *(one for some in of_stages for one in some)]
@@ -108,7 +108,7 @@ class Rehearsing(Whole):
         if any(hasattr(one, "_local_tensor") for one in self.parameters):
             other = "its stages are sharded"
         return Rehearsal(
-            self._num_micro_batches, self._added, self._num_shared, num_collectives, self._num_uncounted,
+            self.num_micro_batches, self._added, self._num_shared, num_collectives, self._num_uncounted,
             self.changed(), other,
         )  # fmt: skip
 
