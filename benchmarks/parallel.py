@@ -4,10 +4,12 @@ beside rolling all back.
 Four stages on four nodes, and spare nodes for the helpers. A worker is killed exactly 20 and 50 iterations after the
 newest checkpoint. Measured: how long these are repeated (phase "replay"), with `--strategy log` and with
 `log+parallel` and d = 2 and 3 processes; the seconds from the kill until all have finished the next iteration, also
-with `--strategy checkpoint`; and the processor's seconds that each process computes in iterations that are repeated,
-which do not depend on how many cores there are. `work` is the largest of these over that of one process alone. The
-final weights of all stages must be those of an undisturbed run, bit for bit, and `work` at most 0.55 with d = 2: exit
-code 1 if not.
+with `--strategy checkpoint`; and the processor's time that each process takes for the iterations that are repeated, in
+all of its threads, which does not depend on how many cores there are. As neighbours on a machine slow each other down,
+it is counted in units of one layer with one micro-batch, which each process computes before each iteration. `work` is
+the largest of them over that of one process alone. The stage that is lost has more layers than the others, so that it
+is what all wait for, also on two cores. The final weights of all stages must be those of an undisturbed run, bit for
+bit, and `work` at most 0.55 with d = 2: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _common import ROOT, Failed, SwiftRun, machine, same_weights
 from replay import Measured, kill, said, tell
@@ -42,6 +44,19 @@ NUM_AFTER = 3
 TIMEOUT_S = 240.0
 
 
+class Busy(NamedTuple):
+    """What one process has taken for all iterations that are repeated: all threads, and the one that trains; in units,
+    too, of *unit_s* each."""
+
+    seconds: float
+    training_s: float
+    unit_s: float
+
+    @property
+    def units(self) -> float:
+        return self.seconds / self.unit_s
+
+
 @dataclass
 class Case:
     """Jobs that recover in one way; one list entry per kill."""
@@ -49,7 +64,7 @@ class Case:
     options: tuple[str, ...]
     num_spares: int = 0
     measured: dict[int, Measured] = field(default_factory=dict)
-    busy_s: dict[int, list[list[float]]] = field(default_factory=dict)
+    busy: dict[int, list[list[Busy]]] = field(default_factory=dict)
     """Of the replacement, and of each helper."""
     predicted_s: dict[int, list[float]] = field(default_factory=dict)
 
@@ -72,7 +87,8 @@ class Runs:
         # A checkpoint for each kill, and the kill before the next one.
         self._every = self._distances[-1] + NUM_AFTER
         self._args = ["--iterations", str(self._begin(len(self._distances))), "--checkpoint-every", str(self._every)]
-        for name in ("layers", "width", "length", "micro_batches"):
+        self._args += ["--large", str(VICTIM)]
+        for name in ("layers", "large_layers", "width", "length", "micro_batches"):
             self._args += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         self.profile: Profile | None = None
 
@@ -101,11 +117,10 @@ class Runs:
                 if "checkpoint" not in case.options:
                     self._note(job, case, distance, number + 1, pid)
             job.wait_end(TIMEOUT_S)
-            # A recovery is told to the end only when the next ones have computed.
         for number, (end, distance) in enumerate(zip(ends, self._distances, strict=True)):
             if "checkpoint" not in case.options:
-                found = busy_s(job.directory, range(self._begin(number), end))
-                case.busy_s.setdefault(distance, []).append(found)
+                found = busy(job.directory, range(self._begin(number), end))
+                case.busy.setdefault(distance, []).append(found)
                 if len(found) != 1 + case.num_spares:
                     raise Failed(f"{len(found)} processes have repeated iterations\n{job.tail()}")
         return job.directory
@@ -119,15 +134,17 @@ class Runs:
         case.predicted_s[distance] = [*case.predicted_s.get(distance, []), job.predictions()[-1]]
 
 
-def busy_s(directory: Path, iterations: range) -> list[float]:
+def busy(directory: Path, iterations: range) -> list[Busy]:
     """Of the processes that have repeated these, in the order of their shares."""
     found = {}
     for path in directory.glob(f"busy{VICTIM}-*"):
         share, pid = map(int, path.name.split("-")[1:])
-        lines = dict(line.split() for line in path.read_text().splitlines())
+        rows = [line.split() for line in path.read_text().splitlines()]
+        lines = {int(number): list(map(float, rest)) for number, *rest in rows}
         # The process that was killed has made them all, too, but not only them.
-        if all(str(one) in lines for one in iterations) and str(iterations.start - 1) not in lines:
-            found[share, pid] = sum(float(lines[str(one)]) for one in iterations)
+        if all(one in lines for one in iterations) and iterations.start - 1 not in lines:
+            seconds, training_s, units_s = zip(*(lines[one] for one in iterations), strict=True)
+            found[share, pid] = Busy(sum(seconds), sum(training_s), statistics.mean(units_s))
     return [found[key] for key in sorted(found)]
 
 
@@ -157,7 +174,12 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
 
 def result(num_shares: int, distance: int, by_way: dict[str, Case], profile: Profile | None) -> dict[str, Any]:
     ours, alone, rolled_back = by_way[f"d={num_shares}"], by_way["log"], by_way["checkpoint"]
-    plain_busy_s = statistics.median(one[0] for one in alone.busy_s[distance])
+    busiest = [max(each, key=lambda one: one.units) for each in ours.busy[distance]]
+    one_alone = [each[0] for each in alone.busy[distance]]
+
+    def part(of: Callable[[Busy], float]) -> float:
+        return statistics.median(map(of, busiest)) / statistics.median(map(of, one_alone))
+
     model_s = [shared_s(profile, range(VICTIM, VICTIM + 1), num) for num in (1, num_shares)] if profile else [0.0, 1.0]
     return {
         "name": f"parallel/{num_shares}/{distance}",
@@ -172,9 +194,11 @@ def result(num_shares: int, distance: int, by_way: dict[str, Case], profile: Pro
         "rolled_back_s": rolled_back.at(distance).recovery_s,
         "predicted_s": ours.predicted_s[distance],
         "alone_predicted_s": alone.predicted_s[distance],
-        "busy_s": ours.busy_s[distance],
-        "alone_busy_s": plain_busy_s,
-        "work": statistics.median(max(each) for each in ours.busy_s[distance]) / plain_busy_s,
+        "busy": [[one._asdict() for one in each] for each in ours.busy[distance]],
+        "alone_busy": [one._asdict() for one in one_alone],
+        "work": part(lambda one: one.units),
+        "work_in_seconds": part(lambda one: one.seconds),
+        "work_of_training": part(lambda one: one.training_s / one.unit_s),
     }
 
 
@@ -183,13 +207,14 @@ def report(case: dict[str, Any]) -> str:
         return statistics.median(case[name])
 
     rolled = mid("rolled_back_s")
-    each_s = ", ".join(f"{one:.2f}" for one in case["busy_s"][-1])
+    each_s = ", ".join(f"{one['seconds']:.2f}" for one in case["busy"][-1])
     return (
-        f"{case['shares']} processes, {case['replayed']} iterations: repeated in {mid('ours_s'):.2f} s, by one alone in "
-        f"{mid('peer_s'):.2f} s: {case['ratio']:.2f} times faster (model: {case['model_ratio']:.2f}); all go on after "
-        f"{mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s (predicted: "
+        f"{case['shares']} processes, {case['replayed']} iterations: repeated in {mid('ours_s'):.2f} s, by one alone "
+        f"in {mid('peer_s'):.2f} s: {case['ratio']:.2f} times faster (model: {case['model_ratio']:.2f}); all go on "
+        f"after {mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s (predicted: "
         f"{mid('alone_predicted_s'):.2f} s), rolled back {rolled:.2f} s: {rolled / mid('recovery_s'):.1f} times; "
-        f"computed in each: {each_s} s, alone {case['alone_busy_s']:.2f} s: work {case['work']:.3f}; weights "
+        f"computed in each: {each_s} s, alone {case['alone_busy'][-1]['seconds']:.2f} s: work {case['work']:.3f} (of "
+        f"seconds {case['work_in_seconds']:.3f}, of the thread that trains {case['work_of_training']:.3f}); weights "
         f"{'equal' if case['equal'] else 'DIFFER'}"
     )
 
@@ -203,7 +228,8 @@ def main() -> int:
     parser.add_argument("--shares", type=int, nargs="+", default=list(SHARES), metavar="D",
                         help="processes that repeat the stage")
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each kind")
-    parser.add_argument("--layers", type=int, default=1, help="of each stage")
+    parser.add_argument("--layers", type=int, default=1, help="of each stage but the one that is lost")
+    parser.add_argument("--large-layers", type=int, default=4, help="of that")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=128, help="of a micro-batch, in words")
     parser.add_argument("--micro-batches", type=int, default=8)

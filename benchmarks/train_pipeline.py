@@ -30,6 +30,10 @@ HEADS = 4
 HELPER = os.environ.get("SWIFT_HELPER", "")
 
 
+def new_layer(args: argparse.Namespace) -> nn.Module:
+    return nn.TransformerEncoderLayer(args.width, HEADS, 4 * args.width, dropout=0.0, batch_first=True)
+
+
 class Trainer:
     """One stage, its optimizer and one iteration; `step(t)` depends on the state and *t* alone."""
 
@@ -37,10 +41,7 @@ class Trainer:
         self.rank, self.is_last = rank, rank == world_size - 1
         self.size = (args.micro_batches, args.length, args.width)
         torch.manual_seed(rank)
-        layers = [
-            nn.TransformerEncoderLayer(args.width, HEADS, 4 * args.width, dropout=0.0, batch_first=True)
-            for _ in range(args.layers)
-        ]
+        layers = [new_layer(args) for _ in range(args.large_layers if rank == args.large else args.layers)]
         self.stage = PipelineStage(nn.Sequential(*layers), rank, world_size, torch.device("cpu"))
         self.schedule = Schedule1F1B(self.stage, args.micro_batches, loss_fn=F.mse_loss)
         self.optimizer = torch.optim.AdamW(self.stage.submod.parameters(), lr=1e-4)
@@ -86,16 +87,24 @@ def keep_no_messages() -> None:
 
 
 class Busy:
-    """The processor's time that each iteration has taken here, in all threads of this process."""
+    """What each iteration has computed here: the processor's time of all threads of this process, of the one that
+    trains, and of one layer with one micro-batch, right before it: how fast the processor is for this process then."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        self._file = open(directory / f"busy{rank}-{HELPER or 0}-{os.getpid()}", "w", buffering=1)  # noqa: SIM115
+    def __init__(self, args: argparse.Namespace, rank: int) -> None:
+        path = args.log_to / f"busy{rank}-{HELPER or 0}-{os.getpid()}"
+        self._file = open(path, "w", buffering=1)  # noqa: SIM115
+        with torch.random.fork_rng():
+            self._layer = new_layer(args)
+            self._input = torch.randn(1, args.length, args.width)
 
     def timed(self, step: Callable[[int], None]) -> Callable[[int], None]:
         def run(iteration: int) -> None:
-            began_s = time.process_time()
+            unit_s = -time.thread_time()
+            self._layer(self._input).sum().backward()
+            unit_s += time.thread_time()
+            process_s, thread_s = time.process_time(), time.thread_time()
             step(iteration)
-            print(iteration, time.process_time() - began_s, file=self._file)
+            print(iteration, time.process_time() - process_s, time.thread_time() - thread_s, unit_s, file=self._file)
 
         return run
 
@@ -152,7 +161,7 @@ def train_swift(args: argparse.Namespace) -> None:
     if args.log == "counts":
         keep_no_messages()
     job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log in ("yes", "counts"))
-    timed = gate.timed if gate else Busy(args.log_to, job.rank).timed if args.busy else None
+    timed = gate.timed if gate else Busy(args, job.rank).timed if args.busy else None
     # Inside: a helper ends with its last iteration.
     step: Callable[[int], Any] = job.iteration(timed(trainer.step) if timed else trainer.step)
     for iteration in job.iterations(args.iterations):
@@ -180,6 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="as a script that does not know swift-agent")
     parser.add_argument("--layers", type=int, default=2, help="of each stage")
+    parser.add_argument("--large", type=int, metavar="RANK", help="a stage that has another number of layers")
+    parser.add_argument("--large-layers", type=int, default=2, metavar="N")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=128, help="of the sequence of a micro-batch, which has one")
     parser.add_argument("--micro-batches", type=int, default=8)

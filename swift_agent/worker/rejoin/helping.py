@@ -11,6 +11,7 @@ a helper do anything that others notice: it is in no process group, logs nothing
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -35,6 +36,10 @@ from swift_recovery.transfer.socket_link import connected
 # waits for it so long, and as long again as all that has taken, if that is more.
 GATHER_S = 2.0
 GATHER_SHARE = 0.5
+
+
+# mallopt: what is freed stays in the process, up to 1 GiB of it, and what has less than 32 MiB is no map of its own.
+_KEEP_MEMORY = ((-1, 1 << 30), (-3, 32 << 20))
 
 
 class Gathering:
@@ -88,6 +93,7 @@ class Joining:
         
     def join(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         """The replacement, when it gathers; from then on steps are shared."""
+        _keep_memory()
         where = PrefixStore("helpers", self._store).get(str(self._rank))
         with self.leaving():
             hub = self._stack.enter_context(connected(where, f"the replacement of rank {self._rank}", self._check))
@@ -118,6 +124,15 @@ class Joining:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(0)
+
+
+def _keep_memory() -> None:
+    """Gradients of each micro-batch come and go in every step: to get their pages from the system each time takes as
+    long as a part of the computation."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in _KEEP_MEMORY:
+            mallopt(option, value)
 
 
 class _HubTeam:
