@@ -252,9 +252,10 @@ class Hub:
         for member in lost:
             self._members.remove(member)
             member.link.close()
-        if lost:
-            left = f"{self.size} processes go on" if self._members else "it goes on alone"
-            self._note(f"{len(lost)} of its helpers are gone: {left}")
+        if lost and self._members:
+            self._note(f"{len(lost)} of its helpers are gone: {self.size} processes go on")
+        elif lost:
+            self._note(f"{len(lost)} of its helpers are gone: it goes on alone")
 
     def meet(self) -> None:
         """A step begins."""

@@ -164,10 +164,13 @@ class SharedSteps:
             self._now = Whole()
         computing.computed.seconds = time.monotonic() - began_s
         if changed := rehearsed.changed():
-            why = f"its stages change {changed[0]}, which they did not do in the first step that was repeated"
+            what = changed[0]
             if team.index == 0:
-                raise CannotReplay(f"{why}: half of it is done (leave --strategy log+parallel out)")
-            raise Unlike(why)
+                raise CannotReplay(
+                    f"its stages change {what}, which they did not do in the first step that was repeated: half of it "
+                    "is done (leave --strategy log+parallel out)"
+                )
+            raise Unlike(f"its stages change {what}, which they did not do in the first step that was repeated")
         return computing.computed, computing.pieces()
 
 
