@@ -211,8 +211,8 @@ def report(case: dict[str, Any]) -> str:
     return (
         f"{case['shares']} processes, {case['replayed']} iterations: repeated in {mid('ours_s'):.2f} s, by one alone "
         f"in {mid('peer_s'):.2f} s: {case['ratio']:.2f} times faster (model: {case['model_ratio']:.2f}); all go on "
-        f"after {mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s (predicted: "
-        f"{mid('alone_predicted_s'):.2f} s), rolled back {rolled:.2f} s: {rolled / mid('recovery_s'):.1f} times; "
+        f"after {mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s ("
+        f"predicted: {mid('alone_predicted_s'):.2f} s), rolled back {rolled:.2f} s: {rolled / mid('recovery_s'):.1f} times; "
         f"computed in each: {each_s} s, alone {case['alone_busy'][-1]['seconds']:.2f} s: work {case['work']:.3f} (of "
         f"seconds {case['work_in_seconds']:.3f}, of the thread that trains {case['work_of_training']:.3f}); weights "
         f"{'equal' if case['equal'] else 'DIFFER'}"

@@ -230,6 +230,11 @@ def _kinds_of(kind: Any) -> list[Any]:
     return [kind, *(one for child in kind.__subclasses__() for one in _kinds_of(child))]
 
 
+def loss_of(schedule: Any) -> Any:
+    """The script's function that computes it, None if there is none."""
+    return schedule._loss_fn
+
+
 def keeps_known_parts(schedule: Any) -> bool:
     """Whether parts of its steps can be given what another process has computed (until torch 2.14)."""
     return all(hasattr(one, "fwd_cache") and hasattr(one, "bwd_cache") for one in stages_of(schedule))

@@ -121,6 +121,8 @@ def test_a_helper_stands_still(run: Run, assert_equal: Callable[..., None]) -> N
     [
         ({"counting": "attribute"}, "its stages change Counting.num_calls"),
         ({"counting": "buffer"}, "its stages change Counting.mean"),
+        ({"counting": "list"}, "its stages change Counting.seen"),
+        ({"counting": "closure"}, "its stages change Counting.count"),
         ({"counting": "pair"}, "the random numbers that its micro-batches draw cannot be counted"),
         ({"counting": "collective"}, "its stages make collectives"),
         ({"counting": "python"}, "its stages change the state of Python's generator"),
@@ -135,6 +137,19 @@ def test_what_cannot_be_shared_is_not(
     (note,) = found["notes"]
     assert note.startswith(why)
     assert_equal(found, **orders)
+
+
+def test_a_cache_that_the_first_call_makes_is_no_change(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(2, counting="cache")
+    assert found["size"] == 2 and not found["notes"]
+    assert_equal(found, counting="cache")
+
+
+def test_a_change_that_comes_late_is_noticed(run: Run, assert_equal: Callable[..., None]) -> None:
+    """In a micro-batch of the helper, which leaves: then nothing is shared any more."""
+    found = run(2, counting="late")
+    assert found["notes"] == ["1 of its helpers are gone: it goes on alone"]
+    assert_equal(found, counting="late")
 
 
 def test_sums_of_blocks_need_less_memory_and_are_rounded_otherwise(run: Run) -> None:

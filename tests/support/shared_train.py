@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +33,18 @@ from swift_recovery.transfer.socket_link import connected
 WIDTH, MICRO_BATCHES, BATCH = 8, 7, 14
 
 
-class Calls:
-    """Hidden from who looks for numbers."""
+# Where nobody looks.
+CALLS, INDEX = [0], [0]
 
+
+def counter() -> Callable[[], None]:
     number = 0
+
+    def count() -> None:
+        nonlocal number
+        number += 1
+
+    return count
 
 
 class Counting(nn.Module):
@@ -43,14 +52,21 @@ class Counting(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.calls = how, Calls()
+        self.how, self.seen, self.count = how, [], counter()
+        self.cached: Tensor | None = None
         self.num_calls = 0
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "late":
-            self.calls.number += 1
-            self.mean.fill_(self.calls.number // 20)
+            CALLS[0] += 1
+            self.mean.fill_(INDEX[0] * (CALLS[0] // 12))
+        if self.how == "list":
+            self.seen.append(x)
+        if self.how == "closure":
+            self.count()
+        if self.how == "cache" and self.cached is None:
+            self.cached = torch.ones(())
         if self.how == "attribute":
             self.num_calls += 1
         if self.how == "buffer":
@@ -69,6 +85,7 @@ SHARED = SimpleNamespace(num_collectives=0, peeking=contextlib.nullcontext, coun
 
 def main(orders: dict[str, Any]) -> None:
     index = orders["index"]
+    INDEX[0] = index
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(1)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU(), nn.Linear(WIDTH, WIDTH)]

@@ -65,6 +65,7 @@ class SharedSteps:
         self._given = parameters
         # By the identity of a schedule, which it keeps; and the order in which it adds gradients.
         self._rehearsed: dict[int, tuple[Rehearsing, tuple[int, ...]]] = {}
+        self._again: dict[int, Any] = {}  # by its identity, a schedule of which another step is made as a whole
         self._now: Whole | Rehearsing | Computing | Giving = Whole()
         self.is_off = not pipelining.has_schedules()
         """Steps are made as a whole from now on."""
@@ -140,7 +141,10 @@ class SharedSteps:
             self._now = Whole()
         found = rehearsing.found(self._messages.shared.num_collectives - begun)
         why = why_not(found)
-        if why:
+        if found.changed and id(schedule) not in self._again:
+            # What a first call makes for all that follow is no change.
+            self._again[id(schedule)] = schedule
+        elif why:
             self.stop()
             self._refused(why)
         else:

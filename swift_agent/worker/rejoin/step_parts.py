@@ -9,7 +9,7 @@ Stand-ins go nowhere: their messages are not sent. This module must never talk t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from swift_agent.torch_private import pipelining
+from swift_agent.worker.rejoin.kept import differing, kept_by
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
 from swift_recovery.replay.ring import Frame, Pieces
@@ -82,10 +83,13 @@ class Rehearsing(Whole):
         everything = [*parameters, *(one for some in of_stages for one in some)]
         self.parameters = list({id(one): one for one in everything if one.requires_grad}.values())
         self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
+        loss = pipelining.loss_of(schedule)
         self._modules = [module for stage in self.stages for module in stage.submod.modules()]
-        if isinstance(schedule._loss_fn, torch.nn.Module):
-            self._modules += schedule._loss_fn.modules()
-        self._kept = _kept_by(self._modules)
+        self._others = {"the loss function": loss}
+        if isinstance(loss, torch.nn.Module):
+            self._modules += loss.modules()
+            self._others = {}
+        self._kept = kept_by(self._modules, self._others)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
         self._added: list[tuple[int, int]] = []
         self._num_uncounted = 0
@@ -114,7 +118,7 @@ class Rehearsing(Whole):
 
     def changed(self) -> list[str]:
         """What is not as it was when this was made, by names for people."""
-        changed = [name for name in self._kept if not self._kept[name].is_still_there()]
+        changed = differing(self._kept, kept_by(self._modules, self._others))
         if random.getstate() != self._python:
             changed.append("the state of Python's generator")
         if not _same_states(numpy.random.get_state(), self._numpy):
@@ -307,42 +311,6 @@ def _no_gradients(rehearsed: Rehearsing, key: Key, stage: Any) -> tuple[Tensor |
 def _version_of(parameter: Tensor) -> tuple[int, int] | None:
     gradient = parameter.grad
     return (id(gradient), gradient._version) if gradient is not None else None
-
-
-# ---- what modules keep ----
-
-
-class _Kept:
-    """Something of a module, by *name*, as it is now."""
-
-    def __init__(self, owner: Mapping[str, Any], name: str) -> None:
-        self._owner, self._name = owner, name
-        value = owner[name]
-        self._was = value.detach().clone() if isinstance(value, Tensor) else value
-
-    def is_still_there(self) -> bool:
-        value = self._owner.get(self._name)
-        if isinstance(self._was, Tensor):
-            return isinstance(value, Tensor) and value.shape == self._was.shape and torch.equal(value, self._was)
-        return type(value) is type(self._was) and value == self._was
-
-
-def _kept_by(modules: Sequence[torch.nn.Module]) -> dict[str, _Kept]:
-    """Buffers, and numbers, texts and tensors among the attributes, by a name for people."""
-    found: dict[str, _Kept] = {}
-    for module in modules:
-        for owner, name in _names_of(module):
-            found[f"{type(module).__name__}.{name}"] = _Kept(owner, name)
-    return found
-
-
-def _names_of(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield module._buffers, name
-    for name, value in vars(module).items():
-        if isinstance(value, (int, float, str, Tensor)):
-            yield vars(module), name
 
 
 def _same_states(one: Any, other: Any) -> bool:
