@@ -301,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="which of them; default: all")
     parser.add_argument("--quick", action="store_true",
-                        help="one kill of each job, of 2 workers and not 4; in about 3 minutes")  # fmt: skip
+                        help="one kill of each job, of 2 workers and not 4; in 3 to 5 minutes")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write NAME.png and NAME.json; needs matplotlib")
     args = parser.parse_args()
