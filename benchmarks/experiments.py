@@ -193,8 +193,8 @@ def replicas(bench: Bench) -> tuple[str, dict[str, Any]]:
     ratio = median(peer, "made_up_s") / median(ours, "made_up_s")
     said = (
         f"replicas {median(ours, 'made_up_s'):.2f} s and {median(ours, 'lost'):g} iterations lost, restart from a "
-        f"checkpoint {median(peer, 'made_up_s'):.2f} s and {median(peer, 'lost'):g}: {1 - 1 / ratio:.1%} less, "
-        f"{len(ours.failures)} kills each"
+        f"checkpoint {median(peer, 'made_up_s'):.2f} s and {median(peer, 'lost'):g}: {1 - 1 / ratio:.1%} less, kills: "
+        f"{len(ours.failures)} each"
     )
     return said, {"runs": [asdict(ours), asdict(peer)], "less": 1 - 1 / ratio}
 
