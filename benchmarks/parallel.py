@@ -6,21 +6,23 @@ newest checkpoint. Measured: how long these are repeated (phase "replay"), with 
 `log+parallel` and d = 2 and 3 processes; the seconds from the kill until all have finished the next iteration, also
 with `--strategy checkpoint`; and the processor's time that each process takes for the iterations that are repeated, in
 all of its threads, which does not depend on how many cores there are. As neighbours on a machine slow each other down,
-it is counted in units of one layer with one micro-batch, which each process computes before each iteration. `work` is
-the largest of them over that of one process alone. The stage that is lost has more layers than the others, so that it
-is what all wait for, also on two cores. The final weights of all stages must be those of an undisturbed run, bit for
-bit, and `work` at most 0.55 with d = 2: exit code 1 if not.
+one alone has a neighbour, too, a process that computes the same layers; and all iterations but the first one count as
+the fastest tenth of them does. `work` is the largest such time over that of one process alone. The stage that is lost
+has more layers than the others, so that it is what all wait for, also on two cores. The final weights of all stages
+must be those of an undisturbed run, bit for bit, and `work` at most 0.55 with d = 2: exit code 1 if not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,16 +47,40 @@ TIMEOUT_S = 240.0
 
 
 class Busy(NamedTuple):
-    """What one process has taken for all iterations that are repeated: all threads, and the one that trains; in units,
-    too, of *unit_s* each."""
+    """What one process has taken for all iterations that are repeated; *quiet_s*: without neighbours."""
 
     seconds: float
-    training_s: float
-    unit_s: float
+    quiet_s: float
 
-    @property
-    def units(self) -> float:
-        return self.seconds / self.unit_s
+
+class Neighbour:
+    """A process that computes layers, inside `at_work`. A context manager."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        sizes = ("width", "length")
+        options = [text for name in sizes for text in (f"--{name}", str(getattr(args, name)))]
+        self._command = [sys.executable, str(SCRIPT), "--neighbour", *options, "--log-to", ".", "--out", "."]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Neighbour:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+        self._process.send_signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+        yield
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
 
 
 @dataclass
@@ -63,6 +89,7 @@ class Case:
 
     options: tuple[str, ...]
     num_spares: int = 0
+    has_neighbour: bool = False
     measured: dict[int, Measured] = field(default_factory=dict)
     busy: dict[int, list[list[Busy]]] = field(default_factory=dict)
     """Of the replacement, and of each helper."""
@@ -73,7 +100,7 @@ class Case:
 
 
 def cases(shares: Sequence[int]) -> dict[str, Case]:
-    found = {"checkpoint": Case(("--strategy", "checkpoint")), "log": Case(("--strategy", "log"))}
+    found = {"checkpoint": Case(("--strategy", "checkpoint")), "log": Case(("--strategy", "log"), has_neighbour=True)}
     for num in shares:
         found[f"d={num}"] = Case(("--strategy", "log+parallel", "--helpers", str(num - 1)), num - 1)
     return found
@@ -83,7 +110,7 @@ class Runs:
     """Jobs that differ in how they recover only."""
 
     def __init__(self, args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> None:
-        self._etcd, self._directory, self._distances = etcd, directory, sorted(args.distances)
+        self._given, self._etcd, self._directory, self._distances = args, etcd, directory, sorted(args.distances)
         # A checkpoint for each kill, and the kill before the next one.
         self._every = self._distances[-1] + NUM_AFTER
         self._args = ["--iterations", str(self._begin(len(self._distances))), "--checkpoint-every", str(self._every)]
@@ -104,16 +131,22 @@ class Runs:
     def run(self, case: Case) -> Path:
         ends = [self._begin(number) + distance for number, distance in enumerate(self._distances)]
         args = [*self._args, "--busy", "--hold", *(f"{VICTIM}:{end}" for end in ends)]
-        with SwiftRun(
-            self._directory, args, self._etcd, case.num_spares, 1, SCRIPT, num_nodes=NUM_NODES, options=case.options
-        ) as job:
+        beside = Neighbour(self._given)
+        with contextlib.ExitStack() as stack:
+            job = SwiftRun(
+                self._directory, args, self._etcd, case.num_spares, 1, SCRIPT, num_nodes=NUM_NODES, options=case.options
+            )
+            stack.enter_context(job)
+            if case.has_neighbour:
+                stack.enter_context(beside)
             for number, (end, distance) in enumerate(zip(ends, self._distances, strict=True)):
                 job.wait_for((job.directory / f"held{end}").exists, f"rank {VICTIM} in iteration {end}", TIMEOUT_S)
                 job.wait_ready()
                 if self.profile is None and (record := job.measured()) is not None:
                     self.profile = parse(json.dumps(record.content))
                 pid = job.last(VICTIM).pid
-                kill(job, VICTIM, case.at(distance))
+                with beside.at_work():
+                    kill(job, VICTIM, case.at(distance))
                 if "checkpoint" not in case.options:
                     self._note(job, case, distance, number + 1, pid)
             job.wait_end(TIMEOUT_S)
@@ -139,12 +172,12 @@ def busy(directory: Path, iterations: range) -> list[Busy]:
     found = {}
     for path in directory.glob(f"busy{VICTIM}-*"):
         share, pid = map(int, path.name.split("-")[1:])
-        rows = [line.split() for line in path.read_text().splitlines()]
-        lines = {int(number): list(map(float, rest)) for number, *rest in rows}
+        lines = dict(line.split() for line in path.read_text().splitlines())
         # The process that was killed has made them all, too, but not only them.
-        if all(one in lines for one in iterations) and iterations.start - 1 not in lines:
-            seconds, training_s, units_s = zip(*(lines[one] for one in iterations), strict=True)
-            found[share, pid] = Busy(sum(seconds), sum(training_s), statistics.mean(units_s))
+        if all(str(one) in lines for one in iterations) and str(iterations.start - 1) not in lines:
+            first_s, *rest_s = (float(lines[str(one)]) for one in iterations)
+            quiet_s = first_s + len(rest_s) * statistics.quantiles(rest_s, n=10)[0]
+            found[share, pid] = Busy(first_s + sum(rest_s), quiet_s)
     return [found[key] for key in sorted(found)]
 
 
@@ -174,11 +207,11 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
 
 def result(num_shares: int, distance: int, by_way: dict[str, Case], profile: Profile | None) -> dict[str, Any]:
     ours, alone, rolled_back = by_way[f"d={num_shares}"], by_way["log"], by_way["checkpoint"]
-    busiest = [max(each, key=lambda one: one.units) for each in ours.busy[distance]]
     one_alone = [each[0] for each in alone.busy[distance]]
 
     def part(of: Callable[[Busy], float]) -> float:
-        return statistics.median(map(of, busiest)) / statistics.median(map(of, one_alone))
+        busiest = [max(map(of, each)) for each in ours.busy[distance]]
+        return statistics.median(busiest) / statistics.median(map(of, one_alone))
 
     model_s = [shared_s(profile, range(VICTIM, VICTIM + 1), num) for num in (1, num_shares)] if profile else [0.0, 1.0]
     return {
@@ -196,9 +229,8 @@ def result(num_shares: int, distance: int, by_way: dict[str, Case], profile: Pro
         "alone_predicted_s": alone.predicted_s[distance],
         "busy": [[one._asdict() for one in each] for each in ours.busy[distance]],
         "alone_busy": [one._asdict() for one in one_alone],
-        "work": part(lambda one: one.units),
-        "work_in_seconds": part(lambda one: one.seconds),
-        "work_of_training": part(lambda one: one.training_s / one.unit_s),
+        "work": part(lambda one: one.quiet_s),
+        "work_as_it_was": part(lambda one: one.seconds),
     }
 
 
@@ -206,17 +238,18 @@ def report(case: dict[str, Any]) -> str:
     def mid(name: str) -> float:
         return statistics.median(case[name])
 
+    def seconds(of: list[dict[str, float]]) -> str:
+        return ", ".join(f"{one['quiet_s']:.2f}" for one in of)
+
     rolled = mid("rolled_back_s")
-    each_s = ", ".join(f"{one['seconds']:.2f}" for one in case["busy"][-1])
     return (
         f"{case['shares']} processes, {case['replayed']} iterations: repeated in {mid('ours_s'):.2f} s, by one alone "
         f"in {mid('peer_s'):.2f} s: {case['ratio']:.2f} times faster (model: {case['model_ratio']:.2f}); all go on "
-        f"after {mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s ("
-        f"predicted: {mid('alone_predicted_s'):.2f} s), rolled back {rolled:.2f} s: "
-        f"{rolled / mid('recovery_s'):.1f} times; "
-        f"computed in each: {each_s} s, alone {case['alone_busy'][-1]['seconds']:.2f} s: work {case['work']:.3f} (of "
-        f"seconds {case['work_in_seconds']:.3f}, of the thread that trains {case['work_of_training']:.3f}); weights "
-        f"{'equal' if case['equal'] else 'DIFFER'}"
+        f"after {mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s "
+        f"(predicted: {mid('alone_predicted_s'):.2f} s), rolled back {rolled:.2f} s: "
+        f"{rolled / mid('recovery_s'):.1f} times; computed in each: {seconds(case['busy'][-1])} s, alone "
+        f"{seconds(case['alone_busy'][-1:])} s: work {case['work']:.3f} (with what neighbours add: "
+        f"{case['work_as_it_was']:.3f}); weights {'equal' if case['equal'] else 'DIFFER'}"
     )
 
 
@@ -230,9 +263,9 @@ def main() -> int:
                         help="processes that repeat the stage")
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each kind")
     parser.add_argument("--layers", type=int, default=1, help="of each stage but the one that is lost")
-    parser.add_argument("--large-layers", type=int, default=4, help="of that")
+    parser.add_argument("--large-layers", type=int, default=2, help="of that")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--length", type=int, default=128, help="of a micro-batch, in words")
+    parser.add_argument("--length", type=int, default=256, help="of a micro-batch, in words")
     parser.add_argument("--micro-batches", type=int, default=8)
     args = parser.parse_args()
     if args.quick:

@@ -87,24 +87,16 @@ def keep_no_messages() -> None:
 
 
 class Busy:
-    """What each iteration has computed here: the processor's time of all threads of this process, of the one that
-    trains, and of one layer with one micro-batch, right before it: how fast the processor is for this process then."""
+    """The processor's time that each iteration has taken here, in all threads of this process."""
 
-    def __init__(self, args: argparse.Namespace, rank: int) -> None:
-        path = args.log_to / f"busy{rank}-{HELPER or 0}-{os.getpid()}"
-        self._file = open(path, "w", buffering=1)  # noqa: SIM115
-        with torch.random.fork_rng():
-            self._layer = new_layer(args)
-            self._input = torch.randn(1, args.length, args.width)
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._file = open(directory / f"busy{rank}-{HELPER or 0}-{os.getpid()}", "w", buffering=1)  # noqa: SIM115
 
     def timed(self, step: Callable[[int], None]) -> Callable[[int], None]:
         def run(iteration: int) -> None:
-            unit_s = -time.thread_time()
-            self._layer(self._input).sum().backward()
-            unit_s += time.thread_time()
-            process_s, thread_s = time.process_time(), time.thread_time()
+            began_s = time.process_time()
             step(iteration)
-            print(iteration, time.process_time() - process_s, time.thread_time() - thread_s, unit_s, file=self._file)
+            print(iteration, time.process_time() - began_s, file=self._file)
 
         return run
 
@@ -115,6 +107,14 @@ def hold(where: list[str], directory: Path, rank: int, iteration: int) -> None:
     if f"{rank}:{iteration}" in where and not path.exists():
         path.touch()
         time.sleep(1000.0)
+
+
+def compute(args: argparse.Namespace) -> None:
+    """For ever, one layer."""
+    layer, x = new_layer(args), torch.randn(1, args.length, args.width)
+    print("computes", flush=True)
+    while True:
+        layer(x).sum().backward()
 
 
 def write_checkpoint(trainer: Trainer, directory: Path, iteration: int) -> None:
@@ -161,7 +161,7 @@ def train_swift(args: argparse.Namespace) -> None:
     if args.log == "counts":
         keep_no_messages()
     job.track(model=trainer.stage, optimizer=trainer.optimizer, log_messages=args.log in ("yes", "counts"))
-    timed = gate.timed if gate else Busy(args, job.rank).timed if args.busy else None
+    timed = gate.timed if gate else Busy(args.log_to, job.rank).timed if args.busy else None
     # Inside: a helper ends with its last iteration.
     step: Callable[[int], Any] = job.iteration(timed(trainer.step) if timed else trainer.step)
     for iteration in job.iterations(args.iterations):
@@ -203,11 +203,12 @@ def main() -> None:
     parser.add_argument("--log-to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--gate", action="store_true", help="run in blocks, as told through FIFOs in that directory")
     parser.add_argument("--busy", action="store_true", help="each process writes what it has computed, in seconds")
+    parser.add_argument("--neighbour", action="store_true", help="compute, and nothing else")
     parser.add_argument("--hold", nargs="*", default=[], metavar="RANK:ITERATION", help="where it waits to be killed")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 saves its stage; others beside it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    (train_plain if args.plain else train_swift)(args)
+    (compute if args.neighbour else train_plain if args.plain else train_swift)(args)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import json
 import select
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,8 +53,10 @@ def _head(link: SocketLink) -> tuple[dict[str, Any], list[Layout]]:
         raise LinkLost(f"what came from another process of the team is not understood: {error}") from None
 
 
-def _recv_tensor(link: SocketLink, layout: Layout) -> Tensor:
-    tensor = new_tensor(layout, _CPU)
+def _recv_tensor(link: SocketLink, layout: Layout, into: Tensor | None = None) -> Tensor:
+    """Into that memory, if it is of the kind: new one takes as long as what comes."""
+    fits = into is not None and into.is_cpu and into.is_contiguous() and into.dtype == layout.dtype
+    tensor = into if into is not None and fits else new_tensor(layout, _CPU)
     view = memory_bytes(tensor)
     assert view is not None
     link.recv(view)
@@ -64,11 +67,12 @@ def _recv_tensor(link: SocketLink, layout: Layout) -> Tensor:
 
 
 def pass_on(
-    left: SocketLink | None, right: SocketLink | None, own: Pieces, parameters: Sequence[Tensor]
-) -> list[Tensor | None]:
+    left: SocketLink | None, right: SocketLink | None, own: Pieces, parameters: Sequence[Tensor],
+    into: Mapping[int, Tensor] = MappingProxyType({}),
+) -> list[Tensor | None]:  # fmt: skip
     """Add *own* to the sums that come from the left, if there is a left, and pass the new ones on to the right, one
     parameter after the other. Returns them, None for a parameter without gradient. Tensors are the parameters' in
-    shape, type and device."""
+    shape, type and device. *into*: tensors that nobody needs any more when the sums come."""
     theirs = set(_head(left)[0]["has"]) if left is not None else set()
     has = sorted(theirs.union(*own)) if own else sorted(theirs)
     if right is not None:
@@ -79,7 +83,7 @@ def pass_on(
         if number in theirs:
             assert left is not None
             layout = Layout(parameter.dtype, tuple(parameter.shape), None, "cpu")
-            total = _recv_tensor(left, layout).to(parameter.device)
+            total = _recv_tensor(left, layout, into.get(number)).to(parameter.device)
         for piece in own:
             if number in piece:
                 # As autograd does: the first one is taken, the others are added to it in place.

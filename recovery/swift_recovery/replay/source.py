@@ -9,6 +9,7 @@ is then used as far as it goes; by then all has come. Must never decide what is 
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from swift_logging_store.errors import LogError
 from swift_logging_store.format.record import Channel
-from swift_logging_store.format.tensors import tensor_of
+from swift_logging_store.format.tensors import dtype_name, fill
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
 from swift_logging_store.log.predecessor import SentBefore
@@ -224,15 +225,13 @@ class Repetition:
             raise CannotReplay(str(error)) from None
         if header.iteration != iteration:
             raise CannotReplay(f"{what} was sent in iteration {header.iteration}, and is waited for in {iteration}")
-        message = tensor_of(header, payload)
         # Not the shape: a process group takes any of as many elements, as in the first step of a pipeline of torch's.
-        if message.dtype != tensor.dtype or message.numel() != tensor.numel():
+        if header.dtype != dtype_name(tensor.dtype) or math.prod(header.shape) != tensor.numel():
             raise CannotReplay(
-                f"{what} is {message.dtype} {list(message.shape)}, and what waits for it {tensor.dtype} "
+                f"{what} is {header.dtype} {list(header.shape)}, and what waits for it {tensor.dtype} "
                 f"{list(tensor.shape)}: the repetition differs from what was done"
             )
-        # What waits for an activation is a leaf that requires a gradient.
-        tensor.data.copy_(message.reshape(tensor.shape))
+        fill(tensor, header, payload)
 
 
 def _no_room(directory: Path, error: OSError) -> CannotReplay:
