@@ -8,8 +8,14 @@ Stand-ins go nowhere: their messages are not sent. This module must never talk t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -22,6 +28,7 @@ from swift_agent.torch_private import pipelining
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
 from swift_recovery.replay.ring import Frame, Pieces
+from swift_recovery.state.tensors import same_bits, wire_bytes
 
 Key = tuple[str, int, int]
 """A part of a micro-batch: its kind, the stage, the micro-batch."""
@@ -80,12 +87,15 @@ class Rehearsing(Whole):
         self.stages = list(pipelining.stages_of(schedule))
         of_stages = [list(stage.submod.parameters()) for stage in self.stages]
         everything = [*parameters, *(one for some in of_stages for one in some)]
-        self.parameters = list({id(one): one for one in everything if one.requires_grad}.values())
+        # Frozen ones too: a script may have them train from a later step on.
+        self.parameters = list({id(one): one for one in everything}.values())
         self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
-        self._modules = [module for stage in self.stages for module in stage.submod.modules()]
+        self._owners: list[Any] = [module for stage in self.stages for module in stage.submod.modules()]
         if isinstance(schedule._loss_fn, torch.nn.Module):
-            self._modules += schedule._loss_fn.modules()
-        self._kept = _kept_by(self._modules)
+            self._owners += schedule._loss_fn.modules()
+        elif schedule._loss_fn is not None:
+            self._owners.append(schedule._loss_fn)
+        self._kept = _State(self._owners)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
         self._added: list[tuple[int, int]] = []
         self._num_uncounted = 0
@@ -101,7 +111,8 @@ class Rehearsing(Whole):
             other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
         if any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages):
             other = "its stages are in DDP"
-        if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in self.parameters):
+        names = ("_post_accumulate_grad_hooks", "_backward_hooks")
+        if any(getattr(one, name, None) for one in self.parameters for name in names):
             other = "gradients are used as soon as they are there, in hooks"
         if any(one.grad is not None and one.grad.layout != torch.strided for one in self.parameters):
             other = "it has gradients that are sparse"
@@ -114,7 +125,7 @@ class Rehearsing(Whole):
 
     def changed(self) -> list[str]:
         """What is not as it was when this was made, by names for people."""
-        changed = [name for name in self._kept if not self._kept[name].is_still_there()]
+        changed = self._kept.changed()
         if random.getstate() != self._python:
             changed.append("the state of Python's generator")
         if not _same_states(numpy.random.get_state(), self._numpy):
@@ -122,7 +133,8 @@ class Rehearsing(Whole):
         return changed
 
     def begin(self) -> None:
-        """Another step like that one begins."""
+        """Another step like that one begins. What the script has changed since is no matter."""
+        self._kept = _State(self._owners)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def is_for_all(self, key: Key) -> bool:
@@ -160,7 +172,14 @@ class Rehearsing(Whole):
     def _adding(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         before = [_version_of(one) for one in self.parameters]
         result = call()
-        if before != [_version_of(one) for one in self.parameters]:
+        after = [_version_of(one) for one in self.parameters]
+        # Gradients that are views of one tensor count their versions together.
+        sharing = Counter(_memory_of(one) for one in self.parameters)
+        for one, was, now in zip(self.parameters, before, after, strict=True):
+            if was is None or now is None or was[0] != now[0] or now[1] <= was[1] + sharing[_memory_of(one)]:
+                continue
+            self._other = "gradients of one micro-batch are added more than once"
+        if before != after:
             self._added.append((self.stages.index(stage), number))
         return result
 
@@ -309,40 +328,134 @@ def _version_of(parameter: Tensor) -> tuple[int, int] | None:
     return (id(gradient), gradient._version) if gradient is not None else None
 
 
+def _memory_of(parameter: Tensor) -> int:
+    gradient = parameter.grad
+    return id(None) if gradient is None else id(gradient if gradient._base is None else gradient._base)
+
+
 # ---- what modules keep ----
 
 
-class _Kept:
-    """Something of a module, by *name*, as it is now."""
-
-    def __init__(self, owner: Mapping[str, Any], name: str) -> None:
-        self._owner, self._name = owner, name
-        value = owner[name]
-        self._was = value.detach().clone() if isinstance(value, Tensor) else value
-
-    def is_still_there(self) -> bool:
-        value = self._owner.get(self._name)
-        if isinstance(self._was, Tensor):
-            return isinstance(value, Tensor) and value.shape == self._was.shape and torch.equal(value, self._was)
-        return type(value) is type(self._was) and value == self._was
+# Of one attribute of a module, or one function, so much is looked at; of tensors of so many bytes only a sum.
+MAX_LEAVES = 10_000
+MAX_COPIED = 16 << 20
+# Packages whose objects no computation of a micro-batch changes, or that change by themselves.
+_NOT_LOOKED_AT = ("torch.", "logging", "threading", "swift_", "multiprocessing", "concurrent")
 
 
-def _kept_by(modules: Sequence[torch.nn.Module]) -> dict[str, _Kept]:
-    """Buffers, and numbers, texts and tensors among the attributes, by a name for people."""
-    found: dict[str, _Kept] = {}
-    for module in modules:
-        for owner, name in _names_of(module):
-            found[f"{type(module).__name__}.{name}"] = _Kept(owner, name)
-    return found
+class _State:
+    """All that *modules* and functions keep, as it is now."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = owners
+        self._was = self._leaves(copies=True)
+
+    def changed(self) -> list[str]:
+        """Names for people."""
+        now = self._leaves(copies=False)
+        keys = {**self._was, **now}  # in their order
+        none: list[Any] = []
+        differing = [key for key in keys if not _are_same(self._was.get(key, none), now.get(key, none))]
+        return list(dict.fromkeys(f"{type(self._owners[number]).__name__}.{name}" for number, name in differing))
+
+    def _leaves(self, *, copies: bool) -> dict[tuple[int, str], list[Any]]:
+        found: dict[tuple[int, str], list[Any]] = {}
+        for number, owner in enumerate(self._owners):
+            # What is reached on two ways is found again in the same order.
+            for name, value in _names_of(owner):
+                plain = type(value) in _PLAIN
+                found[number, name] = [repr(value)] if plain else _some_leaves_of(value, copies)
+        return found
 
 
-def _names_of(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield module._buffers, name
-    for name, value in vars(module).items():
-        if isinstance(value, (int, float, str, Tensor)):
-            yield vars(module), name
+def _names_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(owner, torch.nn.Module):
+        yield "__call__", owner
+        return
+    yield from owner._buffers.items()
+    yield from owner._parameters.items()
+    for name, value in vars(owner).items():
+        if name not in _LOOKED_THROUGH and (name not in _OF_TORCH or value):
+            yield name, value
+
+
+# What each module has; hooks among them, mostly none.
+_OF_TORCH = {name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)}
+_LOOKED_THROUGH = {"_buffers", "_parameters", "_modules"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _some_leaves_of(value: Any, copies: bool) -> list[Any]:
+    return list(islice(_leaves_of(value, copies, set()), MAX_LEAVES))
+
+
+def _leaves_of(value: Any, copies: bool, seen: set[int]) -> Iterator[Any]:
+    """What can be compared of *value* and of all that it refers to."""
+    if isinstance(value, Tensor):
+        yield from _leaves_of_tensor(value, copies)
+    elif isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, torch.Generator):
+        yield value.get_state()
+    elif isinstance(value, numpy.ndarray):
+        yield zlib.crc32(value.tobytes()) if value.nbytes > MAX_COPIED else value.copy() if copies else value
+    elif isinstance(value, (numpy.random.Generator, numpy.random.RandomState, random.Random)):
+        yield repr(value.bit_generator.state if isinstance(value, numpy.random.Generator) else
+                   value.getstate() if isinstance(value, random.Random) else value.get_state(legacy=False))  # fmt: skip
+    elif id(value) in seen or isinstance(value, (type, ModuleType)):
+        yield id(value)
+    else:
+        seen.add(id(value))
+        yield type(value).__name__
+        for one in _inside(value):
+            yield from _leaves_of(one, copies, seen)
+
+
+def _leaves_of_tensor(value: Tensor, copies: bool) -> Iterator[Any]:
+    is_large = value.numel() * value.itemsize > MAX_COPIED
+    if not isinstance(value, torch.nn.Parameter) and not is_large:
+        yield value.detach().clone() if copies else value.detach()
+        return
+    yield id(value), value._version
+    if not value.requires_grad and value.numel() and value.layout == torch.strided:
+        yield int(wire_bytes(value).sum(dtype=torch.int64))  # changes of `.data` have no version
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from (one for item in value.items() for one in item)
+    elif isinstance(value, (list, tuple, deque)):
+        yield from value
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(repr(one) for one in value)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                yield cell.cell_contents
+    elif isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, torch.nn.Module) or _is_looked_at(value):
+        yield from (one for item in vars(value).items() for one in item)
+
+
+def _is_looked_at(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith(_NOT_LOOKED_AT)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and same_bits(one, other)
+    if isinstance(one, numpy.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    return bool(one == other)
 
 
 def _same_states(one: Any, other: Any) -> bool:
