@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,9 +23,10 @@ from swift_recovery.state.checksum import checksum_of
 Look = Any
 """Equal for what is equal."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CODE = (BuiltinFunctionType, MethodType, ModuleType, type)
-# What torch keeps in each module is looked at elsewhere, or is code.
-_TORCHS = frozenset(vars(torch.nn.Module()))
+_CODE = (BuiltinFunctionType, ModuleType, type)
+# What torch keeps in each module: hooks, mostly none; and what is looked at elsewhere.
+_TORCHS = {name: bool(value) for name, value in vars(torch.nn.Module()).items()}
+_ELSEWHERE = {"_parameters", "_buffers", "_modules"}
 _DEPTH = 6
 # Of the items of a container, the first and the last; and of all that hangs at one attribute.
 _ITEMS = 1000
@@ -35,8 +37,10 @@ def kept_by(modules: Iterable[torch.nn.Module], others: Mapping[str, Any]) -> di
     """By the number of a module, and the name of what it keeps, for people; and of *others*, by their names."""
     found = {(-1, name): _Looker().look(value) for name, value in others.items()}
     for number, module in enumerate(modules):
-        kept = {**module._buffers, **{name: one for name, one in vars(module).items() if name not in _TORCHS}}
-        for name, value in kept.items():
+        own = {name: one for name, one in vars(module).items() if name not in _TORCHS or bool(one) != _TORCHS[name]}
+        for name, value in {**module._buffers, **module._parameters, **own}.items():
+            if name in _ELSEWHERE:
+                continue
             found[number, f"{type(module).__name__}.{name}"] = _Looker().look(value)
     return found
 
@@ -57,8 +61,8 @@ class _Looker:
         """What *value* is, as plain data that can be compared."""
         if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
-        if isinstance(value, torch.nn.Parameter):
-            return "parameter", id(value)  # optimizers change them
+        if isinstance(value, torch.nn.Parameter) and value.requires_grad:
+            return "parameter", id(value), value._version
         if isinstance(value, Tensor):
             return _of_tensor(value)
         if isinstance(value, numpy.ndarray):
@@ -105,6 +109,11 @@ def _state_of(value: Any) -> Any:
 
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, MethodType):
+        yield "self", value.__self__
+        return
+    if isinstance(value, partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     for cell in getattr(value, "__closure__", None) or () if isinstance(value, FunctionType) else ():
         try:
             yield "closure", cell.cell_contents

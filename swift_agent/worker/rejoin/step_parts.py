@@ -9,6 +9,7 @@ Stand-ins go nowhere: their messages are not sent. This module must never talk t
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,11 +82,12 @@ class Rehearsing(Whole):
         self.stages = list(pipelining.stages_of(schedule))
         of_stages = [list(stage.submod.parameters()) for stage in self.stages]
         everything = [*parameters, *(one for some in of_stages for one in some)]
-        self.parameters = list({id(one): one for one in everything if one.requires_grad}.values())
+        # Frozen ones too: a script may have them train from a later step on.
+        self.parameters = list({id(one): one for one in everything}.values())
         self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
         loss = pipelining.loss_of(schedule)
         self._modules = [module for stage in self.stages for module in stage.submod.modules()]
-        self._others = {"the loss function": loss}
+        self._others = {getattr(loss, "__name__", type(loss).__name__): loss}
         if isinstance(loss, torch.nn.Module):
             self._modules += loss.modules()
             self._others = {}
@@ -105,7 +107,8 @@ class Rehearsing(Whole):
             other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
         if any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages):
             other = "its stages are in DDP"
-        if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in self.parameters):
+        names = ("_post_accumulate_grad_hooks", "_backward_hooks")
+        if any(getattr(one, name, None) for one in self.parameters for name in names):
             other = "gradients are used as soon as they are there, in hooks"
         if any(one.grad is not None and one.grad.layout != torch.strided for one in self.parameters):
             other = "it has gradients that are sparse"
@@ -126,7 +129,8 @@ class Rehearsing(Whole):
         return changed
 
     def begin(self) -> None:
-        """Another step like that one begins."""
+        """Another step like that one begins. What the script has changed since is no matter."""
+        self._kept = kept_by(self._modules, self._others)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def is_for_all(self, key: Key) -> bool:
@@ -164,7 +168,14 @@ class Rehearsing(Whole):
     def _adding(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         before = [_version_of(one) for one in self.parameters]
         result = call()
-        if before != [_version_of(one) for one in self.parameters]:
+        after = [_version_of(one) for one in self.parameters]
+        # Gradients that are views of one tensor count their versions together.
+        sharing = Counter(_memory_of(one) for one in self.parameters)
+        for one, was, now in zip(self.parameters, before, after, strict=True):
+            if was is None or now is None or was[0] != now[0] or now[1] <= was[1] + sharing[_memory_of(one)]:
+                continue
+            self._other = "gradients of one micro-batch are added more than once"
+        if before != after:
             self._added.append((self.stages.index(stage), number))
         return result
 
@@ -311,6 +322,11 @@ def _no_gradients(rehearsed: Rehearsing, key: Key, stage: Any) -> tuple[Tensor |
 def _version_of(parameter: Tensor) -> tuple[int, int] | None:
     gradient = parameter.grad
     return (id(gradient), gradient._version) if gradient is not None else None
+
+
+def _memory_of(parameter: Tensor) -> int:
+    gradient = parameter.grad
+    return id(None) if gradient is None else id(gradient if gradient._base is None else gradient._base)
 
 
 def _same_states(one: Any, other: Any) -> bool:
