@@ -4,12 +4,15 @@ beside rolling all back.
 Four stages on four nodes, and spare nodes for the helpers. A worker is killed exactly 20 and 50 iterations after the
 newest checkpoint. Measured: how long these are repeated (phase "replay"), with `--strategy log` and with
 `log+parallel` and d = 2 and 3 processes; the seconds from the kill until all have finished the next iteration, also
-with `--strategy checkpoint`; and the processor's time that each process takes for the iterations that are repeated, in
-all of its threads, which does not depend on how many cores there are. As neighbours on a machine slow each other down,
-one alone has a neighbour, too, a process that computes the same layers; and all iterations but the first one count as
-the fastest tenth of them does. `work` is the largest such time over that of one process alone. The stage that is lost
-has more layers than the others, so that it is what all wait for, also on two cores. The final weights of all stages
-must be those of an undisturbed run, bit for bit, and `work` at most 0.55 with d = 2: exit code 1 if not.
+with `--strategy checkpoint`; and the processor's time that each process takes for the iterations that are repeated,
+which does not depend on how many cores there are. It is that of all its threads; in the first iteration, while logs
+come, of the thread that trains. As neighbours on a machine slow each other down, one alone has a neighbour, too, a
+process that computes the same layers; and all iterations but the first one count as the fastest tenth of them does.
+`work` is the largest such time over that of one process alone.
+
+The stage that is lost computes, the others next to nothing: so it is what all wait for, also on two cores. The final
+weights of all stages must be those of an undisturbed run, bit for bit, and `work` at most 0.55 with d = 2, or 0.6 with
+the smaller stage of `--quick`: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ NUM_NODES = 4
 DISTANCES = (20, 50)
 SHARES = (2, 3)
 VICTIM = 1
-MOST_WORK = 0.55
+MOST_WORK, MOST_WORK_QUICK = 0.55, 0.6
 # Iterations after a checkpoint has come to the disk, and after the last kill.
 NUM_AFTER = 3
 TIMEOUT_S = 240.0
@@ -172,12 +175,13 @@ def busy(directory: Path, iterations: range) -> list[Busy]:
     found = {}
     for path in directory.glob(f"busy{VICTIM}-*"):
         share, pid = map(int, path.name.split("-")[1:])
-        lines = dict(line.split() for line in path.read_text().splitlines())
+        rows = [line.split() for line in path.read_text().splitlines()]
+        lines = {int(number): (float(process_s), float(thread_s)) for number, process_s, thread_s in rows}
         # The process that was killed has made them all, too, but not only them.
-        if all(str(one) in lines for one in iterations) and str(iterations.start - 1) not in lines:
-            first_s, *rest_s = (float(lines[str(one)]) for one in iterations)
-            quiet_s = first_s + len(rest_s) * statistics.quantiles(rest_s, n=10)[0]
-            found[share, pid] = Busy(first_s + sum(rest_s), quiet_s)
+        if all(one in lines for one in iterations) and iterations.start - 1 not in lines:
+            all_s = [lines[one][0] for one in iterations]
+            quiet_s = lines[iterations.start][1] + len(all_s[1:]) * statistics.quantiles(all_s[1:], n=10)[0]
+            found[share, pid] = Busy(sum(all_s), quiet_s)
     return [found[key] for key in sorted(found)]
 
 
@@ -186,6 +190,8 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
     tell("undisturbed run")
     reference = runs.undisturbed()
     by_way, equal = cases(args.shares), True
+    if args.quick:
+        del by_way["checkpoint"]
     for turn in range(args.rounds):
         for name in list(by_way) if turn % 2 == 0 else list(by_way)[::-1]:
             found = runs.run(by_way[name])
@@ -198,15 +204,16 @@ def measure(args: argparse.Namespace, etcd: EtcdConfig, directory: Path) -> dict
     for num in args.shares:
         for distance in sorted(args.distances):
             results.append(result(num, distance, by_way, runs.profile) | {"equal": equal})
+    most = MOST_WORK_QUICK if args.quick else MOST_WORK
     works = [one["work"] for one in results if one["shares"] == 2]
     return {
-        **results[-1], "name": "parallel", "equal": equal, "within": all(work <= MOST_WORK for work in works),
+        **results[-1], "name": "parallel", "equal": equal, "within": all(work <= most for work in works), "most": most,
         "machine": machine(), "cases": results,
     }  # fmt: skip
 
 
 def result(num_shares: int, distance: int, by_way: dict[str, Case], profile: Profile | None) -> dict[str, Any]:
-    ours, alone, rolled_back = by_way[f"d={num_shares}"], by_way["log"], by_way["checkpoint"]
+    ours, alone, rolled_back = by_way[f"d={num_shares}"], by_way["log"], by_way.get("checkpoint")
     one_alone = [each[0] for each in alone.busy[distance]]
 
     def part(of: Callable[[Busy], float]) -> float:
@@ -224,7 +231,7 @@ def result(num_shares: int, distance: int, by_way: dict[str, Case], profile: Pro
         "model_ratio": model_s[0] / model_s[1],
         "recovery_s": ours.at(distance).recovery_s,
         "alone_s": alone.at(distance).recovery_s,
-        "rolled_back_s": rolled_back.at(distance).recovery_s,
+        "rolled_back_s": rolled_back.at(distance).recovery_s if rolled_back is not None else [],
         "predicted_s": ours.predicted_s[distance],
         "alone_predicted_s": alone.predicted_s[distance],
         "busy": [[one._asdict() for one in each] for each in ours.busy[distance]],
@@ -241,13 +248,15 @@ def report(case: dict[str, Any]) -> str:
     def seconds(of: list[dict[str, float]]) -> str:
         return ", ".join(f"{one['quiet_s']:.2f}" for one in of)
 
-    rolled = mid("rolled_back_s")
+    rolled = ""
+    if case["rolled_back_s"]:
+        times = mid("rolled_back_s") / mid("recovery_s")
+        rolled = f", rolled back {mid('rolled_back_s'):.2f} s: {times:.1f} times"
     return (
         f"{case['shares']} processes, {case['replayed']} iterations: repeated in {mid('ours_s'):.2f} s, by one alone "
         f"in {mid('peer_s'):.2f} s: {case['ratio']:.2f} times faster (model: {case['model_ratio']:.2f}); all go on "
         f"after {mid('recovery_s'):.2f} s (predicted: {mid('predicted_s'):.2f} s), alone {mid('alone_s'):.2f} s "
-        f"(predicted: {mid('alone_predicted_s'):.2f} s), rolled back {rolled:.2f} s: "
-        f"{rolled / mid('recovery_s'):.1f} times; computed in each: {seconds(case['busy'][-1])} s, alone "
+        f"(predicted: {mid('alone_predicted_s'):.2f} s){rolled}; computed in each: {seconds(case['busy'][-1])} s, alone "
         f"{seconds(case['alone_busy'][-1:])} s: work {case['work']:.3f} (with what neighbours add: "
         f"{case['work_as_it_was']:.3f}); weights {'equal' if case['equal'] else 'DIFFER'}"
     )
@@ -256,20 +265,20 @@ def report(case: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one object")
-    parser.add_argument("--quick", action="store_true", help="d = 2, 20 iterations, once, within 90 s")
+    parser.add_argument("--quick", action="store_true", help="d = 2, 20 iterations of 256 words, once")
     parser.add_argument("--distances", type=int, nargs="+", default=list(DISTANCES), metavar="N",
                         help="iterations between checkpoint and kill")
     parser.add_argument("--shares", type=int, nargs="+", default=list(SHARES), metavar="D",
                         help="processes that repeat the stage")
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each kind")
-    parser.add_argument("--layers", type=int, default=1, help="of each stage but the one that is lost")
+    parser.add_argument("--layers", type=int, default=0, help="of each stage but the one that is lost")
     parser.add_argument("--large-layers", type=int, default=2, help="of that")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--length", type=int, default=256, help="of a micro-batch, in words")
+    parser.add_argument("--length", type=int, default=512, help="of a micro-batch, in words")
     parser.add_argument("--micro-batches", type=int, default=8)
     args = parser.parse_args()
     if args.quick:
-        args.distances, args.shares, args.rounds = args.distances[:1], args.shares[:1], 1
+        args.distances, args.shares, args.rounds, args.length = args.distances[:1], args.shares[:1], 1, 256
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with PrivateEtcd() as etcd, tempfile.TemporaryDirectory(prefix="swift-benchmark-") as name:
@@ -283,7 +292,7 @@ def main() -> int:
         for case in found["cases"]:
             print(report(case))
         if not found["within"]:
-            print(f"with two processes work is above {MOST_WORK}")
+            print(f"with two processes work is above {found['most']}")
     return 0 if found["equal"] and found["within"] else 1
 
 

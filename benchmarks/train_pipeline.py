@@ -41,7 +41,8 @@ class Trainer:
         self.rank, self.is_last = rank, rank == world_size - 1
         self.size = (args.micro_batches, args.length, args.width)
         torch.manual_seed(rank)
-        layers = [new_layer(args) for _ in range(args.large_layers if rank == args.large else args.layers)]
+        num_layers = args.large_layers if rank == args.large else args.layers
+        layers = [new_layer(args) for _ in range(num_layers)] or [nn.Linear(args.width, args.width)]
         self.stage = PipelineStage(nn.Sequential(*layers), rank, world_size, torch.device("cpu"))
         self.schedule = Schedule1F1B(self.stage, args.micro_batches, loss_fn=F.mse_loss)
         self.optimizer = torch.optim.AdamW(self.stage.submod.parameters(), lr=1e-4)
@@ -87,16 +88,16 @@ def keep_no_messages() -> None:
 
 
 class Busy:
-    """The processor's time that each iteration has taken here, in all threads of this process."""
+    """The processor's time that each iteration has taken here, in all threads of this process, and in this one."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = open(directory / f"busy{rank}-{HELPER or 0}-{os.getpid()}", "w", buffering=1)  # noqa: SIM115
 
     def timed(self, step: Callable[[int], None]) -> Callable[[int], None]:
         def run(iteration: int) -> None:
-            began_s = time.process_time()
+            process_s, thread_s = time.process_time(), time.thread_time()
             step(iteration)
-            print(iteration, time.process_time() - began_s, file=self._file)
+            print(iteration, time.process_time() - process_s, time.thread_time() - thread_s, file=self._file)
 
         return run
 
@@ -188,7 +189,7 @@ def finish(trainer: Trainer, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="as a script that does not know swift-agent")
-    parser.add_argument("--layers", type=int, default=2, help="of each stage")
+    parser.add_argument("--layers", type=int, default=2, help="of each stage; 0: one that computes next to nothing")
     parser.add_argument("--large", type=int, metavar="RANK", help="a stage that has another number of layers")
     parser.add_argument("--large-layers", type=int, default=2, metavar="N")
     parser.add_argument("--width", type=int, default=256)
