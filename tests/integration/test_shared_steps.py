@@ -180,6 +180,13 @@ def test_a_change_that_comes_late_is_noticed(run: Run, assert_equal: Callable[..
     assert_equal(found, counting="late")
 
 
+def test_a_helper_with_another_number_of_threads_is_not_taken(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(3, threads=[1, 2, 1])
+    assert found["size"] == 2
+    assert [note for note in found["notes"] if "2 threads" in note and "is not taken" in note]
+    assert_equal(found)
+
+
 def test_sums_of_blocks_need_less_memory_and_are_rounded_otherwise(run: Run) -> None:
     one, found = run(1), run(2, sum="unordered")
     assert found["digest"] != one["digest"]

@@ -132,6 +132,7 @@ SHARED = SimpleNamespace(num_collectives=0, peeking=contextlib.nullcontext, coun
 
 def main(orders: dict[str, Any]) -> None:
     index = orders["index"]
+    torch.set_num_threads(orders.get("threads", [1] * 9)[index])
     INDEX[0] = index
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(1)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swift_logging_store.errors import LinkLost
@@ -50,14 +51,16 @@ class Helper:
 
     *index*, *size*: its place among the processes; *sum*: see `Sum`; known after `form`."""
 
-    def __init__(self, hub: SocketLink, address: str, check: Callable[[], None]) -> None:
+    def __init__(
+        self, hub: SocketLink, address: str, check: Callable[[], None], device: torch.device | None = None
+    ) -> None:
         self._hub, self._check = hub, check
         self._listener = Listener(address)
         self._ring = Ring(self._listener)
         self.index, self.size = 0, 1
         self.sum: Sum = SUMS[0]
         with _hub_is_there():
-            send_frame(hub, {"op": "hello", "where": self._listener.where})
+            send_frame(hub, {"op": "hello", "where": self._listener.where, "computes": computes_with(device)})
 
     def form(self) -> None:
         """Wait until the hub has formed a team, and be in it."""
@@ -158,6 +161,15 @@ def _hub_is_there() -> Iterator[None]:
 # ---- the hub ----
 
 
+def computes_with(device: torch.device | None = None) -> str:
+    """What the bits of a result depend on, beside the script, in words."""
+    name = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else ""
+    words = [
+        f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", torch.backends.cpu.get_cpu_capability(), name
+    ]  # fmt: skip
+    return ", ".join(word for word in words if word)
+
+
 class _Member:
     def __init__(self, link: SocketLink, where: str) -> None:
         self.link, self.where = link, where
@@ -168,8 +180,10 @@ class Hub:
 
     It goes on alone if need be: *size* is 1 then."""
 
-    def __init__(self, address: str, note: Callable[[str], None], how: Sum = SUMS[0]) -> None:
-        self._note, self.sum = note, how
+    def __init__(
+        self, address: str, note: Callable[[str], None], how: Sum = SUMS[0], device: torch.device | None = None
+    ) -> None:
+        self._note, self.sum, self._computes = note, how, computes_with(device)
         self._listener = Listener(address)
         self._ring = Ring(self._listener)
         self._members: list[_Member] = []
@@ -195,16 +209,30 @@ class Hub:
     def gather(self, number: int, within_s: float, is_cut: Callable[[], bool]) -> None:
         """Wait for so many helpers, not longer than that, nor once it *is_cut*, and form a team of those that came."""
         deadline_s = time.monotonic() + within_s
+        num_here = 0
         for sock in self._listener.visitors():
             if sock is not None:
-                link = SocketLink(sock, self._impatient)
-                self._deadline_s = time.monotonic() + FORM_S
-                with contextlib.suppress(LinkLost, KeyError):
-                    self._members.append(_Member(link, str(recv_frame(link)[0]["where"])))
-            if len(self._members) == number or time.monotonic() >= deadline_s or is_cut():
+                num_here += 1
+                self._meet(SocketLink(sock, self._impatient))
+            if num_here == number or time.monotonic() >= deadline_s or is_cut():
                 break
         self._is_formed = False
         self._form()
+
+    def _meet(self, link: SocketLink) -> None:
+        """Take in a helper, if it would come to the same bits."""
+        self._deadline_s = time.monotonic() + FORM_S
+        try:
+            head, _ = recv_frame(link)
+            member, computes = _Member(link, str(head["where"])), str(head["computes"])
+        except (LinkLost, KeyError):
+            link.close()
+            return
+        if computes != self._computes and self.sum == SUMS[0]:
+            self._note(f"a helper with {computes} is not taken: its results may differ from those with {self._computes}")
+            link.close()
+            return
+        self._members.append(member)
 
     def _impatient(self) -> None:
         if time.monotonic() > self._deadline_s:
@@ -326,9 +354,11 @@ class Hub:
         try:
             # What comes back has been sent before. If it does not all come, the step begins again without these.
             sums = pass_on(left, None, [], parameters, into=own[0] if len(own) == 1 else {})
-        except LinkLost:
-            self._ring.close()
+        except BaseException as error:
+            self._ring.close()  # so that the thread ends, too
             thread.join()
+            if not isinstance(error, LinkLost):
+                raise
             self._break()
         thread.join()
         return sums

@@ -45,9 +45,11 @@ _KEEP_MEMORY = ((-1, 1 << 30), (-3, 32 << 20))
 class Gathering:
     """The replacement's side. *parameters*: all that the job's optimizers update."""
 
-    def __init__(self, address: str, num_helpers: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str, num_helpers: int, note: Callable[[str], None], device: torch.device
+    ) -> None:
         how: Sum = os.environ.get(ENV_PARALLEL_SUM) or SUMS[0]
-        self._hub, self._num_helpers, self._note = Hub(address, note, how), num_helpers, note
+        self._hub, self._num_helpers, self._note = Hub(address, note, how, device), num_helpers, note
         self._began_s = time.monotonic()
         self._stack = contextlib.ExitStack()
 
@@ -97,7 +99,7 @@ class Joining:
         where = PrefixStore("helpers", self._store).get(str(self._rank))
         with self.leaving():
             hub = self._stack.enter_context(connected(where, f"the replacement of rank {self._rank}", self._check))
-            helper = Helper(hub, self._store.local_address, self._check)
+            helper = Helper(hub, self._store.local_address, self._check, device)
             helper.form()
         shared = SharedSteps(_HelperTeam(helper, self), self._messages, parameters, device, self._refused)
         self._stack.enter_context(shared.around())

@@ -111,7 +111,7 @@ class Replays:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
         self._stop_sharing()
         if go.helpers:
-            self._gathering = Gathering(store.local_address, go.helpers, self._supervisor.note)
+            self._gathering = Gathering(store.local_address, go.helpers, self._supervisor.note, self._device)
             self._gathering.tell(store, place.rank)
         begin = self._take(plan, messages, store)
         is_alone = len(plan.replays) == 1

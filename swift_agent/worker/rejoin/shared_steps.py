@@ -85,7 +85,8 @@ class SharedSteps:
     ) -> Any:
         if self.is_off or self._team.size == 1 or pipelining.mode_of_schedule(schedule) != "training":
             return call(losses)
-        if id(schedule) not in self._rehearsed:
+        known = self._rehearsed.get(id(schedule))
+        if known is None or not known[0].has_its_parameters():
             return self._rehearse(schedule, num_micro_batches, given, losses, call)
         rehearsed, order = self._rehearsed[id(schedule)]
         start = _Start(rehearsed.parameters, self._device)

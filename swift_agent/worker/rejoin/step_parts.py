@@ -81,6 +81,7 @@ class Rehearsing(Whole):
         self.schedule, self.num_micro_batches, self.device = schedule, num_micro_batches, device
         self.stages = list(pipelining.stages_of(schedule))
         of_stages = [list(stage.submod.parameters()) for stage in self.stages]
+        self._of_stages = [id(one) for some in of_stages for one in some]
         everything = [*parameters, *(one for some in of_stages for one in some)]
         # Frozen ones too: a script may have them train from a later step on.
         self.parameters = list({id(one): one for one in everything}.values())
@@ -99,6 +100,10 @@ class Rehearsing(Whole):
         self.draws: dict[Key, dict[str, int]] = {}
         self.outputs: dict[Key, tuple[Any, list[tuple[torch.Size, torch.dtype]]]] = {}
         self.input_gradients: dict[Key, list[Tensor | None]] = {}
+
+    def has_its_parameters(self) -> bool:
+        """Whether stages have those that they had then: a script may have put others in their place."""
+        return self._of_stages == [id(one) for stage in self.stages for one in stage.submod.parameters()]
 
     def found(self, num_collectives: int) -> Rehearsal:
         """What has come out, once the step is made."""
