@@ -193,8 +193,8 @@ def replicas(bench: Bench) -> tuple[str, dict[str, Any]]:
     ratio = median(peer, "made_up_s") / median(ours, "made_up_s")
     said = (
         f"replicas {median(ours, 'made_up_s'):.2f} s and {median(ours, 'lost'):g} iterations lost, restart from a "
-        f"checkpoint {median(peer, 'made_up_s'):.2f} s and {median(peer, 'lost'):g}: {1 - 1 / ratio:.1%} less, "
-        f"{len(ours.failures)} kills each"
+        f"checkpoint {median(peer, 'made_up_s'):.2f} s and {median(peer, 'lost'):g}: {1 - 1 / ratio:.1%} less, kills: "
+        f"{len(ours.failures)} each"
     )
     return said, {"runs": [asdict(ours), asdict(peer)], "less": 1 - 1 / ratio}
 
@@ -301,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="which of them; default: all")
     parser.add_argument("--quick", action="store_true",
-                        help="one kill of each job, of 2 workers and not 4; in about 3 minutes")  # fmt: skip
+                        help="one kill of each job, of 2 workers and not 4; in 3 to 5 minutes")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write NAME.png and NAME.json; needs matplotlib")
     args = parser.parse_args()

@@ -148,8 +148,11 @@ def without_last_backward() -> Iterator[None]:
 class Parts(Protocol):
     """What stands around the parts of a schedule's steps; each part is `call()`. *number*: of the micro-batch."""
 
-    def step(self, schedule: Any, num_micro_batches: int, losses: Any, call: Callable[[Any], Any]) -> Any:
-        """All of a step that is to leave its losses in *losses*, a list or None; `call(losses)` makes it."""
+    def step(
+        self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Callable[[Any], Any]
+    ) -> Any:
+        """All of a step that is to leave its losses in *losses*, a list or None; `call(losses)` makes it. *given*: what
+        the script gives to its micro-batches."""
 
     def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any: ...
 
@@ -180,7 +183,7 @@ def around_parts(parts: Parts) -> Iterator[None]:
                 def call(losses: Any) -> Any:
                     return original(schedule, args, kwargs, targets, losses, *rest, **named)
 
-                return parts.step(schedule, schedule._n_microbatches, losses, call)
+                return parts.step(schedule, schedule._n_microbatches, (args, kwargs, targets), losses, call)
 
             return made
 
@@ -230,6 +233,11 @@ def _kinds_of(kind: Any) -> list[Any]:
     return [kind, *(one for child in kind.__subclasses__() for one in _kinds_of(child))]
 
 
+def loss_of(schedule: Any) -> Any:
+    """The script's function that computes it, None if there is none."""
+    return schedule._loss_fn
+
+
 def keeps_known_parts(schedule: Any) -> bool:
     """Whether parts of its steps can be given what another process has computed (until torch 2.14)."""
     return all(hasattr(one, "fwd_cache") and hasattr(one, "bwd_cache") for one in stages_of(schedule))
@@ -273,8 +281,10 @@ def places_of_messages(stage: Any, number: int) -> set[int]:
 
 
 def begin_again(schedule: Any) -> None:
-    """Its step, which was made to its end, is made once more."""
+    """Its step, which was made to its end or left in the middle, is made once more."""
     schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops"):
+        getattr(schedule, name, {}).clear()
     for stage in stages_of(schedule):
         stage.clear_runtime_states()
         for name in ("dw_runner", "backward_state", "bwd_cache"):

@@ -89,6 +89,25 @@ def test_gradients_of_several_steps_are_added(run: Run, assert_equal: Callable[.
     assert_equal(found, steps=2)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {"unfreezes": True},  # a parameter trains from a later step on
+        {"flat": True},  # all gradients are views of one tensor
+        {"sets": True},  # the script changes an attribute of a module between steps
+        {"wide": True},  # gradients have another type than parameters
+        {"channels_last": True, "clips": True},  # the order in memory decides on how a norm is rounded
+    ],
+)
+def test_gradients_are_as_autograd_leaves_them(
+    orders: dict[str, Any], size: int, run: Run, assert_equal: Callable[..., None]
+) -> None:
+    found = run(size, **orders)
+    assert found["size"] == size and not found["notes"]
+    assert_equal(found, **orders)
+
+
 @pytest.mark.parametrize("index", [1, 2])
 @pytest.mark.parametrize("at", ["meet", "exchange", "exchanged"])
 def test_a_helper_dies(at: str, index: int, run: Run, assert_equal: Callable[..., None]) -> None:
@@ -121,10 +140,21 @@ def test_a_helper_stands_still(run: Run, assert_equal: Callable[..., None]) -> N
     [
         ({"counting": "attribute"}, "its stages change Counting.num_calls"),
         ({"counting": "buffer"}, "its stages change Counting.mean"),
+        ({"counting": "list"}, "its stages change Counting.seen"),
+        ({"counting": "closure"}, "its stages change Counting.count"),
         ({"counting": "pair"}, "the random numbers that its micro-batches draw cannot be counted"),
         ({"counting": "collective"}, "its stages make collectives"),
         ({"counting": "python"}, "its stages change the state of Python's generator"),
         ({"counting": "hook"}, "gradients are used as soon as they are there"),
+        ({"counting": "inputs", "steps": 2}, "its stages change their inputs in place"),
+        ({"counting": "none"}, "its stages change Counting.last"),
+        ({"counting": "list"}, "its stages change Counting.seen"),
+        ({"counting": "generator"}, "its stages change Counting.generator"),
+        ({"counting": "parameter"}, "its stages change Counting.codes"),
+        ({"counting": "first of two"}, "its stages change Counting.mean"),
+        ({"counting": "main_grad"}, "gradients are used as soon as they are there"),
+        ({"counting": "loss"}, "its stages change "),
+        ({"twice": True}, "gradients of one micro-batch are added more than once"),
         ({"schedule": "ScheduleInterleaved1F1B", "ties": True}, "two of its stages have the same parameters"),
     ],
 )
@@ -135,6 +165,19 @@ def test_what_cannot_be_shared_is_not(
     (note,) = found["notes"]
     assert note.startswith(why)
     assert_equal(found, **orders)
+
+
+def test_a_cache_that_the_first_call_makes_is_no_change(run: Run, assert_equal: Callable[..., None]) -> None:
+    found = run(2, counting="cache")
+    assert found["size"] == 2 and not found["notes"]
+    assert_equal(found, counting="cache")
+
+
+def test_a_change_that_comes_late_is_noticed(run: Run, assert_equal: Callable[..., None]) -> None:
+    """In a micro-batch of the helper, which leaves: then nothing is shared any more."""
+    found = run(2, counting="late")
+    assert found["notes"] == ["1 of its helpers are gone: it goes on alone"]
+    assert_equal(found, counting="late")
 
 
 def test_sums_of_blocks_need_less_memory_and_are_rounded_otherwise(run: Run) -> None:

@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils.checkpoint import checkpoint
 
 from swift_agent.worker.rejoin import helping
 from swift_agent.worker.rejoin.shared_steps import SharedSteps
@@ -32,10 +34,18 @@ from swift_recovery.transfer.socket_link import connected
 WIDTH, MICRO_BATCHES, BATCH = 8, 7, 14
 
 
-class Calls:
-    """Hidden from who looks for numbers."""
+# Where nobody looks.
+CALLS, INDEX = [0], [0]
 
+
+def counter() -> Callable[[], None]:
     number = 0
+
+    def count() -> None:
+        nonlocal number
+        number += 1
+
+    return count
 
 
 class Counting(nn.Module):
@@ -43,14 +53,27 @@ class Counting(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.calls = how, Calls()
+        self.how, self.seen, self.count = how, [], counter()
+        self.cached: Tensor | None = None
         self.num_calls = 0
+        self.last: Any = None
+        self.seen: list[int] = [0]
+        self.generator = torch.Generator().manual_seed(7)
+        self.codes = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "inputs":
+            x.mul_(0.5)
         if self.how == "late":
-            self.calls.number += 1
-            self.mean.fill_(self.calls.number // 20)
+            CALLS[0] += 1
+            self.mean.fill_(INDEX[0] * (CALLS[0] // 12))
+        if self.how == "list":
+            self.seen.append(x)
+        if self.how == "closure":
+            self.count()
+        if self.how == "cache" and self.cached is None:
+            self.cached = torch.ones(())
         if self.how == "attribute":
             self.num_calls += 1
         if self.how == "buffer":
@@ -59,9 +82,49 @@ class Counting(nn.Module):
             x = x + torch.randn(3)[0] * 1e-3
         if self.how == "python":
             x = x * random.random()
+        if self.how == "none":
+            self.last = x.mean().detach() if self.last is None else self.last * 0.5 + x.mean().detach()
+            x = x + self.last
+        if self.how == "list":
+            self.seen[0] += 1
+            x = x * (1 + self.seen[0] / 100)
+        if self.how == "generator":
+            x = x * torch.rand(x.shape, generator=self.generator)
+        if self.how == "parameter":
+            self.codes.data.add_(0.01)
+            x = x + self.codes
+        if self.how == "first of two":
+            self.mean.add_(0.01)
+            x = x + self.mean
         if self.how == "collective":
             SHARED.num_collectives += 1
         return x
+
+
+class Twice(nn.Module):
+    """One layer, in two parts whose activations are computed again: gradients are added in each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+class Images(nn.Module):
+    """Its gradients are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(WIDTH, 4 * WIDTH, 3, padding=1)
+        self.back = nn.Conv2d(4 * WIDTH, WIDTH, 1)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.layer(x[:, :, None, None].expand(-1, -1, 3, 3))).mean((2, 3))
 
 
 SHARED = SimpleNamespace(num_collectives=0, peeking=contextlib.nullcontext, counting=contextlib.nullcontext)
@@ -69,25 +132,55 @@ SHARED = SimpleNamespace(num_collectives=0, peeking=contextlib.nullcontext, coun
 
 def main(orders: dict[str, Any]) -> None:
     index = orders["index"]
+    INDEX[0] = index
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(1)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
     halves = [nn.Sequential(*layers), nn.Sequential(nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))]
     if orders.get("counting"):
-        halves[0].append(Counting(orders["counting"]))
+        is_first = orders["counting"] == "inputs"
+        halves[0].insert(0 if is_first else len(halves[0]), Counting(orders["counting"]))
+    if orders.get("counting") == "first of two":
+        halves[0].append(Counting(""))
+    if orders.get("twice"):
+        halves[0].append(Twice())
+    if orders.get("channels_last"):
+        halves[0].append(Images())
     if orders.get("ties"):
-        halves[1][1].weight = halves[0][0].weight
+        halves[1][1].weight = layers[0].weight
+    seen: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if orders.get("counting") == "loss":
+            seen.append(len(output))
+        return nn.functional.mse_loss(output, target) * (1 + len(seen) / 100)
+
     kind = getattr(schedules, orders["schedule"])
     cpu = torch.device("cpu")
     if issubclass(kind, schedules.PipelineScheduleMulti):
         stages = [PipelineStage(half, number, 2, cpu) for number, half in enumerate(halves)]
-        schedule: Any = kind(stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+        schedule: Any = kind(stages, MICRO_BATCHES, loss_fn=loss_fn)
     else:
-        schedule = kind(PipelineStage(nn.Sequential(*halves), 0, 1, cpu), MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+        schedule = kind(PipelineStage(nn.Sequential(*halves), 0, 1, cpu), MICRO_BATCHES, loss_fn=loss_fn)
     parameters = list({id(one): one for half in halves for one in half.parameters()}.values())
     optimizer = torch.optim.Adam(parameters, 0.01)
     if orders.get("counting") == "hook":
         parameters[0].register_post_accumulate_grad_hook(lambda parameter: None)
+    if orders.get("unfreezes"):
+        layers[0].weight.requires_grad_(False)
+    if orders.get("wide"):
+        optimizer = torch.optim.SGD(parameters, 0.01)
+        for one in parameters:
+            one.grad_dtype = torch.float64
+    if orders.get("counting") == "main_grad":
+        main = torch.zeros(WIDTH, WIDTH)
+        def add(g: Tensor) -> None:
+            main.add_(g)
+        layers[0].weight.register_hook(add)
+    flat = torch.zeros(sum(one.numel() for one in parameters))
+    if orders.get("flat"):
+        for one, part in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
+            one.grad = part.view_as(one)
     random.seed(2)
     notes: list[str] = []
     messages: Any = SimpleNamespace(shared=SHARED, discard=lambda: None)
@@ -103,13 +196,24 @@ def main(orders: dict[str, Any]) -> None:
         for iteration in range(orders["iterations"]):
             fault(orders, "iteration", iteration)
             x, y = torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+            if orders.get("unfreezes") and iteration == 2:
+                layers[0].weight.requires_grad_(True)
+            if orders.get("sets"):
+                layers[1].p = 0.3 - iteration / 100
             for _ in range(orders.get("steps", 1)):
                 losses: list[Tensor] = []
                 output = schedule.step(x, target=y, losses=losses)
                 told += [one.item() for one in losses]
                 told.append(output.sum().item())
+            if orders.get("flat"):
+                told.append(flat.norm().item())
+            if orders.get("clips"):
+                nn.utils.clip_grad_norm_(parameters, 0.1)
+            if orders.get("counting") == "main_grad":
+                layers[0].weight.grad.copy_(main)
+                main.zero_()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not orders.get("flat"))
     if index > 0:
         os._exit(0)
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in parameters))

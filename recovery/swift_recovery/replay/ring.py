@@ -71,19 +71,19 @@ def pass_on(
     into: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> list[Tensor | None]:  # fmt: skip
     """Add *own* to the sums that come from the left, if there is a left, and pass the new ones on to the right, one
-    parameter after the other. Returns them, None for a parameter without gradient. Tensors are the parameters' in
-    shape, type and device. *into*: tensors that nobody needs any more when the sums come."""
-    theirs = set(_head(left)[0]["has"]) if left is not None else set()
-    has = sorted(theirs.union(*own)) if own else sorted(theirs)
+    parameter after the other. Returns them, None for a parameter without gradient. Tensors have the shape and device of
+    the parameters. *into*: tensors that nobody needs any more when the sums come."""
+    theirs = _layouts(_head(left)[0], parameters) if left is not None else {}
+    layouts = {number: layout_of(one) for piece in reversed(own) for number, one in piece.items()} | theirs
     if right is not None:
+        has = {number: layout.to_text() for number, layout in sorted(layouts.items())}
         right.send_bytes(json.dumps({"has": has, "tensors": []}).encode())
     sums: list[Tensor | None] = [None] * len(parameters)
-    for number in has:
-        parameter, total = parameters[number], None
+    for number in sorted(layouts):
+        total = None
         if number in theirs:
             assert left is not None
-            layout = Layout(parameter.dtype, tuple(parameter.shape), None, "cpu")
-            total = _recv_tensor(left, layout, into.get(number)).to(parameter.device)
+            total = _recv_tensor(left, theirs[number], into.get(number)).to(parameters[number].device)
         for piece in own:
             if number in piece:
                 # As autograd does: the first one is taken, the others are added to it in place.
@@ -91,8 +91,19 @@ def pass_on(
         assert total is not None
         sums[number] = total
         if right is not None:
-            right.send(wire_bytes(total.detach().cpu().contiguous()))
+            right.send(wire_bytes(total.detach().cpu()))
     return sums
+
+
+def _layouts(head: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[int, Layout]:
+    """Gradients may have another type and order in memory than their parameters; what sums them up sees both."""
+    try:
+        found = {int(number): Layout.from_text(text) for number, text in head["has"].items()}
+        if any(layout.shape != tuple(parameters[number].shape) for number, layout in found.items()):
+            raise ValueError("a gradient has not the shape of its parameter")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, StateError) as error:
+        raise LinkLost(f"sums that came are not understood: {error}") from None
+    return found
 
 
 class Ring:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from swift_agent.torch_private import pipelining
 from swift_agent.worker.messages.messages import Messages
@@ -65,6 +66,7 @@ class SharedSteps:
         self._given = parameters
         # By the identity of a schedule, which it keeps; and the order in which it adds gradients.
         self._rehearsed: dict[int, tuple[Rehearsing, tuple[int, ...]]] = {}
+        self._again: dict[int, Any] = {}  # by its identity, a schedule of which another step is made as a whole
         self._now: Whole | Rehearsing | Computing | Giving = Whole()
         self.is_off = not pipelining.has_schedules()
         """Steps are made as a whole from now on."""
@@ -78,11 +80,13 @@ class SharedSteps:
 
     # ---- a `Parts` ----
 
-    def step(self, schedule: Any, num_micro_batches: int, losses: Any, call: Callable[[Any], Any]) -> Any:
+    def step(
+        self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Callable[[Any], Any]
+    ) -> Any:
         if self.is_off or self._team.size == 1 or pipelining.mode_of_schedule(schedule) != "training":
             return call(losses)
         if id(schedule) not in self._rehearsed:
-            return self._rehearse(schedule, num_micro_batches, losses, call)
+            return self._rehearse(schedule, num_micro_batches, given, losses, call)
         rehearsed, order = self._rehearsed[id(schedule)]
         start = _Start(rehearsed.parameters, self._device)
         rehearsed.begin()
@@ -103,8 +107,7 @@ class SharedSteps:
                 self.stop()
                 self._refused(str(error))
                 break
-            for parameter, total in zip(rehearsed.parameters, sums, strict=True):
-                parameter.grad = total
+            start.add(sums)
             pipelining.begin_again(schedule)
             self._now = Giving(rehearsed, everything)
             try:
@@ -131,16 +134,25 @@ class SharedSteps:
 
     # ---- one step ----
 
-    def _rehearse(self, schedule: Any, num_micro_batches: int, losses: Any, call: Callable[[Any], Any]) -> Any:
+    def _rehearse(
+        self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Callable[[Any], Any]
+    ) -> Any:
         rehearsing = self._now = Rehearsing(schedule, num_micro_batches, self._given, self._device)
         begun = self._messages.shared.num_collectives
+        inputs = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)]
+        versions = [one._version for one in inputs]
         try:
             result = call(losses)
         finally:
             self._now = Whole()
         found = rehearsing.found(self._messages.shared.num_collectives - begun)
-        why = why_not(found)
-        if why:
+        is_changed = versions != [one._version for one in inputs]
+        # A step that is made again would begin with what is left of them.
+        why = "its stages change their inputs in place" if is_changed else why_not(found)
+        if found.changed and not is_changed and id(schedule) not in self._again:
+            # What a first call makes for all that follow is no change.
+            self._again[id(schedule)] = schedule
+        elif why:
             self.stop()
             self._refused(why)
         else:
@@ -192,6 +204,14 @@ class _Start:
             (parameter, parameter.grad, parameter.grad.clone() if parameter.grad is not None else None)
             for parameter in parameters
         ]
+
+    def add(self, sums: Sequence[Tensor | None]) -> None:
+        """The step has come to these. As autograd does: a gradient that is there is written in place, for it may be
+        part of something else (all gradients in one tensor)."""
+        for (parameter, gradient, _), total in zip(self._gradients, sums, strict=True):
+            if gradient is not None and total is not None and gradient is not total:
+                gradient.copy_(total)
+            parameter.grad = gradient if gradient is not None else total
 
     def put_back(self) -> None:
         draws.put_back(self._generators)

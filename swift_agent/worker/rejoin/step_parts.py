@@ -9,7 +9,8 @@ Stand-ins go nowhere: their messages are not sent. This module must never talk t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from swift_agent.torch_private import pipelining
+from swift_agent.worker.rejoin.kept import differing, kept_by
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
 from swift_recovery.replay.ring import Frame, Pieces
@@ -80,12 +82,16 @@ class Rehearsing(Whole):
         self.stages = list(pipelining.stages_of(schedule))
         of_stages = [list(stage.submod.parameters()) for stage in self.stages]
         everything = [*parameters, *(one for some in of_stages for one in some)]
-        self.parameters = list({id(one): one for one in everything if one.requires_grad}.values())
+        # Frozen ones too: a script may have them train from a later step on.
+        self.parameters = list({id(one): one for one in everything}.values())
         self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
+        loss = pipelining.loss_of(schedule)
         self._modules = [module for stage in self.stages for module in stage.submod.modules()]
-        if isinstance(schedule._loss_fn, torch.nn.Module):
-            self._modules += schedule._loss_fn.modules()
-        self._kept = _kept_by(self._modules)
+        self._others = {getattr(loss, "__name__", type(loss).__name__): loss}
+        if isinstance(loss, torch.nn.Module):
+            self._modules += loss.modules()
+            self._others = {}
+        self._kept = kept_by(self._modules, self._others)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
         self._added: list[tuple[int, int]] = []
         self._num_uncounted = 0
@@ -101,7 +107,8 @@ class Rehearsing(Whole):
             other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
         if any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages):
             other = "its stages are in DDP"
-        if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in self.parameters):
+        names = ("_post_accumulate_grad_hooks", "_backward_hooks")
+        if any(getattr(one, name, None) for one in self.parameters for name in names):
             other = "gradients are used as soon as they are there, in hooks"
         if any(one.grad is not None and one.grad.layout != torch.strided for one in self.parameters):
             other = "it has gradients that are sparse"
@@ -114,7 +121,7 @@ class Rehearsing(Whole):
 
     def changed(self) -> list[str]:
         """What is not as it was when this was made, by names for people."""
-        changed = [name for name in self._kept if not self._kept[name].is_still_there()]
+        changed = differing(self._kept, kept_by(self._modules, self._others))
         if random.getstate() != self._python:
             changed.append("the state of Python's generator")
         if not _same_states(numpy.random.get_state(), self._numpy):
@@ -122,7 +129,8 @@ class Rehearsing(Whole):
         return changed
 
     def begin(self) -> None:
-        """Another step like that one begins."""
+        """Another step like that one begins. What the script has changed since is no matter."""
+        self._kept = kept_by(self._modules, self._others)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def is_for_all(self, key: Key) -> bool:
@@ -160,7 +168,14 @@ class Rehearsing(Whole):
     def _adding(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         before = [_version_of(one) for one in self.parameters]
         result = call()
-        if before != [_version_of(one) for one in self.parameters]:
+        after = [_version_of(one) for one in self.parameters]
+        # Gradients that are views of one tensor count their versions together.
+        sharing = Counter(_memory_of(one) for one in self.parameters)
+        for one, was, now in zip(self.parameters, before, after, strict=True):
+            if was is None or now is None or was[0] != now[0] or now[1] <= was[1] + sharing[_memory_of(one)]:
+                continue
+            self._other = "gradients of one micro-batch are added more than once"
+        if before != after:
             self._added.append((self.stages.index(stage), number))
         return result
 
@@ -309,40 +324,9 @@ def _version_of(parameter: Tensor) -> tuple[int, int] | None:
     return (id(gradient), gradient._version) if gradient is not None else None
 
 
-# ---- what modules keep ----
-
-
-class _Kept:
-    """Something of a module, by *name*, as it is now."""
-
-    def __init__(self, owner: Mapping[str, Any], name: str) -> None:
-        self._owner, self._name = owner, name
-        value = owner[name]
-        self._was = value.detach().clone() if isinstance(value, Tensor) else value
-
-    def is_still_there(self) -> bool:
-        value = self._owner.get(self._name)
-        if isinstance(self._was, Tensor):
-            return isinstance(value, Tensor) and value.shape == self._was.shape and torch.equal(value, self._was)
-        return type(value) is type(self._was) and value == self._was
-
-
-def _kept_by(modules: Sequence[torch.nn.Module]) -> dict[str, _Kept]:
-    """Buffers, and numbers, texts and tensors among the attributes, by a name for people."""
-    found: dict[str, _Kept] = {}
-    for module in modules:
-        for owner, name in _names_of(module):
-            found[f"{type(module).__name__}.{name}"] = _Kept(owner, name)
-    return found
-
-
-def _names_of(module: torch.nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield module._buffers, name
-    for name, value in vars(module).items():
-        if isinstance(value, (int, float, str, Tensor)):
-            yield vars(module), name
+def _memory_of(parameter: Tensor) -> int:
+    gradient = parameter.grad
+    return id(None) if gradient is None else id(gradient if gradient._base is None else gradient._base)
 
 
 def _same_states(one: Any, other: Any) -> bool:
