@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swift_agent.worker.rejoin import helping
 from swift_agent.worker.rejoin.shared_steps import SharedSteps
+from swift_recovery.replay import team as team_module
 from swift_recovery.replay.team import Helper, Hub
 from swift_recovery.transfer.socket_link import connected
 
@@ -132,7 +133,9 @@ SHARED = SimpleNamespace(num_collectives=0, peeking=contextlib.nullcontext, coun
 
 def main(orders: dict[str, Any]) -> None:
     index = orders["index"]
-    torch.set_num_threads(orders.get("threads", [1] * 9)[index])
+    if index in orders.get("strange", ()):  # as on a node with another torch
+        on_this = team_module.computes_with
+        team_module.computes_with = lambda device=None: on_this(device).replace("torch", "another torch")
     INDEX[0] = index
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(1)

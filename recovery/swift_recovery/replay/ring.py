@@ -55,9 +55,12 @@ def _head(link: SocketLink) -> tuple[dict[str, Any], list[Layout]]:
 
 def _recv_tensor(link: SocketLink, layout: Layout, into: Tensor | None = None) -> Tensor:
     """Into that memory, if it is of the kind: new one takes as long as what comes."""
-    fits = into is not None and into.is_cpu and into.is_contiguous() and into.dtype == layout.dtype
-    tensor = into if into is not None and fits else new_tensor(layout, _CPU)
-    view = memory_bytes(tensor)
+    tensor, view = into, None
+    if tensor is not None and tensor.is_cpu and layout_of(tensor) == layout:
+        view = memory_bytes(tensor)  # None if it has gaps
+    if tensor is None or view is None:
+        tensor = new_tensor(layout, _CPU)
+        view = memory_bytes(tensor)
     assert view is not None
     link.recv(view)
     return tensor

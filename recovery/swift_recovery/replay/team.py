@@ -164,10 +164,8 @@ def _hub_is_there() -> Iterator[None]:
 def computes_with(device: torch.device | None = None) -> str:
     """What the bits of a result depend on, beside the script, in words."""
     name = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else ""
-    words = [
-        f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", torch.backends.cpu.get_cpu_capability(), name
-    ]  # fmt: skip
-    return ", ".join(word for word in words if word)
+    on_cpu = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    return f"torch {torch.__version__}, {on_cpu}{', ' if name else ''}{name}"
 
 
 class _Member:
@@ -229,7 +227,8 @@ class Hub:
             link.close()
             return
         if computes != self._computes and self.sum == SUMS[0]:
-            self._note(f"a helper with {computes} is not taken: its results may differ from those with {self._computes}")
+            ours = self._computes
+            self._note(f"a helper with {computes} is not taken: its results may differ from those with {ours}")
             link.close()
             return
         self._members.append(member)
