@@ -240,7 +240,7 @@ def make_team(orders: dict[str, Any], notes: list[str], messages: Any) -> Any:
         return wrapped(helping._HubTeam(hub), orders)
     while not where.exists():
         time.sleep(0.01)
-    joining = helping.Joining(None, 0, messages, print, lambda: None)  # type: ignore[arg-type]
+    joining = helping.Joining(None, 0, messages, notes.append, lambda: None)  # type: ignore[arg-type]
     hub_link = joining._stack.enter_context(connected(where.read_text(), "hub", lambda: None))
     helper = Helper(hub_link, "127.0.0.1", lambda: None)
     with joining.leaving():
