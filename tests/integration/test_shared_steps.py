@@ -187,6 +187,16 @@ def test_a_helper_that_would_round_otherwise_is_not_taken(run: Run, assert_equal
     assert_equal(found)
 
 
+@pytest.mark.parametrize("how", ["ahead", "drifts"])
+def test_a_helper_that_has_come_to_something_else_is_not_taken(
+    how: str, run: Run, assert_equal: Callable[..., None]
+) -> None:
+    found = run(3, **{how: [1]})
+    assert found["size"] == 2
+    assert any("is in another step, or has another state" in note for note in found["notes"])
+    assert_equal(found)
+
+
 def test_sums_of_blocks_need_less_memory_and_are_rounded_otherwise(run: Run) -> None:
     one, found = run(1), run(2, sum="unordered")
     assert found["digest"] != one["digest"]

@@ -128,7 +128,9 @@ class Images(nn.Module):
         return x + self.back(self.layer(x[:, :, None, None].expand(-1, -1, 3, 3))).mean((2, 3))
 
 
-SHARED = SimpleNamespace(num_collectives=0, peeking=contextlib.nullcontext, counting=contextlib.nullcontext)
+SHARED = SimpleNamespace(
+    iteration=-1, num_collectives=0, peeking=contextlib.nullcontext, counting=contextlib.nullcontext
+)  # fmt: skip
 
 
 def main(orders: dict[str, Any]) -> None:
@@ -199,6 +201,9 @@ def main(orders: dict[str, Any]) -> None:
     with stack:
         for iteration in range(orders["iterations"]):
             fault(orders, "iteration", iteration)
+            SHARED.iteration = iteration + (index in orders.get("ahead", ()))
+            if iteration == 1 and index in orders.get("drifts", ()):
+                parameters[0].data.mul_(1.001)
             x, y = torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
             if orders.get("unfreezes") and iteration == 2:
                 layers[0].weight.requires_grad_(True)

@@ -290,11 +290,12 @@ class Hub:
             self._form()
 
     def exchange(
-        self, computed_s: float, own: Pieces, parameters: Sequence[Tensor],
+        self, of: Sequence[int], computed_s: float, own: Pieces, parameters: Sequence[Tensor],
         tell: Callable[[Sequence[Frame]], Sequence[Frame]],
     ) -> tuple[list[Tensor | None], list[Frame]]:  # fmt: skip
-        """Returns the sums of all gradients, and what the others have computed. *tell*: what is told to all, of that.
-        *computed_s*: how long this process took. Raises `Reformed`."""
+        """Returns the sums of all gradients, and what the others have computed. *of*: what must be the same in all
+        processes, the step and the state that it began with. *tell*: what is told to all. *computed_s*: how long this
+        process took. Raises `Reformed`."""
         self._step_s = max(self._step_s, computed_s)
         patience_s = max(SILENT_S, SILENT_STEPS * self._step_s)
         self._deadline_s = time.monotonic() + patience_s
@@ -306,6 +307,10 @@ class Hub:
                 self._drop([member])
                 self._break()
             if frame[0].get("op") != "computed":
+                self._break()
+            if frame[0].get("of") != list(of):
+                self._note("a helper is in another step, or has another state, than the replacement: it is not taken")
+                self._drop([member])
                 self._break()
             frames.append(frame)
         self._deadline_s = time.monotonic() + patience_s

@@ -36,14 +36,12 @@ from swift_recovery.transfer.socket_link import connected
 # waits for it so long, and as long again as all that has taken, if that is more.
 GATHER_S = 2.0
 GATHER_SHARE = 0.5
-
-
 # mallopt: what is freed stays in the process, up to 1 GiB of it, and what has less than 32 MiB is no map of its own.
 _KEEP_MEMORY = ((-1, 1 << 30), (-3, 32 << 20))
 
 
 class Gathering:
-    """The replacement's side. *parameters*: all that the job's optimizers update."""
+    """The replacement's side: from `tell` on until `close`. *note* tells people."""
 
     def __init__(
         self, address: str, num_helpers: int, note: Callable[[str], None], device: torch.device
@@ -92,7 +90,7 @@ class Joining:
     ) -> None:
         self._store, self._rank, self._messages, self._note, self._check = store, rank, messages, note, check
         self._stack = contextlib.ExitStack()
-        
+
     def join(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         """The replacement, when it gathers; from then on steps are shared."""
         _keep_memory()
@@ -167,7 +165,7 @@ class _HubTeam:
             told.parts.update({key: tensors for key, tensors in everything.parts.items() if is_for_all(key)})
             return [told.to_frame()] if told.parts else []
 
-        sums, _ = self._hub.exchange(computed.seconds, own, parameters, tell)
+        sums, _ = self._hub.exchange(computed.of, computed.seconds, own, parameters, tell)
         return sums, everything
 
 

@@ -28,6 +28,7 @@ from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Sum, order_of, shares, why_not
 from swift_recovery.replay.ring import Pieces
 from swift_recovery.replay.team import Reformed
+from swift_recovery.state.checksum import checksum
 
 
 class Team(Protocol):
@@ -68,6 +69,10 @@ class SharedSteps:
         self._rehearsed: dict[int, tuple[Rehearsing, tuple[int, ...]]] = {}
         self._again: dict[int, Any] = {}  # by its identity, a schedule of which another step is made as a whole
         self._now: Whole | Rehearsing | Computing | Giving = Whole()
+        self._last = (-1, 0)
+        """The iteration of the last step that was shared, and its number in that."""
+        self._is_compared = False
+        """All have begun with the same state."""
         self.is_off = not pipelining.has_schedules()
         """Steps are made as a whole from now on."""
 
@@ -89,6 +94,7 @@ class SharedSteps:
         if known is None or not known[0].has_its_parameters():
             return self._rehearse(schedule, num_micro_batches, given, losses, call)
         rehearsed, order = self._rehearsed[id(schedule)]
+        of = self._label(rehearsed)
         start = _Start(rehearsed.parameters, self._device)
         rehearsed.begin()
         while self._team.size > 1:
@@ -97,6 +103,7 @@ class SharedSteps:
                 if self._team.size == 1:
                     break
                 computed, own = self._compute(rehearsed, order, call)
+                computed.of = of
                 sums, everything = self._team.exchange(computed, own, rehearsed.parameters, rehearsed.is_for_all)
             except Reformed:
                 start.put_back()
@@ -108,6 +115,7 @@ class SharedSteps:
                 self.stop()
                 self._refused(str(error))
                 break
+            self._is_compared = True
             start.add(sums)
             pipelining.begin_again(schedule)
             self._now = Giving(rehearsed, everything)
@@ -134,6 +142,16 @@ class SharedSteps:
         return self._now.scale(stage, call)
 
     # ---- one step ----
+
+    def _label(self, rehearsed: Rehearsing) -> tuple[int, ...]:
+        """By which processes know that they are in the same step; for the first one also of what they have after steps
+        that each has made by itself."""
+        iteration, number = self._messages.shared.iteration, 0
+        if self._last[0] == iteration:
+            number = self._last[1] + 1
+        self._last = iteration, number
+        state = 0 if self._is_compared else checksum(rehearsed.parameters)
+        return iteration, number, state
 
     def _rehearse(
         self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Callable[[Any], Any]

@@ -34,15 +34,17 @@ class Unlike(Exception):
 
 
 class Computed:
-    """Results of parts of micro-batches, by key: the tensors of each, None for what is none. *seconds*: it took."""
+    """Results of parts of micro-batches, by key: the tensors of each, None for what is none. *of*: the iteration, the
+    step in that, and a checksum of the state that it began with. *seconds*: it took."""
 
     def __init__(self) -> None:
+        self.of: tuple[int, ...] = ()
         self.parts: dict[Key, list[Tensor | None]] = {}
         self.seconds = 0.0
 
     def to_frame(self) -> Frame:
         head = [[*key, [one is not None for one in tensors]] for key, tensors in self.parts.items()]
-        return {"parts": head}, [one for tensors in self.parts.values() for one in tensors if one is not None]
+        return {"parts": head, "of": list(self.of)}, [one for tensors in self.parts.values() for one in tensors if one is not None]
 
     def add(self, frame: Frame) -> None:
         """What another process has computed."""
