@@ -44,7 +44,8 @@ class Computed:
 
     def to_frame(self) -> Frame:
         head = [[*key, [one is not None for one in tensors]] for key, tensors in self.parts.items()]
-        return {"parts": head, "of": list(self.of)}, [one for tensors in self.parts.values() for one in tensors if one is not None]
+        found = [one for tensors in self.parts.values() for one in tensors if one is not None]
+        return {"parts": head, "of": list(self.of)}, found
 
     def add(self, frame: Frame) -> None:
         """What another process has computed."""
