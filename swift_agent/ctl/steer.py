@@ -19,6 +19,7 @@ from rich.text import Text
 from swift_agent.ctl.common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_agent.ctl.reports import jobs
 from swift_rendezvous.codec import decode, encode
+from swift_rendezvous.node.registration import remove_ended
 from swift_rendezvous.roster.keys import ROOT, Keys
 from swift_rendezvous.roster.records import ResultRecord
 from swift_rendezvous.store.etcd_config import EtcdConfig
@@ -97,7 +98,11 @@ def _wait(store: KeyValueStore, keys: Keys, job: int, timeout_s: float) -> list[
         entries, _ = store.get_prefix(keys.prefix)
         same = any(entry.key == keys.job and entry.create_revision == job for entry in entries)
         nodes = [entry.key[len(keys.nodes) :] for entry in entries if entry.key.startswith(keys.nodes)]
-        if not same or not nodes:
+        if not same:
+            return []
+        if not nodes:
+            # The last node does so a moment after it has left, unless it was killed: this order leaves nothing behind.
+            remove_ended(store, keys)
             return []
         if time.monotonic() >= deadline_s:
             return nodes

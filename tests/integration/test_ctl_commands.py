@@ -136,6 +136,23 @@ def test_stop_waits_until_the_nodes_have_left(endpoint: str, store: EtcdStore) -
     assert seen == [ResultRecord("stopped", "maintenance")] and store.get(keys.job) is None
 
 
+def test_stop_leaves_nothing_of_a_job_whose_last_node_dies_on_the_way(endpoint: str, store: EtcdStore) -> None:
+    """The last node removes the records after it has left: nobody does when it is killed between the two."""
+    entries, keys = enter(store, "gpt", "n0", "n1"), Keys("gpt")
+
+    def agents() -> None:
+        wait_for(lambda: store.get(keys.result), 10, "the result")
+        for entry in entries.values():
+            entry.lease.revoke()
+
+    thread = threading.Thread(target=agents)
+    thread.start()
+    result = swiftctl(endpoint, "stop", "gpt")
+    thread.join()
+    assert result.exit_code == 0 and "all nodes have left" in result.stdout, result.output
+    assert store.get_prefix(keys.prefix)[0] == []
+
+
 def test_stop_is_bounded_and_keeps_a_result(endpoint: str, store: EtcdStore) -> None:
     enter(store, "gpt", "n0", "n1")
     result = swiftctl(endpoint, "stop", "gpt", "--timeout", "0.1")

@@ -79,6 +79,13 @@ def connect(cluster: EtcdCluster, first: int | None = None, **options: Any) -> E
     return store
 
 
+def put_once(store: EtcdStore, *names: str) -> int:
+    """The revision in which they came to be. A write whose answer is lost is sent again: unguarded, it would make two
+    events of each."""
+    guards = [Compare.absent(name) for name in names]
+    return store.transaction(guards, [Put(name, b"") for name in names]).revision
+
+
 def tell(member: int) -> str:
     return f"member {member} was not the one in use"
 
@@ -88,19 +95,18 @@ def tell(member: int) -> str:
 
 def test_a_watch_outlives_restarts_of_its_server(one: EtcdCluster) -> None:
     with connect(one) as store:
-        start = store.put("/job/start", b"")
+        start = put_once(store, "/job/start")
         reader = Reader(store.watch_prefix("/job/", start))
         last = start
         for restart in range(3):
             for number in range(20):
                 # Several events in one revision: none may be cut off from the others.
-                ops = [Put(f"/job/{restart}/{number}/{part}", b"%d" % number) for part in range(3)]
-                last = store.transaction([], ops).revision
+                last = put_once(store, *(f"/job/{restart}/{number}/{part}" for part in range(3)))
             one.kill(0)  # often before the last events were delivered
             with pytest.raises(StoreUnavailable):
                 store.get("/job/start", timeout_s=0.2)
             one.start(0)
-        last = store.put("/job/end", b"")
+        last = put_once(store, "/job/end")
         reader.wait_for_revision(last)
         reader.stop()
         assert reader.events == history(store, "/job/", start, last)

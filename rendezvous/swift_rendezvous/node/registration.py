@@ -296,11 +296,19 @@ def leave_job(store: KeyValueStore, keys: Keys, me: NodeRecord, lease: Lease) ->
     """
     try:
         lease.revoke()
-        job = store.get(keys.job)
-        nodes = _has_nodes(store, keys)
-        # A job without nodes that has begun and not ended: their leases were lost while etcd was away.
-        over = store.get(keys.generation) is None or store.get(keys.result) is not None
-        if job is not None and not nodes and over:
-            store.transaction([Compare.mod_revision(keys.job, "==", job.mod_revision)], _all_but_nodes(keys))
+        remove_ended(store, keys)
     except RendezvousError as error:
         log.warning("could not remove this node's records (its lease will): %s", error)
+
+
+def remove_ended(store: KeyValueStore, keys: Keys) -> None:
+    """Remove the records of a job that has ended, or never begun, once no node is left.
+
+    Safe to call by several at a time. Raises `RendezvousError` if the store does not answer.
+    """
+    job = store.get(keys.job)
+    nodes = _has_nodes(store, keys)
+    # A job without nodes that has begun and not ended: their leases were lost while etcd was away.
+    over = store.get(keys.generation) is None or store.get(keys.result) is not None
+    if job is not None and not nodes and over:
+        store.transaction([Compare.mod_revision(keys.job, "==", job.mod_revision)], _all_but_nodes(keys))
