@@ -60,9 +60,8 @@ class Executor:
         self._state, self._presence, self._doubt = state, presence, doubt
         self._started_s = time.time()
         self._profiled_in = 0  # the generation in which this agent has written the profile
-        self._refined_in = 0  # the same, of what was measured since
+        self._refined: tuple[int, ProfileRecord] | None = None  # the same, of what was measured since, and that
         self._known_profile: ProfileRecord | None = None
-        self._errors: dict[str, float] = {}  # of predictions, by way
 
     def execute(self, command: commands.Command, at_s: float) -> None:
         """*at_s*: when the event came that *command* follows from, monotonic."""
@@ -179,8 +178,7 @@ class Executor:
     def recovered(self, view: View, phases: Mapping[str, float]) -> None:
         """Have the recovery that is over told, and written into the history."""
         assert view.generation is not None and view.plan is not None
-        predicted = strategy.predicted(view, self._errors)
-        self._errors |= strategy.error_of(view, phases["total"])
+        predicted = strategy.predicted(view)
         log.info(
             "recovered: generation %d goes on at iteration %d: %s%s",
             view.generation.number,
@@ -190,6 +188,9 @@ class Executor:
         )
         seconds = None if predicted is None else predicted.seconds
         self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time(), seconds))
+        if view.profile is not None and (error := strategy.error_of(view, phases["total"])):
+            corrected = replace(view.profile, errors={**view.profile.errors, **error})
+            self._write(transactions.profiled(self._keys, view, self._presence().me, corrected))
 
     def measured(self, view: View, acting: bool) -> None:
         """Have it told how the job recovers, once all its workers have been measured, and what that costs again when
@@ -197,11 +198,10 @@ class Executor:
         known = view.profile
         if acting and known is None and self._profiled_in < view.number:
             self._profile(view, strategy.decide(view, self._config.job_id))
-        elif acting and known is not None and self._refined_in < view.number:
-            refined = strategy.refine(view, self._config.job_id)
-            self._refined_in = view.number if refined is not None else self._refined_in
-            self._profile(view, refined)
-        if known is None or known == self._known_profile:
+        elif acting and (refined := strategy.refine(view, self._config.job_id)) is not None:
+            self._refine(view, refined)
+        told = self._known_profile
+        if known is None or (told is not None and (told.lines, told.content) == (known.lines, known.content)):
             return
         if self._profiled_in:
             # Of what is told again only what is new.
@@ -219,6 +219,12 @@ class Executor:
             # A failure may come first: then it is not written, but in the next generation.
             self._profiled_in = view.number
             self._write(transactions.profiled(self._keys, view, self._presence().me, record))
+
+    def _refine(self, view: View, record: ProfileRecord) -> None:
+        """Once, but if something else has been written into the same record meanwhile."""
+        if self._refined != (view.number, record):
+            self._refined = view.number, record
+            self._profile(view, record)
 
     def probe(self, answered: Callable[[bool], None]) -> None:
         """Write something that changes nothing, to see whether the store takes it: see `patience`. *answered* is

@@ -64,7 +64,7 @@ def plan(
             f"{profile}: --plot draws what message logs cost; that takes boundary_bytes, and three machines or more"
         )
     found = ways(job, groups=groups_within(job, log_budget) if log_budget and job.boundary_bytes else ())
-    best = choose(tuple(way for way in found if _is_built(way)), job.mtbf_s)
+    best = choose(found, job.mtbf_s)
     if plot:
         draw(space_time(job, found, best), plot)
     if as_json:
@@ -74,11 +74,6 @@ def plan(
     console = Console(width=None if Console().is_terminal else 140)
     for part in _shown(job, found, best, gpu_hour_cost):
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-
-
-def _is_built(way: Way) -> bool:
-    """Whether this version recovers so: helpers repeat what one node has lost, not a group."""
-    return way.name != "log+parallel" or all(len(group) == 1 for group in way.groups)
 
 
 def _all_bytes(job: Profile) -> float:
@@ -160,7 +155,7 @@ def _shown(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: float
             add_row(compared, (way.name, None, None, None, None, f"not possible: {way.impossible}"))
             continue
         lost = _lost(_wasted_per_day(job, way), gpu_hour_cost)
-        says = "the best" if way is best else "" if _is_built(way) else "not in this version: a prediction only"
+        says = "the best" if way is best else ""
         add_row(compared, (way.name, _time(way.recovery_s), f"{way.cost:+.2%}", size_of(way.storage_bytes), lost, says))
     shown.append(compared)
     if job.boundary_bytes:
@@ -186,7 +181,7 @@ def _to_json(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: flo
             return {"name": way.name, "possible": False, "why_not": way.impossible}
         hours = _wasted_per_day(job, way)
         return {
-            "name": way.name, "possible": True, "in_this_version": _is_built(way),
+            "name": way.name, "possible": True,
             "recovery_s": way.recovery_s, "cost": way.cost, "storage_bytes": way.storage_bytes,
             "groups": [list(group) for group in way.groups],
             "gpu_hours_lost_per_day": hours,

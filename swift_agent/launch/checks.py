@@ -162,12 +162,6 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
 
 def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
     is_parallel = ns.strategy == "log+parallel"
-    for flag, groups in (("--log-groups", ns.log_groups), ("--log-budget", ns.log_budget)):
-        if groups and is_parallel:
-            mistakes.append(
-                f"{flag} {groups} --strategy log+parallel: a group repeats together, and helpers repeat one rank; "
-                "leave one of them out"
-            )
     if ns.helpers is not None and not is_parallel:
         mistakes.append(
             f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type --strategy log+parallel"

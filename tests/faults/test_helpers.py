@@ -192,15 +192,31 @@ def test_unordered_sums_are_said_to_differ(run: Start, undisturbed_pipelines: Re
     assert outcome.results[1]["hash"] != reference.results[1]["hash"]
 
 
+def test_log_groups(run: Start, undisturbed_pipelines: References) -> None:
+    """A node alone gets helpers; a group of two repeats without any, and after that the other one gets some again."""
+    faults = [
+        {"at": "backward", "iteration": iteration, "rank": rank, "scope": "worker"}
+        for iteration, rank in ((4, 2), (6, 0), (8, 3))
+    ]
+    outcome = run(faults, options=("--log-groups", "0-1"))
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {0, 1, 2, 3})
+    assert sorted(rank for _, rank in started(outcome)) == [2, 3] and done(outcome) == 2
+    assert "slots [1] of the same log group begin again with them" in outcome.text()
+
+
+@pytest.mark.parametrize("groups", ["", "0-1"])
 @pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
 def test_random_moments(
-    seed: int, make_agents: Callable[..., Agents], undisturbed_pipelines: References
+    seed: int, groups: str, make_agents: Callable[..., Agents], undisturbed_pipelines: References
 ) -> None:
     """Workers and helpers, ten times, at times one in the recovery from another."""
     choose = random.Random(seed)
     agents = make_agents(
         num_nodes=4, num_workers=1, max_restarts=60, script=SCRIPT,
-        options=("--strategy", "log+parallel", "--helpers", "2", "--spares", "1"),
+        options=(
+            "--strategy", "log+parallel", "--helpers", "2", "--spares", "1",
+            *(("--log-groups", groups) if groups else ()),
+        ),
         orders={"schedule": "Schedule1F1B", "iterations": 40, "pace_s": 0.2, "checkpoint": 15, "patient": True},
     )  # fmt: skip
     for node in "abcde":

@@ -28,6 +28,7 @@ from swift_rendezvous.roster.decision import PublishGeneration, Rules
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.membership import decide
 from swift_rendezvous.roster.records import EventRecord, JobRecord, ProgressRecord, ResultRecord
+from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.kv import KeyValueStore
 from swift_rendezvous.store.private_etcd import PrivateEtcd
@@ -72,7 +73,7 @@ def recover(store: KeyValueStore, job: str) -> None:
     assert isinstance(command, PublishGeneration)
     generation = command.generation
     reports = tuple({"rank": rank, "status": "holding", "iteration": 7, "replicas": "0-3"} for rank in (0, 1))
-    plan = plan_generation(generation, {0: ProgressRecord(0, "n0.1", reports)})
+    plan = plan_generation(generation, View(progress={0: ProgressRecord(0, "n0.1", reports)}))
     details = {"phases_s": {"agree": 0.003, "plan": 0.002, "total": 0.0951}, "iteration": 7, "plan": plan.content}
     store.put(keys.event(1), encode(EventRecord(1, "generation (start)", "2 nodes are here: n0, n1", 1000.0)))
     store.put(keys.generation, encode(generation))

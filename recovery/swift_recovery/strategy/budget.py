@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from swift_recovery.strategy.choose import best_groups, chain_of
+from swift_recovery.strategy.choose import Helpers, best_groups, chain_of
 from swift_recovery.strategy.grouping import Groups, alone, greedy
 from swift_recovery.strategy.profile import Profile
 
@@ -35,14 +35,15 @@ def parse_budget(text: str) -> Budget:
     return Budget(float(found[1]) / 100, True) if found[2] == "%" else Budget(float(found[1]) * UNITS[found[2]], False)
 
 
-def groups_within(profile: Profile, budget: Budget) -> Groups:
-    """Groups of machines with the shortest expected recovery. A size is for the logs of each machine, between two
-    checkpoints. One group of all machines, which log nothing: no others fit. For a part of the messages of more than
-    `MOST_EXACT` machines they are those of the paper's algorithm, as a coordinator must not think for minutes."""
+def groups_within(profile: Profile, budget: Budget, helpers: Helpers = "nobody") -> Groups:
+    """Groups of machines with the shortest expected recovery, with *helpers*. A size is for the logs of each machine,
+    between two checkpoints. One group of all machines, which log nothing: no others fit. For a part of the messages of
+    more than `MOST_EXACT` machines they are those of the paper's algorithm: a coordinator must not think for minutes.
+    """
     chain = chain_of(profile)
     everything = chain.log_bytes(alone(chain))
     if budget.is_part and chain.num_machines > MOST_EXACT:
         return greedy(chain, everything * budget.value)
     if budget.is_part:
-        return best_groups(profile, everything * budget.value)
-    return best_groups(profile, everything, of_each=budget.value)
+        return best_groups(profile, everything * budget.value, helpers)
+    return best_groups(profile, everything, helpers, budget.value)

@@ -15,13 +15,17 @@ from swift_recovery.strategy.grouping import Chain, Groups, alone, optimal
 from swift_recovery.strategy.profile import Profile, pipelined_s
 
 Name = Literal["replica", "log", "log+parallel", "checkpoint"]
+Helpers = Literal["nobody", "one machine", "groups"]
+"""What is repeated with helpers: nothing; what one machine has lost, as swift-run does it; or what a group has lost,
+too, as in the paper (SWIFT, section 5.2)."""
 
 
 @dataclass(frozen=True)
 class Way:
     """One way: *impossible*: why, '' if it is possible. *recovery_s*: expected, for one lost machine. *cost*: of an
     iteration without failures, as a part of its time. *storage_bytes*: at most, on the machine that needs most.
-    *groups*: of machines, where messages are logged between them."""
+    *groups*: of machines, where messages are logged between them. *only*: if it is impossible for some machines only,
+    those for which it is not; *recovery_s* is that of one of them."""
 
     name: Name
     impossible: str
@@ -29,6 +33,7 @@ class Way:
     cost: float = 0.0
     storage_bytes: float = 0.0
     groups: Groups = ()
+    only: tuple[int, ...] = ()
 
     def wasted(self, mtbf_s: float) -> float:
         """The part of the time that is no progress."""
@@ -38,8 +43,9 @@ class Way:
 def ways(profile: Profile, budget_bytes: float | None = None, groups: Groups = ()) -> tuple[Way, ...]:
     """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit.
     *groups*: of machines, in place of those that are best for it."""
-    logs = [_log(profile, budget_bytes, groups, helpers) for helpers in (False, True)]
-    return (_replica(profile), *logs, _checkpoint(profile))
+    log = _log(profile, "log", budget_bytes, groups, "nobody")
+    parallel = _log(profile, "log+parallel", budget_bytes, groups, "one machine")
+    return (_replica(profile), log, parallel, _checkpoint(profile))
 
 
 def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:
@@ -48,17 +54,21 @@ def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:
 
 
 def _replica(profile: Profile) -> Way:
-    without = [number for number, machine in enumerate(profile.machines) if not machine.has_replica]
-    if without:
-        return Way("replica", f"no other machine holds what machine {without[0]} does")
-    mean_bytes = sum(machine.state_bytes for machine in profile.machines) / len(profile.machines)
+    machines = profile.machines
+    only = tuple(number for number, machine in enumerate(machines) if machine.has_replica)
+    without = next((number for number, machine in enumerate(machines) if not machine.has_replica), None)
+    if not only:
+        return Way("replica", f"no other machine holds what machine {without} does")
+    mean_bytes = sum(machines[number].state_bytes for number in only) / len(only)
     # The interrupted iteration is made again: half of it was done.
     again_s = profile.iteration_s / 2
-    return Way("replica", "", profile.replace_s + mean_bytes / profile.network_bytes_per_s + again_s)
+    recovery_s = profile.replace_s + mean_bytes / profile.network_bytes_per_s + again_s
+    if without is None:
+        return Way("replica", "", recovery_s)
+    return Way("replica", f"no other machine holds what machine {without} does", recovery_s, only=only)
 
 
-def _log(profile: Profile, budget_bytes: float | None, groups: Groups, helpers: bool) -> Way:
-    name: Name = "log+parallel" if helpers else "log"
+def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Groups, helpers: Helpers) -> Way:
     if not profile.boundary_bytes:
         return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
     chain = chain_of(profile)
@@ -75,7 +85,7 @@ def _log(profile: Profile, budget_bytes: float | None, groups: Groups, helpers: 
 
 
 def best_groups(
-    profile: Profile, budget_bytes: float, helpers: bool = False, of_each: float = math.inf
+    profile: Profile, budget_bytes: float, helpers: Helpers = "nobody", of_each: float = math.inf
 ) -> Groups:
     """Those with the shortest expected recovery whose logs fit into the budget, those of each machine into *of_each*.
     One of all machines, for which nothing is logged, only if no others fit."""
@@ -92,16 +102,16 @@ def best_groups(
     return found if all(repeat(group) < math.inf for group in found) else (machines,)
 
 
-def log_recovery_s(profile: Profile, groups: Groups, helpers: bool = False) -> float:
+def log_recovery_s(profile: Profile, groups: Groups, helpers: Helpers = "nobody") -> float:
     """Seconds, expected, for one lost machine, any of them, whose group repeats its iterations from logs (SWIFT,
     sections 5.2 and 5.3)."""
     expected_s = sum(len(group) * from_logs_s(profile, group, helpers) for group in groups) / len(profile.machines)
     return profile.replace_s + profile.load_s + profile.checkpoint_every / 2 * expected_s
 
 
-def from_logs_s(profile: Profile, group: range, helpers: bool = False) -> float:
+def from_logs_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> float:
     """Of one iteration by a group that was lost: it is repeated as fast as its messages come from logs, at most."""
-    fetched_s = _crossing_bytes(profile, group) / profile.network_bytes_per_s
+    fetched_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
     return max(repeat_s(profile, group, helpers), fetched_s)
 
 
@@ -123,10 +133,11 @@ def chain_of(profile: Profile) -> Chain:
     )  # fmt: skip
 
 
-def repeat_s(profile: Profile, group: range, helpers: bool = False) -> float:
+def repeat_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> float:
     """Of one iteration by a group that was lost, with all its micro-batches one behind the other and no wait for
     others; with *helpers*, so many times as the group fits into all machines, each with its share of them."""
-    return shared_s(profile, group, len(profile.machines) // len(group) if helpers else 1)
+    has_some = helpers == "groups" or (helpers == "one machine" and len(group) == 1)
+    return shared_s(profile, group, len(profile.machines) // len(group) if has_some else 1)
 
 
 def shared_s(profile: Profile, group: range, num_shares: int) -> float:
@@ -141,7 +152,7 @@ def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
     """How many processes shorten the recovery of that machine: each number is better than all smaller ones. More than
     there are micro-batches are of no use, and messages come from logs no faster because of them."""
     group = range(machine, machine + 1)
-    least_s = _crossing_bytes(profile, group) / profile.network_bytes_per_s
+    least_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
     found: list[int] = []
     best_s = max(shared_s(profile, group, 1), least_s)
     for count in range(1, profile.micro_batches):
@@ -152,7 +163,7 @@ def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _crossing_bytes(profile: Profile, group: range) -> float:
+def crossing_bytes(profile: Profile, group: range) -> float:
     """What a group gets and sends over its two ends in an iteration; about half of it comes from logs."""
     ends = [group.start - 1, group.stop - 1]
     return sum(profile.boundary_bytes[end] for end in ends if 0 <= end < len(profile.boundary_bytes)) / 2

@@ -5,6 +5,9 @@ It must never say of what was assumed that it was measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from swift_recovery.planning.reports import ranges_of
 from swift_recovery.strategy.budget import UNITS
 from swift_recovery.strategy.choose import Way
 from swift_recovery.strategy.grouping import Groups
@@ -33,13 +36,22 @@ def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) 
         + f"; assumed: a network of {network}/s"
         + (f", {logs}" if is_log_assumed else "")
     ]
-    said += [_line(job, way, way.name == taken) for way in found]
+    parts = {number for way in found if way.impossible for number in way.only}
+    rest = sorted(set(range(len(profile.machines))) - parts) if parts else []
+    said += [_line(job, way, way.name == taken, rest) for way in found]
     if 1 < len(groups) < len(profile.machines):
         said.append(f"messages are logged between groups of nodes only, from the next iteration on: {text_of(groups)}")
     return tuple(said)
 
 
-def _line(job: JobMeasured, way: Way, is_taken: bool) -> str:
+def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
+    """*rest*: machines that another way than theirs is for, [] if one is for all of them."""
+    if way.only:
+        here, others = _nodes(way.only), _nodes(rest)
+        return (
+            f"  {way.name}: a lost node costs about {time_of(way.recovery_s)}: taken for {here}; not possible for "
+            f"{others}: {way.impossible}"
+        )
     if way.impossible:
         return f"  {way.name}: not possible: {way.impossible}"
     if not job.takes_checkpoints and way.name in ("log", "log+parallel"):
@@ -49,7 +61,12 @@ def _line(job: JobMeasured, way: Way, is_taken: bool) -> str:
         said += f", {way.cost:+.2%} without failures, {size_of(way.storage_bytes)} on the node that needs most"
     if way.name == "log+parallel" and not is_taken:
         said += "; with --strategy log+parallel"
-    return f"  {way.name}: {said}" + (": taken" if is_taken else "")
+    return f"  {way.name}: {said}" + ((f": taken for {_nodes(rest)}" if rest else ": taken") if is_taken else "")
+
+
+def _nodes(numbers: Sequence[int]) -> str:
+    """By their numbers in the job."""
+    return f"{'node' if len(numbers) == 1 else 'nodes'} {ranges_of(numbers)}"
 
 
 def text_of(groups: Groups) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swift_recovery.strategy.choose import best_groups, chain_of, log_recovery_s
+from swift_recovery.strategy.choose import Helpers, best_groups, chain_of, log_recovery_s
 from swift_recovery.strategy.grouping import Groups, alone, greedy
 from swift_recovery.strategy.profile import Profile
 
@@ -35,16 +35,17 @@ def curve(profile: Profile, algorithm: Algorithm, helpers: bool) -> tuple[Point,
     if not profile.boundary_bytes:
         return ()
     chain = replace(chain_of(profile), helpers=helpers)
+    who: Helpers = "groups" if helpers else "nobody"
     find: Callable[[float], Groups]
     if algorithm == "greedy":
         find = lambda budget: greedy(chain, budget)  # noqa: E731
     else:
-        find = lambda budget: best_groups(profile, budget, helpers)  # noqa: E731
+        find = lambda budget: best_groups(profile, budget, who)  # noqa: E731
     everything = chain.log_bytes(alone(chain))
     steps = min(MAX_BUDGETS, chain.num_machines - 1)
     found: dict[Groups, Point] = {}
     for step in range(steps, 0, -1):
         groups = find(everything * step / steps * (1 + 1e-12))
         if len(groups) > 1 and groups not in found:
-            found[groups] = Point(chain.log_bytes(groups), log_recovery_s(profile, groups, helpers), groups)
+            found[groups] = Point(chain.log_bytes(groups), log_recovery_s(profile, groups, who), groups)
     return tuple(found.values())

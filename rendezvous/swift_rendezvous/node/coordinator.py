@@ -42,7 +42,6 @@ from swift_rendezvous.roster.records import (
     GenerationRecord,
     NodeRecord,
     PlanRecord,
-    ProgressRecord,
 )
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.kv import Compare, Delete, DeletePrefix, KeyValueStore, Op, Put
@@ -50,9 +49,8 @@ from swift_rendezvous.threads import OnFailure, only_logged, start, thread
 
 log = logging.getLogger(__name__)
 
-Reports = Mapping[int, ProgressRecord]
-# From the generation, what its owners' workers hold by slot, and what those of drained former owners hold.
-Planner = Callable[[GenerationRecord, Reports, Reports], PlanRecord]
+# From the generation, and what is known: what its owners' workers hold, and those of drained former owners.
+Planner = Callable[[GenerationRecord, View], PlanRecord]
 
 
 class Witness(Protocol):
@@ -258,14 +256,14 @@ class Coordinator:
                     guards.append(Compare.absent(keys.tracked))
                 if not generation.asks:
                     # Nothing to wait for: the plan goes with it.
-                    ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, {}, {}))))
+                    ops.append(Put(keys.plan(generation.number), encode(self._planner(generation, view))))
             case PublishPlan():
                 if view.generation is None or view.plan is not None:
                     return True  # it went with its generation
                 number = view.generation.number
                 if not view.generation.asks and f"plan/{number}" not in view.damaged:
                     return True
-                plan = self._planner(view.generation, view.progress, view.handovers)
+                plan = self._planner(view.generation, view)
                 guards.append(Compare.mod_revision(keys.generation, "==", view.generation_revision))
                 guards.append(self._unwritten(view, keys.plan(number)))
                 ops = [Put(keys.plan(number), encode(plan))]

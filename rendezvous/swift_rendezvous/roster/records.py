@@ -368,14 +368,15 @@ class ProfileRecord:
 
     *content*: a profile as people write them. *lines*: the ways to recover, compared, for people; *way*: that which is
     taken. *log_groups*: of slots, see `JobRecord`, where the job has a budget for logs; they hold from now on.
-    *helpers*: by slot, how many of them pay for a rank of it: each number is better than all smaller ones.
-    """
+    *helpers*: by slot, how many of them pay for a rank of it: each number is better than all smaller ones. *errors*:
+    by way, how many times as long as predicted the last one took."""
     content: dict[str, Any]
     lines: tuple[str, ...]
     way: str
     log_groups: tuple[tuple[int, ...], ...] = ()
     helpers: tuple[tuple[int, ...], ...] = ()
     is_final: bool = False
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -254,8 +254,8 @@ def helpers_of(now: Situation, slots: Sequence[Owner], bare: Mapping[int, Collec
     needs, then one on each node of the others, last the replacement's own. *slots*: the new owners. *bare*: by slot,
     the local ranks that hold no state."""
     ranks = [now.old.first_rank(slot) + local_rank for slot, of_slot in bare.items() for local_rank in of_slot]
-    if len(ranks) != 1 or now.view.log_groups:
-        return ()
+    if len(ranks) != 1:
+        return ()  # also a log group that goes back together
     slot = now.old.slot_with(ranks[0])
     taken = [node.incarnation for node in now.takers.values()]
     idle = [node for node in now.free if node.incarnation not in taken and node.role == slots[slot].role]

@@ -178,8 +178,7 @@ class _Fold:
         generation = view.generation if line["of"] == "view" else published
         if generation is None:
             raise RecordError("a plan without a generation")
-        in_place = line["of"] == "view"
-        plan = plan_generation(generation, view.progress if in_place else {}, view.handovers if in_place else {})
+        plan = plan_generation(generation, view)
         self.found.num_plans += 1
         asked = {"generation": generation.number, "of": line["of"]}
         self._compare(number, f"plan of generation {generation.number}", asked, line["plan"], to_plain(plan))

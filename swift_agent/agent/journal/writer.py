@@ -31,7 +31,7 @@ from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import state as state_module
 from swift_agent.version import __version__
 from swift_rendezvous.codec import to_plain
-from swift_rendezvous.node.coordinator import Planner, Reports
+from swift_rendezvous.node.coordinator import Planner
 from swift_rendezvous.roster.decision import Decision, Rules
 from swift_rendezvous.roster.records import GenerationRecord, NodeRecord, PlanRecord
 from swift_rendezvous.roster.view import View
@@ -107,8 +107,8 @@ class Journal:
     def planner(self, planner: Planner) -> Planner:
         """*planner*, with every plan written down. To be called on the last decision or its view."""
 
-        def plan(generation: GenerationRecord, progress: Reports, handovers: Reports) -> PlanRecord:
-            made = planner(generation, progress, handovers)
+        def plan(generation: GenerationRecord, view: View) -> PlanRecord:
+            made = planner(generation, view)
             # The coordinator plans a generation in place from its view, all others together with their decision.
             of = "view" if generation.asks else "decision"
             self._put(lambda: [{"plan": to_plain(made), "of": of}])

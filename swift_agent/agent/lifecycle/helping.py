@@ -11,6 +11,7 @@ look at a worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swift_agent.agent.lifecycle.commands import Command, KillHelper, SendHelp, StartHelper
@@ -25,7 +26,7 @@ from swift_agent.agent.lifecycle.state import AgentState, HelperProcess
 from swift_agent.wire.environment import helper_number
 from swift_recovery.planning.plan import Plan
 from swift_rendezvous.roster.losses import told_losses
-from swift_rendezvous.roster.records import Helper
+from swift_rendezvous.roster.records import GenerationRecord, Helper
 from swift_rendezvous.roster.view import View, once_per_view
 
 
@@ -39,7 +40,13 @@ def helpers_of(view: View) -> tuple[Helper, ...]:
         replays = Plan.from_json(plan.content).replays
     except (KeyError, TypeError, ValueError):
         return ()
-    return generation.helpers if replays == (generation.helpers[0].rank,) else ()
+    return helpers_for(generation, replays)
+
+
+def helpers_for(generation: GenerationRecord, replays: Sequence[int]) -> tuple[Helper, ...]:
+    """Those of *generation* that repeat what *replays* do: they help one rank, if it is the only one."""
+    helpers = generation.helpers
+    return helpers if helpers and tuple(replays) == (helpers[0].rank,) else ()
 
 
 def fold(state: AgentState, event: Event) -> AgentState:

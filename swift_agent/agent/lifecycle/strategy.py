@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 
-from swift_agent.agent.lifecycle.helping import helpers_of
+from swift_agent.agent.lifecycle.helping import helpers_for
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy import sentences
 from swift_recovery.strategy.budget import groups_within, parse_budget
-from swift_recovery.strategy.choose import Way, paying_helpers, shared_s, ways
+from swift_recovery.strategy.choose import Way, paying_helpers, ways
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
-from swift_recovery.strategy.profile import ProfileError, parse
+from swift_recovery.strategy.predict import Predicted, in_place, is_sooner, rollback
+from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
 
@@ -44,7 +43,9 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
     pay: tuple[tuple[int, ...], ...] = ()
     if taken == "log+parallel":
-        pay = tuple(paying_helpers(job.profile, slot) for slot in range(len(job.profile.machines)))
+        helped = {group[0] for group in groups if len(group) == 1} if groups else range(len(job.profile.machines))
+        machines = range(len(job.profile.machines))
+        pay = tuple(paying_helpers(job.profile, slot) if slot in helped else () for slot in machines)
     return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen, pay)
 
 
@@ -89,7 +90,7 @@ def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tup
 
 def _groups(view: View, job: JobMeasured, taken: str) -> tuple[Groups, tuple[str, ...]]:
     """Of all nodes, those that are named or those within a budget; () if there are none. What is to be said of that."""
-    if view.job is None or taken != "log":
+    if view.job is None or taken not in ("log", "log+parallel"):
         return (), ()
     if view.job.log_groups:
         return _whole_groups(view, job), ()
@@ -102,49 +103,75 @@ def _groups(view: View, job: JobMeasured, taken: str) -> tuple[Groups, tuple[str
             "takes none (job.checkpoint): no groups are chosen"
         )
         return (), (said,)
-    return groups_within(job.profile, budget), ()
+    return groups_within(job.profile, budget, "one machine" if taken == "log+parallel" else "nobody"), ()
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """*way*: by which the state comes back. *seconds*: of a whole recovery, until the first iteration is done."""
-
-    way: str
-    seconds: float
-
-
-def predicted(view: View, errors: Mapping[str, float] = MappingProxyType({})) -> Predicted | None:
-    """The recovery of the current generation, as its plan has it, None where nothing is known. *errors*: by way, how
-    many times as long as predicted the last one took."""
-    found = _predicted(view)
-    return None if found is None else Predicted(found.way, found.seconds * errors.get(found.way, 1.0))
+def predicted(view: View) -> Predicted | None:
+    """The recovery of the current generation, as its plan has it and as the last ones went, None where nothing is
+    known."""
+    found, known = _uncorrected(view), view.profile
+    return None if found is None or known is None else found.corrected(known.errors)
 
 
 def error_of(view: View, took_s: float) -> dict[str, float]:
-    """For the next `predicted`; {} where nothing was known."""
-    found = _predicted(view)
+    """By way, how many times as long as predicted the recovery of the current generation took; {} where nothing was
+    known."""
+    found = _uncorrected(view)
     return {} if found is None else {found.way: min(max(took_s / found.seconds, 1 / _MOST_ERROR), _MOST_ERROR)}
 
 
-def _predicted(view: View) -> Predicted | None:
-    generation, planned, known = view.generation, view.plan, view.profile
-    if generation is None or planned is None or known is None:
+def _uncorrected(view: View) -> Predicted | None:
+    job, generation = profile_of(view), view.generation
+    if generation is not None and generation.mode == "restart":
+        # What was lost on the way is made again after that.
+        return None if job is None else rollback(job, 0)
+    if view.plan is None:
         return None
     try:
-        job, plan = parse(json.dumps(known.content)), Plan.from_json(planned.content)
-    except (ProfileError, KeyError, TypeError, ValueError):
+        plan = Plan.from_json(view.plan.content)
+    except (KeyError, TypeError, ValueError):
         return None
-    if plan.kind != "copy" or len(job.machines) != len(generation.slots):
+    return _of_plan(view, plan)
+
+
+def _of_plan(view: View, plan: Plan) -> Predicted | None:
+    """In the current generation."""
+    job, generation = profile_of(view), view.generation
+    if job is None or generation is None:
         return None
-    if plan.replays:
-        slots = sorted({generation.slot_with(rank) for rank in plan.replays})
-        group = range(slots[0], slots[-1] + 1)
-        num_shares = 1 + len(helpers_of(view))
-        repeated_s = (plan.iteration - plan.checkpoint) * shared_s(job, group, num_shares)
-        way = "log" if num_shares == 1 else "log+parallel"
-        return Predicted(way, job.replace_s + repeated_s + job.iteration_s)
-    moved = max((job.machines[generation.slot_with(rank)].state_bytes for rank in plan.sources), default=0.0)
-    return Predicted("replica", job.replace_s + moved / job.network_bytes_per_s + job.iteration_s)
+    return in_place(job, plan, generation.slot_with, 1 + len(helpers_for(generation, plan.replays)))
+
+
+def profile_of(view: View) -> Profile | None:
+    """As the job was measured; None: it was not yet, or with other nodes."""
+    known, generation = view.profile, view.generation
+    if known is None or generation is None:
+        return None
+    try:
+        job = parse(json.dumps(known.content))
+    except ProfileError:
+        return None
+    return job if len(job.machines) == len(generation.slots) else None
+
+
+def weigh(view: View, plan: Plan) -> Plan:
+    """*plan*, or to restart all workers where that should be sooner than to repeat what is lost from logs: only if the
+    job may choose (`--strategy auto`). What was predicted is said."""
+    job, known = profile_of(view), view.profile
+    kept = _of_plan(view, plan)
+    if job is None or known is None or kept is None or not plan.replays:
+        return plan
+    kept, back = kept.corrected(known.errors), rollback(job, plan.iteration - plan.checkpoint).corrected(known.errors)
+    kept_s, back_s = sentences.time_of(kept.seconds), sentences.time_of(back.seconds)
+    may_choose = view.job is not None and not view.job.strategy
+    if may_choose and is_sooner(back, kept):
+        begin = f"the checkpoint of iteration {plan.checkpoint}" if plan.checkpoint else "iteration 0"
+        return Plan(
+            "restart",
+            f"to repeat from logs what ranks {list(plan.replays)} have lost should take {kept_s}, to begin again with "
+            f"{begin} {back_s}",
+        )
+    return replace(plan, why=f"{plan.why}; that should take {kept_s}; if all workers restarted, {back_s}")
 
 
 def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
@@ -161,7 +188,8 @@ def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
 
 
 def _taken(found: tuple[Way, ...], wanted: str) -> str:
-    """As the planner does it, whatever is lost: a replica if there is one, else logs, else a checkpoint."""
+    """A replica if there is one, else logs, else a checkpoint. See `weigh` for what is decided when something is lost.
+    """
     possible = {way.name for way in found if not way.impossible}
     log = "log+parallel" if wanted == "log+parallel" else "log"
     return next((name for name in ("replica", log, "checkpoint") if name in possible), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swift_rendezvous.roster.records import GenerationRecord
 from swift_rendezvous.roster.view import View
 
 # In the order in which they happen. The first three are seen by the coordinator, the others are measured by workers.
@@ -31,9 +32,7 @@ class Timeline:
             return None
         if view.failures and self.failed_s is None and not view.released:
             self.failed_s = now_s
-        if not generation.asks and not view.failures:
-            self.failed_s, self.marks = None, {}  # that failure ended in a restart of all workers: another story
-        if not generation.asks:
+        if generation.number == 1:
             return None
         if generation.number <= max(self._reported, view.recovered):
             if not view.failures:
@@ -46,16 +45,18 @@ class Timeline:
             self.marks.setdefault(f"plan {generation.number}", now_s)
         if len(view.resumed) < len(generation.slots):
             return None
-        phases = self._phases(view, generation.number, now_s)
+        phases = self._phases(view, generation, now_s)
         self.why = generation.why
         self.failed_s, self.marks, self._reported = None, {}, generation.number
         return phases
 
-    def _phases(self, view: View, number: int, now_s: float) -> dict[str, float]:
+    def _phases(self, view: View, generation: GenerationRecord, now_s: float) -> dict[str, float]:
         assert self.failed_s is not None
-        agreed = self.marks[f"generation {number}"]
-        planned = self.marks.get(f"plan {number}", now_s)
-        phases = {"agree": agreed - self.failed_s, "plan": planned - agreed}
+        agreed = self.marks[f"generation {generation.number}"]
+        planned = self.marks.get(f"plan {generation.number}", now_s)
+        phases = {"agree": agreed - self.failed_s}
+        if generation.asks:
+            phases["plan"] = planned - agreed
         for record in view.resumed.values():
             merge_phases(phases, record.phases_s)
         ordered = {name: phases[name] for name in PHASES if name in phases}

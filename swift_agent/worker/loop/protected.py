@@ -120,7 +120,10 @@ class Protected:
             recovery.phases_s["set-up"] = time.monotonic() - self._created_s
             recovery.run()
             return
-        recovery.phases_s.clear()  # of no recovery
+        if self.supervisor.generation > 1:
+            recovery.starts_over(time.monotonic() - self._created_s)
+        else:
+            recovery.phases_s.clear()  # of no recovery
         newest, every = checkpointing.find() if checkpointing is not None else (0, 0)
         with place.lock:
             # With a checkpoint that another rank may see, this state is not what the job goes on with.

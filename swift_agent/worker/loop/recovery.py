@@ -181,6 +181,13 @@ class Recovery:
             num_done, num = place.here.iteration - begin, place.replays_before - begin
             self._supervisor.note(f"has repeated {num_done} of {num} iterations in {now_s - self._began_s:.0f} s")
 
+    def starts_over(self, set_up_s: float) -> None:
+        """All workers have been started again, for which this one has set up so long: that, too, is over when they have
+        loaded the checkpoint, if there is one, and made an iteration."""
+        self.phases_s["set-up"] = set_up_s
+        self.is_untold = self._supervisor.generation
+        self._began_s = time.monotonic()
+
     def tell_resumed(self) -> None:
         """The first iteration (or section) after a recovery is done: that is when the job runs again."""
         phases = {**self.phases_s, "iteration": time.monotonic() - self._began_s}

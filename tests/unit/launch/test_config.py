@@ -242,8 +242,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--parallel-sum", "unordered", "train.py"], r"--parallel-sum unordered: nobody helps with --strategy auto; type"),
     (["--parallel-sum", "ordered", "--strategy", "log", "train.py"], r"ordered: nobody helps with --strategy log"),
     (["--parallel-sum", "any", "--strategy", "log+parallel", "train.py"], r"any: .* type one of ordered, unordered"),
-    (["--log-groups", "0-1", "--nnodes", "3", "--strategy", "log+parallel", "train.py"], "helpers repeat one rank"),
-    (["--log-budget", "20%", "--strategy", "log+parallel", "train.py"], "--log-budget 20% .*helpers repeat one rank"),
     (["--profile", "no/such/p.json", "train.py"], r"--profile no/such/p.json: no file can be written there"),
     (["--log-groups", "0-1,x", "--nnodes", "4", "train.py"], r"--log-groups 0-1,x: 'x' is no node or range of nodes"),
     (["--log-groups", "3-2", "--nnodes", "4", "train.py"], "'3-2' is no node or range of nodes"),

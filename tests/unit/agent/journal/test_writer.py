@@ -172,7 +172,7 @@ class Job:
         seen = records.view(nodes=nodes, store=StoreRecord("h", 1, 2, "9"))
         start = self.see(replace(seen, generation=None, plan=None, store=None))
         assert isinstance(start.commands[0], decisions.PublishGeneration)
-        self.planner(start.commands[0].generation, {}, {})
+        self.planner(start.commands[0].generation, seen)
         self.see(seen)
         self.tell(*(msg.WorkerStarted(rank, 1, 100 + rank) for rank in (0, 1)))
         self.tell(*(msg.HelloReceived(rank, 100 + rank) for rank in (0, 1)), msg.Tick())
@@ -190,7 +190,7 @@ class Job:
         self.see(seen)
         seen = replace(seen, progress={**progress, 1: ProgressRecord(1, "n1.1", others)})
         self.see(seen)
-        self.planner(second, seen.progress, {})
+        self.planner(second, seen)
         self.tell(msg.PeerLost("n1.1", "silent"), msg.Tick())
         self.journal.close()
         return self.path
@@ -252,10 +252,9 @@ def test_a_changed_membership_is_found_and_shown(path: Path, monkeypatch: pytest
 def test_a_changed_planner_is_found_and_shown(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: in place, the reports of slot 1 are overlooked."""
 
-    def forgetful(
-        generation: GenerationRecord, progress: Mapping[int, ProgressRecord], handovers: Mapping[int, ProgressRecord]
-    ) -> Any:
-        return plan_generation(generation, {slot: record for slot, record in progress.items() if slot != 1})
+    def forgetful(generation: GenerationRecord, view: View) -> Any:
+        progress = {slot: record for slot, record in view.progress.items() if slot != 1}
+        return plan_generation(generation, replace(view, progress=progress))
 
     monkeypatch.setattr(replay, "plan_generation", forgetful)
     found = json.loads(swiftctl_replay(path, "--json").stdout)

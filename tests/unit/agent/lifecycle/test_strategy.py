@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted, refine
+from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted, refine, weigh
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
+from swift_recovery.strategy.profile import parse
 from swift_rendezvous.roster.records import Helper, JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
 from swift_rendezvous.roster.view import View
 from tests.support.records import generation, view
@@ -136,15 +138,19 @@ def test_what_a_recovery_should_take() -> None:
 
     one = of(Plan("copy", "w", 15, replays=(1,), checkpoint=10))
     two = of(Plan("copy", "w", 15, replays=(1, 2), checkpoint=10))
-    assert one == pytest.approx(0.25 + 5 * 0.07 + 0.1)
-    assert two == pytest.approx(0.25 + 5 * (0.07 + 0.07 / 4) + 0.1)
+    load_s = parse(json.dumps(known.content)).load_s  # type: ignore[union-attr]
+    assert one == pytest.approx(0.25 + load_s + 5 * 0.07 + 0.1)
+    assert two == pytest.approx(0.25 + load_s + 5 * (0.07 + 0.07 / 4) + 0.1)
     assert of(Plan("copy", "w", 15, sources={1: 0})) == pytest.approx(0.35, abs=0.01)
     helped = replace(generation(1, "replace", NAMES, workers=1), helpers=(Helper(1, 1, "n0", "n0.1"),))
     plan = PlanRecord(1, Plan("copy", "w", 15, replays=(1,), checkpoint=10).to_json(), "w")
     parallel = predicted(job(profile=known, generation=helped, plan=plan))
     assert parallel is not None and parallel.way == "log+parallel"
-    assert parallel.seconds == pytest.approx(0.25 + 5 * 0.07 / 2 + 0.1)
+    assert parallel.seconds == pytest.approx(0.25 + load_s + 5 * 0.07 / 2 + 0.1)
     assert of(Plan("restart", "w")) is None and predicted(job()) is None
+    again = predicted(job(profile=known, generation=replace(generation(2, "restart", NAMES), num_workers=1)))
+    assert again is not None and (again.way, again.seconds) == ("checkpoint", pytest.approx(6.0 + load_s + 0.1))
+    assert predicted(job(generation=replace(generation(2, "restart", NAMES), num_workers=1))) is None
 
 
 def test_how_many_helpers_pay_is_written_where_there_may_be_any() -> None:
@@ -161,7 +167,64 @@ def test_the_next_prediction_is_corrected_by_the_last_error() -> None:
     assert first is not None and first.way == "replica"
     errors = error_of(here, 3 * first.seconds)
     assert errors == {"replica": pytest.approx(3.0)}
-    again = predicted(here, errors)
+    again = predicted(with_errors(here, errors))
     assert again is not None and again.seconds == pytest.approx(3 * first.seconds)
     assert error_of(here, 1e6) == {"replica": 20.0} and error_of(job(), 1.0) == {}
-    assert predicted(here, {"log": 5.0}) == first
+    assert predicted(with_errors(here, {"log": 5.0})) == first
+
+
+def test_a_replica_is_taken_for_the_nodes_that_have_one() -> None:
+    """Two nodes hold the same, the others what nobody else does."""
+    mixed = measured(logs=False)
+    for slot in (0, 1):
+        ranks = tuple({**rank, "replicas": "0-1"} for rank in mixed[slot].ranks)
+        mixed[slot] = replace(mixed[slot], ranks=ranks)
+    found = decide(job(measured=mixed), "J")
+    assert found is not None and found.way == "checkpoint"
+    assert found.lines[1] == (
+        "  replica: a lost node costs about 300 ms: taken for nodes 0-1; not possible for nodes 2-3: no other machine "
+        "holds what machine 2 does"
+    )
+    assert found.lines[-1].startswith("  checkpoint: a lost node costs") and found.lines[-1].endswith("for nodes 2-3")
+    del mixed[3]
+    three = replace(generation(slots=NAMES[:3]), num_workers=1)
+    found = decide(job(measured=mixed, generation=three), "J")
+    assert found is not None and found.lines[-1].endswith(": taken for node 2")
+
+
+def with_errors(view: View, errors: dict[str, float]) -> View:
+    assert view.profile is not None
+    return replace(view, profile=replace(view.profile, errors=errors))
+
+
+def weighed(plan: Plan, **changes: Any) -> Plan:
+    view = job(**changes)
+    return weigh(replace(view, profile=decide(view, "J")), plan)
+
+
+def test_to_restart_all_is_chosen_where_it_should_be_much_sooner() -> None:
+    """Of 5 iterations since a checkpoint logs are sooner; not where they have taken a hundred times as long."""
+    plan = Plan("copy", "w", 15, replays=(1,), checkpoint=10)
+    said = "w; that should take 700 ms; if all workers restarted, 6.6 s"
+    kept = weighed(plan)
+    assert kept.kind == "copy" and kept.why == said and replace(kept, why="w") == plan
+    slow = replace(decide(job(), "J"), errors={"log": 20.0})  # type: ignore[type-var]
+    back = weigh(replace(job(), profile=slow), plan)
+    assert back.kind == "restart" and back.why == (
+        "to repeat from logs what ranks [1] have lost should take 14 s, "
+        "to begin again with the checkpoint of iteration 10 6.6 s"
+    )
+    from_0 = weigh(replace(job(), profile=slow), replace(plan, iteration=5, checkpoint=0))
+    assert "to begin again with iteration 0 6.6 s" in from_0.why
+    # What has failed once is not believed to be worse for ever, and a little sooner is no reason.
+    nearly = replace(slow, errors={"log": 10.0})
+    assert weigh(replace(job(), profile=nearly), plan).kind == "copy"
+
+
+def test_nothing_is_weighed_where_nothing_may_be_chosen() -> None:
+    plan = Plan("copy", "w", 15, replays=(1,), checkpoint=10)
+    slow = replace(decide(job(), "J"), errors={"log": 20.0})  # type: ignore[type-var]
+    assert weigh(replace(job(strategy="log"), profile=slow), plan).kind == "copy"
+    assert weigh(job(), plan) == plan  # not measured yet
+    copies = Plan("copy", "w", 15, sources={1: 0})
+    assert weighed(copies) == copies and weighed(Plan("restart", "w")) == Plan("restart", "w")

@@ -1,4 +1,4 @@
-"""The story of a recovery: phases add up, a second failure belongs to the same story, a restart to none."""
+"""The story of a recovery: phases add up, a second failure belongs to the same story."""
 
 from __future__ import annotations
 
@@ -77,13 +77,26 @@ def test_a_failure_that_only_a_lease_told_begins_with_the_generation() -> None:
     assert phases is not None and phases["agree"] == 0.0 and phases["total"] == 1.0
 
 
-def test_a_restart_of_all_is_no_part_of_a_later_story() -> None:
+def test_a_restart_of_all_is_told_when_all_train_again() -> None:
+    story = Timeline()
+    story.observe(view(failures=FAILED), 10.0)
+    restarted = {"generation": generation(2, "restart", epoch=2), "plan": PLAN}
+    assert story.observe(view(**restarted), 11.0) is None
+    phases = story.observe(view(**restarted, resumed=resumed(start=2.0, iteration=0.5)), 16.0)
+    assert phases == {"agree": 1.0, "start": 2.0, "regroup": 0.3, "transfer": 0.1, "iteration": 0.5, "total": 6.0}
+    # A failure after that is another story.
+    story.observe(view(**restarted, failures=FAILED, resumed=resumed()), 500.0)
+    phases = story.observe(entering(3, plan=PLAN, resumed=resumed()), 501.0)
+    assert phases is not None and phases["total"] == 1.0
+
+
+def test_a_restart_that_fails_as_well_belongs_to_the_story_of_the_next() -> None:
     story = Timeline()
     story.observe(view(failures=FAILED), 10.0)
     story.observe(view(generation=generation(2, "restart", epoch=2)), 11.0)
-    story.observe(view(generation=generation(2, "restart", epoch=2), failures=FAILED), 500.0)
-    phases = story.observe(entering(3, plan=PLAN, resumed=resumed()), 501.0)
-    assert phases is not None and phases["total"] == 1.0
+    story.observe(view(generation=generation(2, "restart", epoch=2), failures=FAILED), 15.0)
+    phases = story.observe(view(generation=generation(3, "restart", epoch=3), resumed=resumed()), 21.0)
+    assert phases is not None and phases["total"] == 11.0
 
 
 def test_nothing_is_told_after_the_release() -> None:

@@ -33,7 +33,7 @@ def after_a_loss() -> View:
     assert isinstance(command, PublishGeneration)
     reports = tuple({"rank": rank, "status": "holding", "iteration": 7, "replicas": "0-3"} for rank in (0, 1))
     progress = {0: ProgressRecord(0, "n0.1", reports)}
-    plan = plan_generation(command.generation, progress)
+    plan = plan_generation(command.generation, View(progress=progress))
     return records.view(names=("n0", "n2"), generation=command.generation, plan=plan, progress=progress)
 
 
@@ -100,7 +100,7 @@ def test_on_the_way() -> None:
 
 def test_a_restart_and_the_end() -> None:
     generation = records.generation(2, "restart", num_restarts=1, lost={0: (1,)})
-    plan = plan_generation(generation, {})
+    plan = plan_generation(generation, View())
     view = records.view(generation=generation, plan=plan, result=ResultRecord("stopped", "enough"), nodes={})
     found = explain(view, [], 2)
     assert found is not None

@@ -15,6 +15,7 @@ from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.planner import make_plan
 from swift_recovery.planning.reports import RankReport, Status, ranges_of, ranks_of
 from swift_rendezvous.roster.records import ProgressRecord
+from swift_rendezvous.roster.view import View
 from tests.support.records import generation
 
 ALL = (0, 1, 2)
@@ -371,17 +372,17 @@ def test_ranks_as_text() -> None:
 
 
 def test_the_plan_of_a_generation_comes_from_its_records() -> None:
-    begun = plan_generation(generation(1, "start"), {})
+    begun = plan_generation(generation(1, "start"), View())
     assert not begun.restart and Plan.from_json(begun.content).kind == "fresh"
     records = {
         0: ProgressRecord(0, "n0.1", tuple(holding(r, 5, (0, 1, 2, 3)).to_json() for r in (0, 1))),
         1: ProgressRecord(1, "n1.1", (RankReport(2, "fresh").to_json(), holding(3, 5, (0, 1, 2, 3)).to_json())),
     }
-    record = plan_generation(generation(2, "replace"), records)
+    record = plan_generation(generation(2, "replace"), View(progress=records))
     assert (record.generation, record.restart) == (2, False)
     assert Plan.from_json(record.content).sources == {2: 0}
     cut = ProgressRecord(0, "n0.1", (RankReport(0, "setup").to_json(),))
-    lost = plan_generation(generation(2, "replace"), {0: cut})
+    lost = plan_generation(generation(2, "replace"), View(progress={0: cut}))
     assert lost.restart and lost.why
 
 
@@ -398,14 +399,15 @@ def test_a_report_that_cannot_be_read_restarts_all_and_says_so(changes: dict[str
     whole = [holding(rank, 5, ALL).to_json() for rank in range(3)]
     records = {slot: ProgressRecord(slot, f"n{slot}.1", (report,)) for slot, report in enumerate(whole)}
     decided = generation(2, "replace", ("n0", "n1", "n2"), workers=1)
-    assert not plan_generation(decided, records).restart
+    assert not plan_generation(decided, View(progress=records)).restart
     damaged = ProgressRecord(1, "n1.1", ({**whole[1], **changes},))
     for plan in (
-        plan_generation(decided, {**records, 1: damaged}),
-        plan_generation(decided, {0: records[0], 2: records[2]}, {1: damaged}),
+        plan_generation(decided, View(progress={**records, 1: damaged})),
+        plan_generation(decided, View(progress={0: records[0], 2: records[2]}, handovers={1: damaged})),
     ):
         assert plan.restart and "the report of slot 1 cannot be read (" in plan.why
-    resized = plan_generation(generation(2, "resize", workers=1), {1: ProgressRecord(1, "n1.1", ({"local_rank": 0},))})
+    unreadable = View(progress={1: ProgressRecord(1, "n1.1", ({"local_rank": 0},))})
+    resized = plan_generation(generation(2, "resize", workers=1), unreadable)
     assert resized.restart and "the report of slot 1 cannot be read (KeyError" in resized.why
 
 

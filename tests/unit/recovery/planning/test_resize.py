@@ -9,6 +9,7 @@ from swift_agent.agent.lifecycle.planning import plan_generation
 from swift_recovery.planning.plan import Plan
 from swift_recovery.planning.resize import FILE, Held, make_resize_plan
 from swift_rendezvous.roster.records import ProgressRecord
+from swift_rendezvous.roster.view import View
 from tests.support.records import generation
 
 
@@ -61,6 +62,6 @@ def test_of_all_small_jobs_every_new_rank_gets_the_newest_state_once() -> None:
 
 def test_the_plan_of_a_generation_follows_from_what_its_slots_say() -> None:
     progress = {0: ProgressRecord(0, "n0.1", (Held(0, 8).to_json(),)), 1: ProgressRecord(1, "n2.1", ())}
-    record = plan_generation(generation(2, "resize", ("n0", "n2"), epoch=2), progress)
+    record = plan_generation(generation(2, "resize", ("n0", "n2"), epoch=2), View(progress=progress))
     assert not record.restart and Plan.from_json(record.content).sources == {2: 0, 3: 1}
-    assert plan_generation(generation(2, "resize"), {0: ProgressRecord(0, "n0.1", ())}).restart
+    assert plan_generation(generation(2, "resize"), View(progress={0: ProgressRecord(0, "n0.1", ())})).restart

@@ -80,7 +80,11 @@ def test_within_a_budget_machines_form_groups() -> None:
     assert by_name["log"].groups == (range(2), range(2, 4))
     assert by_name["log"].recovery_s == 3 + 4 + 50 * 9 and repeat_s(PIPELINE, range(2)) == 9.0
     # A group in the middle has two neighbours; each half of the machines helps the other.
-    assert repeat_s(PIPELINE, range(2), helpers=True) == 5.0
+    assert repeat_s(PIPELINE, range(2), "groups") == 5.0
+    # swift-run has helpers for what one machine has lost only.
+    assert repeat_s(PIPELINE, range(2), "one machine") == 9.0 and repeat_s(PIPELINE, range(1), "one machine") == 2.0
+    (way,) = (way for way in ways(PIPELINE, groups=(range(2), range(2, 3), range(3, 4))) if way.name == "log+parallel")
+    assert way.recovery_s == 3 + 4 + 50 * (9 + 9 + 2 + 2) / 4
     assert shared_s(PIPELINE, range(2), 2) == 5.0 and shared_s(PIPELINE, range(2), 1) == 9.0
     assert found(PIPELINE, 0.0)["log"].impossible.startswith("the budget for logs allows no two groups")
 

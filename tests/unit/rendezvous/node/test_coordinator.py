@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,10 +37,8 @@ from tests.support.records import failure, generation, node
 KEYS = Keys("job")
 
 
-def planner(
-    generation: GenerationRecord, progress: Mapping[int, ProgressRecord], handovers: Mapping[int, ProgressRecord]
-) -> PlanRecord:
-    return PlanRecord(generation.number, {"slots": sorted(progress)}, f"plan {generation.number}")
+def planner(generation: GenerationRecord, view: View) -> PlanRecord:
+    return PlanRecord(generation.number, {"slots": sorted(view.progress)}, f"plan {generation.number}")
 
 
 class Tap:

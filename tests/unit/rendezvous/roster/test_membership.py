@@ -732,7 +732,8 @@ def test_nobody_helps_where_it_is_not_wanted_or_more_than_one_rank_is_lost() -> 
     assert not helpers_in(ask(pipeline(failures=two)))
     assert not helpers_in(ask(pipeline(failures={1: failure("restart", 1)})))
     groups = JobRecord(4, 1, "command", 3, helpers=2, log_groups=((0, 1),))
-    assert not helpers_in(ask(pipeline(job=groups)))
+    assert not helpers_in(ask(pipeline(job=groups)))  # slot 0 goes back with slot 1
+    assert len(helpers_in(ask(pipeline(job=groups, failures={2: failure("workers", 2, (0,))})))) == 2
     handed = generation(2, "replace", ("n4", "n1", "n2", "n3"), workers=1, handover={0: owner("n0")})
     assert not helpers_in(ask(pipeline(generation=handed)))
 
