@@ -211,7 +211,7 @@ def draw_figures(directory: Path) -> list[Path]:
     for name, path in (("ViT-128/32", "vit.json"), ("BERT-128", "bert.json")):
         # The authors killed a machine 50 iterations after a checkpoint.
         job = replace(parse((PROFILES / path).read_text()), checkpoint_every=100)
-        possible = ways(job)
+        possible = ways(job, helpers="groups")
         chart = space_time(job, possible, choose(possible, job.mtbf_s))
         unit_bytes = {"TiB": 1 << 40, "GiB": 1 << 30}[chart.x_label.rpartition(" ")[2]]
         _, measured, table = FIGURE_11[name]

@@ -16,8 +16,8 @@ from swift_recovery.strategy.profile import Profile, pipelined_s
 
 Name = Literal["replica", "log", "log+parallel", "checkpoint"]
 Helpers = Literal["nobody", "one machine", "groups"]
-"""What is repeated with helpers: nothing; what one machine has lost, as swift-run does it; or what a group has lost,
-too, as in the paper (SWIFT, section 5.2)."""
+"""What is repeated with helpers: nothing; what one machine has lost, as swift-run does it, by as many as pay; or what a
+group has lost, too, by all machines, with all-reduces that take no time, as in the paper (SWIFT, section 5.2)."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Way:
         return self.cost + self.recovery_s / mtbf_s
 
 
-def ways(profile: Profile, budget_bytes: float | None = None, groups: Groups = ()) -> tuple[Way, ...]:
+def ways(
+    profile: Profile, budget_bytes: float | None = None, groups: Groups = (), helpers: Helpers = "one machine"
+) -> tuple[Way, ...]:
     """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit.
-    *groups*: of machines, in place of those that are best for it."""
+    *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel"."""
     log = _log(profile, "log", budget_bytes, groups, "nobody")
-    parallel = _log(profile, "log+parallel", budget_bytes, groups, "one machine")
+    parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers)
     return (_replica(profile), log, parallel, _checkpoint(profile))
 
 
@@ -111,8 +113,21 @@ def log_recovery_s(profile: Profile, groups: Groups, helpers: Helpers = "nobody"
 
 def from_logs_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> float:
     """Of one iteration by a group that was lost: it is repeated as fast as its messages come from logs, at most."""
+    if helpers == "one machine":
+        # As many as pay.
+        most = len(profile.machines) if len(group) == 1 else 1
+        return min(with_helpers_s(profile, group, num_shares) for num_shares in range(1, most + 1))
     fetched_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
     return max(repeat_s(profile, group, helpers), fetched_s)
+
+
+def with_helpers_s(profile: Profile, group: range, num_shares: int) -> float:
+    """As `from_logs_s`, with so many processes in the place of each that was lost."""
+    fetched_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
+    gradient_bytes = max(profile.machines[number].summed_bytes for number in group)
+    # Sums go once along the ring, parameter by parameter, and then to all that did not get them from the ring.
+    added_s = (num_shares - 1) * gradient_bytes / profile.network_bytes_per_s
+    return max(shared_s(profile, group, num_shares), fetched_s) + added_s
 
 
 def _checkpoint(profile: Profile) -> Way:
@@ -135,9 +150,8 @@ def chain_of(profile: Profile) -> Chain:
 
 def repeat_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> float:
     """Of one iteration by a group that was lost, with all its micro-batches one behind the other and no wait for
-    others; with *helpers*, so many times as the group fits into all machines, each with its share of them."""
-    has_some = helpers == "groups" or (helpers == "one machine" and len(group) == 1)
-    return shared_s(profile, group, len(profile.machines) // len(group) if has_some else 1)
+    others; with helpers of "groups", so many times as the group fits into all machines, each with its share of them."""
+    return shared_s(profile, group, len(profile.machines) // len(group) if helpers == "groups" else 1)
 
 
 def shared_s(profile: Profile, group: range, num_shares: int) -> float:
@@ -150,13 +164,13 @@ def shared_s(profile: Profile, group: range, num_shares: int) -> float:
 
 def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
     """How many processes shorten the recovery of that machine: each number is better than all smaller ones. More than
-    there are micro-batches are of no use, and messages come from logs no faster because of them."""
+    there are micro-batches are of no use, messages come from logs no faster because of them, and each one's gradients
+    have to be added."""
     group = range(machine, machine + 1)
-    least_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
     found: list[int] = []
-    best_s = max(shared_s(profile, group, 1), least_s)
+    best_s = with_helpers_s(profile, group, 1)
     for count in range(1, profile.micro_batches):
-        time_s = max(shared_s(profile, group, count + 1), least_s)
+        time_s = with_helpers_s(profile, group, count + 1)
         if time_s < best_s:
             best_s = time_s
             found.append(count)

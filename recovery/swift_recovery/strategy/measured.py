@@ -39,6 +39,7 @@ class RankMeasured:
     - *sees_waits*: else a wait for a message ends before it has come, as on a GPU, and *computation_s* means nothing.
     - *log_written*: bytes, and the seconds that they took, of messages to the log on the node; *log_copied*: of copies
       of the log to a store; *checkpoint_written*: of its part of the checkpoint. (0, 0): none so far.
+    - *gradient_bytes*: of the parameters that are trained.
     - *checkpoint_still_s*: for which training stood still for that. *is_all*: that checkpoint counts; nothing is left
       to be measured.
     """
@@ -58,6 +59,7 @@ class RankMeasured:
     checkpoint_written: tuple[int, float] = (0, 0.0)
     checkpoint_still_s: float = 0.0
     is_all: bool = False
+    gradient_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         sent = {str(rank): num_bytes for rank, num_bytes in self.sent_bytes.items()}
@@ -82,6 +84,7 @@ class RankMeasured:
             **{name: _moved(data.get(name, (0, 0.0))) for name in _MOVED},
             checkpoint_still_s=float(data.get("checkpoint_still_s", 0.0)),
             is_all=bool(data.get("is_all", False)),
+            gradient_bytes=int(data.get("gradient_bytes", 0)),
         )
 
 
@@ -121,6 +124,7 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         Machine(
             computation_s=max(max(one.computation_s for one in of_node), 1e-9),
             state_bytes=float(sum(one.state_bytes for one in of_node)),
+            gradient_bytes=float(sum(one.gradient_bytes for one in of_node)),
             has_replica=all(any(node_of.get(rank) not in (node, None) for rank in one.replicas) for one in of_node),
         )
         for node, of_node in enumerate(nodes)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swift_recovery.planning.plan import Plan
-from swift_recovery.strategy.choose import crossing_bytes, shared_s
+from swift_recovery.strategy.choose import with_helpers_s
 from swift_recovery.strategy.profile import Profile
 
 # Predictions hold within that: less is no reason to give up what survivors have in memory.
@@ -37,8 +37,7 @@ def in_place(profile: Profile, plan: Plan, machine_of: Callable[[int], int], num
     if plan.replays:
         machines = sorted({machine_of(rank) for rank in plan.replays})
         group = range(machines[0], machines[-1] + 1)
-        fetched_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
-        repeated_s = (plan.iteration - plan.checkpoint) * max(shared_s(profile, group, num_shares), fetched_s)
+        repeated_s = (plan.iteration - plan.checkpoint) * with_helpers_s(profile, group, num_shares)
         load_s = profile.load_s if plan.checkpoint else 0.0
         way = "log" if num_shares == 1 else "log+parallel"
         return Predicted(way, profile.replace_s + load_s + repeated_s + profile.iteration_s)

@@ -29,6 +29,7 @@ FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
 MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "computation_s": (0, False, None),
     "state_bytes": (0, True, 0),
+    "gradient_bytes": (0, True, 0),
 }
 _MOST = 1e30
 _WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
@@ -37,11 +38,17 @@ _WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
 @dataclass(frozen=True)
 class Machine:
     """*computation_s*: of one iteration, all its micro-batches together. *state_bytes*: parameters and optimizer state.
-    *has_replica*: another machine holds the same."""
+    *has_replica*: another machine holds the same. *gradient_bytes*: of all its parameters, 0: not known."""
 
     computation_s: float
     state_bytes: float = 0.0
     has_replica: bool = False
+    gradient_bytes: float = 0.0
+
+    @property
+    def summed_bytes(self) -> float:
+        """What helpers add up in an iteration; where it is not known as with Adam, whose state is three times that."""
+        return self.gradient_bytes or self.state_bytes / 3
 
 
 @dataclass(frozen=True)

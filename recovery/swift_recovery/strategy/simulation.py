@@ -76,7 +76,7 @@ def schemes(profile: Profile, snapshot_every: int = 30, scale: int = 1) -> tuple
             Scheme("just-in-time checkpoints, transparent", 0.0, profile.replace_s + again_s),
         ]
     half_s = interval_s / 2
-    for way in ways(profile):
+    for way in ways(profile, helpers="groups"):
         if way.impossible or way.name == "checkpoint":
             continue
         if way.name == "replica":

@@ -111,6 +111,7 @@ class Measuring:
             checkpoint_written=(cost.num_bytes, cost.written_s),
             checkpoint_still_s=cost.still_s,
             is_all=self._has_told_all,
+            gradient_bytes=self._gradient_bytes(),
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
 
@@ -119,6 +120,10 @@ class Measuring:
         state = self._tracked.state
         buffers = [buffer for model in state.models.values() for buffer in model.buffers()]
         return sum(map(_bytes_of, (*state.replicated_tensors(), *buffers)))
+
+    def _gradient_bytes(self) -> int:
+        models = self._tracked.state.models.values()
+        return sum(_bytes_of(one) for model in models for one in model.parameters() if one.requires_grad)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

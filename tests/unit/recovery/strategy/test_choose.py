@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift_recovery.strategy.choose import Way, choose, paying_helpers, repeat_s, shared_s, ways
+from swift_recovery.strategy.choose import Way, choose, paying_helpers, repeat_s, shared_s, ways, with_helpers_s
 from swift_recovery.strategy.profile import Machine, Profile
 
 # Four machines, 8 micro-batches of 1 s each: 11 s for an iteration, of which each machine waits 3.
@@ -27,7 +27,10 @@ def test_a_pipeline_without_replicas() -> None:
     assert by_name["checkpoint"].recovery_s == 20 + 4 + 50 * 11
     # Alone it does not wait for others: 8 s for an iteration.
     assert by_name["log"].recovery_s == 3 + 4 + 50 * 8
-    assert by_name["log+parallel"].recovery_s == 3 + 4 + 50 * 2
+    # With one helper 4 s, and a third of the state is added over the network; with more that takes longer.
+    assert by_name["log+parallel"].recovery_s == pytest.approx(3 + 4 + 50 * (4 + 4 / 3))
+    (as_in_paper,) = (way for way in ways(PIPELINE, helpers="groups") if way.name == "log+parallel")
+    assert as_in_paper.recovery_s == 3 + 4 + 50 * 2
     # Two boundaries, half of what passes each of them, 100 times.
     assert by_name["log"].storage_bytes == 1e9 * 100
     # 1 s for copies, while it waits 3.
@@ -82,9 +85,9 @@ def test_within_a_budget_machines_form_groups() -> None:
     # A group in the middle has two neighbours; each half of the machines helps the other.
     assert repeat_s(PIPELINE, range(2), "groups") == 5.0
     # swift-run has helpers for what one machine has lost only.
-    assert repeat_s(PIPELINE, range(2), "one machine") == 9.0 and repeat_s(PIPELINE, range(1), "one machine") == 2.0
-    (way,) = (way for way in ways(PIPELINE, groups=(range(2), range(2, 3), range(3, 4))) if way.name == "log+parallel")
-    assert way.recovery_s == 3 + 4 + 50 * (9 + 9 + 2 + 2) / 4
+    light = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=1.0),) * 4)
+    (way,) = (way for way in ways(light, groups=(range(2), range(2, 3), range(3, 4))) if way.name == "log+parallel")
+    assert way.recovery_s == pytest.approx(3 + 4 + 50 * (9 + 9 + 2 + 2) / 4)
     assert shared_s(PIPELINE, range(2), 2) == 5.0 and shared_s(PIPELINE, range(2), 1) == 9.0
     assert found(PIPELINE, 0.0)["log"].impossible.startswith("the budget for logs allows no two groups")
 
@@ -99,10 +102,21 @@ def test_the_way_that_wastes_least_is_taken() -> None:
 
 def test_so_many_helpers_pay() -> None:
     """Each number is better than all smaller ones: shares are whole micro-batches, and logs are read so fast only."""
-    assert paying_helpers(PIPELINE, 1) == (1, 2, 3, 7)
-    assert [shared_s(PIPELINE, range(1, 2), count + 1) for count in (0, 1, 2, 3, 6, 7)] == [8, 4, 3, 2, 2, 1]
+    job = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=1e6),) * 4)
+    assert paying_helpers(job, 1) == (1, 2, 3, 7)
+    assert [shared_s(job, range(1, 2), count + 1) for count in (0, 1, 2, 3, 6, 7)] == [8, 4, 3, 2, 2, 1]
     # 3 s for the messages of an iteration; an end of the pipeline has half as many.
-    slow = replace(PIPELINE, network_bytes_per_s=PIPELINE.network_bytes_per_s / 3)
+    slow = replace(job, network_bytes_per_s=PIPELINE.network_bytes_per_s / 3)
     assert (paying_helpers(slow, 1), paying_helpers(slow, 0)) == ((1, 2), (1, 2, 3, 7))
-    assert paying_helpers(replace(PIPELINE, network_bytes_per_s=1.0), 1) == ()
-    assert paying_helpers(replace(PIPELINE, micro_batches=1), 1) == ()
+    assert paying_helpers(replace(job, network_bytes_per_s=1.0), 1) == ()
+    assert paying_helpers(replace(job, micro_batches=1), 1) == ()
+
+
+def test_gradients_that_are_added_for_longer_than_is_computed_do_not_pay() -> None:
+    """Each more process has them sent once more."""
+    times_s = [with_helpers_s(PIPELINE, range(1, 2), count + 1) for count in range(4)]
+    assert times_s == pytest.approx([8, 4 + 4 / 3, 3 + 2 * 4 / 3, 2 + 3 * 4 / 3])
+    assert paying_helpers(PIPELINE, 1) == (1,)
+    large = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=5e9),) * 4)
+    assert paying_helpers(large, 1) == ()
+    assert found(large)["log+parallel"].recovery_s == found(large)["log"].recovery_s

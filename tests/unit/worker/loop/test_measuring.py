@@ -78,6 +78,7 @@ def test_what_the_script_tracks_is_not_asked(monkeypatch: Any) -> None:
     worker.iterations(20)
     found = RankMeasured.from_json(worker.told[0].measured)
     assert found.state_bytes == 2 * 8 + 2 * 8 + 2 * 8 + 8 and other.calls == 0
+    assert found.gradient_bytes == 2 * 8
 
 
 def test_it_is_told_once(monkeypatch: Any) -> None:
@@ -88,7 +89,9 @@ def test_it_is_told_once(monkeypatch: Any) -> None:
     (told,) = worker.told
     assert told.generation == 3 and worker.messages.meter is None
     found = RankMeasured.from_json(told.measured)
-    assert found == RankMeasured(1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True, log_written=(4000, 2.0))
+    assert found == RankMeasured(
+        1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True, log_written=(4000, 2.0), gradient_bytes=10 * 4
+    )
 
 
 def test_time_in_which_others_have_the_core_does_not_count(monkeypatch: Any) -> None:
