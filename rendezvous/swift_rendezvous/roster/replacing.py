@@ -273,7 +273,9 @@ def _most_helpers(view: View, slot: int, num_places: int) -> int:
     if not wanted or (known is not None and known.way != "log+parallel"):
         return 0  # its state comes back in another way
     if wanted != AS_MANY_AS_PAY:
-        return wanted
+        # More processes than micro-batches would have nothing to do.
+        most = known.content.get("micro_batches") if known is not None else None
+        return min(wanted, most - 1) if isinstance(most, int) else wanted
     if known is None or slot >= len(known.helpers):
         return 1
     return max((count for count in known.helpers[slot] if count <= num_places), default=0)

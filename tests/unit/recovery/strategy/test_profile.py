@@ -72,7 +72,8 @@ def test_all_that_is_wrong_is_told(text: str, wrong: list[str]) -> None:
 def test_a_field_that_there_is_not() -> None:
     with pytest.raises(ProfileError, match="bandwidth: no such field; there are boundary_bytes, checkpoint_every"):
         parse(json.dumps({**LEAST, "bandwidth": 1}))
-    with pytest.raises(ProfileError, match=r"machines\[0\].gpus: no such field; there are computation_s, gradient_bytes, has_replica"):
+    there_are = r"machines\[0\].gpus: no such field; there are computation_s, gradient_bytes, has_replica"
+    with pytest.raises(ProfileError, match=there_are):
         parse(json.dumps({**LEAST, "machines": [{"computation_s": 1, "gpus": 8}]}))
 
 

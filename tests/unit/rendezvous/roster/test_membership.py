@@ -720,6 +720,8 @@ def test_as_many_help_as_pay() -> None:
     assert len(helpers_in(ask(pipeline(profile=profile)))) == 7
     assert len(helpers_in(ask(pipeline(profile=profile, spares=())))) == 3
     assert len(helpers_in(ask(pipeline(2, profile=profile)))) == 2
+    few = replace(profile, content={"micro_batches": 4})
+    assert [len(helpers_in(ask(pipeline(9, profile=one)))) for one in (profile, few)] == [8, 3]
     assert not helpers_in(ask(pipeline(profile=profile, failures={2: failure("workers", 2, (0,))})))
     for way in ("replica", "checkpoint"):
         assert not helpers_in(ask(pipeline(2, profile=replace(profile, way=way))))
