@@ -149,14 +149,15 @@ def _shown(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: float
         f"{job.name}: {len(job.machines)} machines, {num_gpus} GPUs, {job.iteration_s:.3g} s for an iteration, "
         f"a machine lost every {_time(job.mtbf_s)}\n"
     ]
-    compared = table("WAY", "RECOVERY", "WITHOUT FAILURES", "STORAGE", "LOST PER DAY", "")
+    compared = table("WAY", "RECOVERY", "OF TWO", "WITHOUT FAILURES", "STORAGE", "LOST PER DAY", "")
     for way in found:
         if way.impossible:
-            add_row(compared, (way.name, None, None, None, None, f"not possible: {way.impossible}"))
+            add_row(compared, (way.name, None, None, None, None, None, f"not possible: {way.impossible}"))
             continue
         lost = _lost(_wasted_per_day(job, way), gpu_hour_cost)
         says = "the best" if way is best else ""
-        add_row(compared, (way.name, _time(way.recovery_s), f"{way.cost:+.2%}", size_of(way.storage_bytes), lost, says))
+        times = _time(way.recovery_s), _time(way.two_s)
+        add_row(compared, (way.name, *times, f"{way.cost:+.2%}", size_of(way.storage_bytes), lost, says))
     shown.append(compared)
     if job.boundary_bytes:
         groups = table("LOG BUDGET", "LOGGED", "A REPEATED ITERATION", "GROUPS OF MACHINES")
@@ -182,7 +183,8 @@ def _to_json(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: flo
         hours = _wasted_per_day(job, way)
         return {
             "name": way.name, "possible": True,
-            "recovery_s": way.recovery_s, "cost": way.cost, "storage_bytes": way.storage_bytes,
+            "recovery_s": way.recovery_s, "worker_s": way.worker_s, "two_s": way.two_s,
+            "cost": way.cost, "storage_bytes": way.storage_bytes,
             "groups": [list(group) for group in way.groups],
             "gpu_hours_lost_per_day": hours,
             "money_lost_per_day": None if gpu_hour_cost is None else hours * gpu_hour_cost,

@@ -302,7 +302,7 @@ def test_on_a_real_job(endpoint: str, store: EtcdStore, tmp_path: Path) -> None:
         assert "Rank 0 sends its state to rank 1." in said or "Rank 1 sends its state to rank 0." in said
         wait_for(lambda: store.get(Keys("real").profile), 30, "what the job was measured to cost")
         strategy = swiftctl(endpoint, "explain", "real", "--strategy").stdout
-        assert strategy.startswith("measured: ") and "  replica: a lost node costs about" in strategy
+        assert strategy.startswith("measured: ") and " for a lost worker, " in strategy
         known = json.loads(swiftctl(endpoint, "explain", "real", "--strategy", "--json").stdout)
         assert known["way"] == "replica" and len(known["profile"]["machines"]) == 2
         stopped = swiftctl(endpoint, "stop", "real", "--why", "the test is over")

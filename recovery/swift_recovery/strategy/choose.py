@@ -7,8 +7,9 @@ It must never call a way possible that would lose an iteration for good.
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from swift_recovery.strategy.grouping import Chain, Groups, alone, optimal
@@ -22,7 +23,8 @@ group has lost, too, by all machines, with all-reduces that take no time, as in 
 
 @dataclass(frozen=True)
 class Way:
-    """One way: *impossible*: why, '' if it is possible. *recovery_s*: expected, for one lost machine. *cost*: of an
+    """One way: *impossible*: why, '' if it is possible. *recovery_s*: expected, for one lost machine; *worker_s*: for
+    one of its workers; *two_s*: for two machines at once, as long as the way is possible then. *cost*: of an
     iteration without failures, as a part of its time. *storage_bytes*: at most, on the machine that needs most.
     *groups*: of machines, where messages are logged between them. *only*: if it is impossible for some machines only,
     those for which it is not; *recovery_s* is that of one of them."""
@@ -34,6 +36,8 @@ class Way:
     storage_bytes: float = 0.0
     groups: Groups = ()
     only: tuple[int, ...] = ()
+    worker_s: float = 0.0
+    two_s: float = 0.0
 
     def wasted(self, mtbf_s: float) -> float:
         """The part of the time that is no progress."""
@@ -47,7 +51,11 @@ def ways(
     *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel"."""
     log = _log(profile, "log", budget_bytes, groups, "nobody")
     parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers)
-    return (_replica(profile), log, parallel, _checkpoint(profile))
+    checkpoint = _checkpoint(profile)
+    found = [_replica(profile), log, parallel]
+    if len(profile.machines) <= 2:  # nobody is left of two
+        found = [replace(way, two_s=checkpoint.two_s) if way.two_s else way for way in found]
+    return (*found, checkpoint)
 
 
 def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:
@@ -65,9 +73,12 @@ def _replica(profile: Profile) -> Way:
     # The interrupted iteration is made again: half of it was done.
     again_s = profile.iteration_s / 2
     recovery_s = profile.replace_s + mean_bytes / profile.network_bytes_per_s + again_s
+    worker_s = profile.replace_s + mean_bytes / profile.gpus_per_machine / profile.network_bytes_per_s + again_s
+    # Two get it from machines of their own.
+    found = Way("replica", "", recovery_s, worker_s=worker_s, two_s=recovery_s)
     if without is None:
-        return Way("replica", "", recovery_s)
-    return Way("replica", f"no other machine holds what machine {without} does", recovery_s, only=only)
+        return found
+    return replace(found, impossible=f"no other machine holds what machine {without} does", only=only)
 
 
 def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Groups, helpers: Helpers) -> Way:
@@ -83,7 +94,10 @@ def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Group
     # Copies are made while the pipeline waits; what does not fit there delays it.
     exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
     cost = exposed_s / profile.iteration_s + _checkpoints(profile)
-    return Way(name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups)
+    two_s = _fixed_s(profile) + profile.checkpoint_every / 2 * _two_from_logs_s(profile, groups)
+    return Way(
+        name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups, worker_s=recovery_s, two_s=two_s
+    )
 
 
 def best_groups(
@@ -108,7 +122,27 @@ def log_recovery_s(profile: Profile, groups: Groups, helpers: Helpers = "nobody"
     """Seconds, expected, for one lost machine, any of them, whose group repeats its iterations from logs (SWIFT,
     sections 5.2 and 5.3)."""
     expected_s = sum(len(group) * from_logs_s(profile, group, helpers) for group in groups) / len(profile.machines)
-    return profile.replace_s + profile.load_s + profile.checkpoint_every / 2 * expected_s
+    return _fixed_s(profile) + profile.checkpoint_every / 2 * expected_s
+
+
+def _fixed_s(profile: Profile) -> float:
+    return profile.replace_s + profile.load_s
+
+
+def _two_from_logs_s(profile: Profile, groups: Groups) -> float:
+    """Of one iteration, expected, where two machines are lost at once, any of them: neighbours repeat together, and
+    nobody helps."""
+    alone_s = [from_logs_s(profile, group) for group in groups]
+    together_s = [from_logs_s(profile, range(one.start, other.stop)) for one, other in itertools.pairwise(groups)]
+    total_s, num_pairs = 0.0, 0
+    for at, group in enumerate(groups):
+        within = len(group) * (len(group) - 1) // 2
+        total_s, num_pairs = total_s + within * alone_s[at], num_pairs + within
+        for to in range(at + 1, len(groups)):
+            pairs = len(group) * len(groups[to])
+            total_s += pairs * (together_s[at] if to == at + 1 else max(alone_s[at], alone_s[to]))
+            num_pairs += pairs
+    return total_s / max(1, num_pairs)
 
 
 def from_logs_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> float:
@@ -133,7 +167,9 @@ def with_helpers_s(profile: Profile, group: range, num_shares: int) -> float:
 def _checkpoint(profile: Profile) -> Way:
     recovery_s = profile.restart_s + profile.load_s + profile.checkpoint_every / 2 * profile.iteration_s
     state_bytes = max(machine.state_bytes for machine in profile.machines)
-    return Way("checkpoint", "", recovery_s, _checkpoints(profile), state_bytes)
+    return Way(
+        "checkpoint", "", recovery_s, _checkpoints(profile), state_bytes, worker_s=recovery_s, two_s=recovery_s
+    )
 
 
 def _checkpoints(profile: Profile) -> float:

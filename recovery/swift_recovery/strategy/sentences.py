@@ -49,7 +49,7 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
     if way.only:
         here, others = _nodes(way.only), _nodes(rest)
         return (
-            f"  {way.name}: a lost node costs about {time_of(way.recovery_s)}: taken for {here}; not possible for "
+            f"  {way.name}: {_lost(way)}: taken for {here}; not possible for "
             f"{others}: {way.impossible}"
         )
     if way.impossible:
@@ -57,11 +57,18 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
     if not job.takes_checkpoints and way.name in ("log", "log+parallel"):
         said = "as long as the job has run, since iteration 0: the script takes no checkpoints (job.checkpoint)"
     else:
-        said = f"a lost node costs about {time_of(way.recovery_s)}"
-        said += f", {way.cost:+.2%} without failures, {size_of(way.storage_bytes)} on the node that needs most"
+        said = _lost(way)
+        said += f"; {way.cost:+.2%} without failures; {size_of(way.storage_bytes)} on a node"
     if way.name == "log+parallel" and not is_taken:
-        said += "; with --strategy log+parallel"
+        said += "; --strategy log+parallel"
     return f"  {way.name}: {said}" + ((f": taken for {_nodes(rest)}" if rest else ": taken") if is_taken else "")
+
+
+def _lost(way: Way) -> str:
+    # Which nodes hold the same is not asked.
+    left = " if they leave a replica" if way.name == "replica" else ""
+    two_s = time_of(way.two_s)
+    return f"{time_of(way.worker_s)} for a lost worker, {time_of(way.recovery_s)} for a node, {two_s} for two{left}"
 
 
 def _nodes(numbers: Sequence[int]) -> str:

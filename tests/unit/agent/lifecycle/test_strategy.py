@@ -110,7 +110,7 @@ def test_what_logs_cost_is_said_of_the_groups() -> None:
     assert log_line(chosen) == log_line(named) != alone and "4.88 KiB" in log_line(chosen) and "9.77 KiB" in alone
     assert any("between groups" in line for line in chosen.lines)  # type: ignore[union-attr]
     assert not any("between groups" in line for line in named.lines)  # type: ignore[union-attr]
-    assert "  log: a lost node" in log_line(decide(job(log_groups=((1, 2),)), "J"))
+    assert " for a lost worker, " in log_line(decide(job(log_groups=((1, 2),)), "J"))
 
 
 def test_a_budget_that_allows_no_two_groups() -> None:
@@ -183,10 +183,10 @@ def test_a_replica_is_taken_for_the_nodes_that_have_one() -> None:
     found = decide(job(measured=mixed), "J")
     assert found is not None and found.way == "checkpoint"
     assert found.lines[1] == (
-        "  replica: a lost node costs about 300 ms: taken for nodes 0-1; not possible for nodes 2-3: no other machine "
-        "holds what machine 2 does"
+        "  replica: 300 ms for a lost worker, 300 ms for a node, 300 ms for two if they leave a replica: taken "
+        "for nodes 0-1; not possible for nodes 2-3: no other machine holds what machine 2 does"
     )
-    assert found.lines[-1].startswith("  checkpoint: a lost node costs") and found.lines[-1].endswith("for nodes 2-3")
+    assert found.lines[-1].startswith("  checkpoint: 6") and found.lines[-1].endswith("for nodes 2-3")
     del mixed[3]
     three = replace(generation(slots=NAMES[:3]), num_workers=1)
     found = decide(job(measured=mixed, generation=three), "J")

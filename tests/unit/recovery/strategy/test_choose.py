@@ -38,6 +38,21 @@ def test_a_pipeline_without_replicas() -> None:
     assert choose(ways(PIPELINE), PIPELINE.mtbf_s).name == "log+parallel"
 
 
+def test_two_lost_machines() -> None:
+    """Neighbours repeat together, with 7 micro-batches behind the first: three of six pairs are."""
+    by_name = found(PIPELINE)
+    assert by_name["log"].two_s == pytest.approx(3 + 4 + 50 * (3 * 9 + 3 * 8) / 6) == by_name["log+parallel"].two_s
+    assert by_name["checkpoint"].two_s == by_name["checkpoint"].worker_s == by_name["checkpoint"].recovery_s
+    # In groups of two they may be of the same one, of neighbours, or not.
+    machines, boundaries = (Machine(8.0, 4e9),) * 6, (1e9,) * 5
+    six = replace(PIPELINE, machines=machines, boundary_bytes=boundaries)
+    (way,) = (way for way in ways(six, groups=(range(2), range(2, 4), range(4, 6))) if way.name == "log")
+    assert way.two_s == pytest.approx(3 + 4 + 50 * (3 * 9 + 8 * 11 + 4 * 9) / 15)
+    # Of two machines nobody is left.
+    pair = found(replace(PIPELINE, machines=machines[:2], boundary_bytes=boundaries[:1]))
+    assert pair["log"].two_s == pair["checkpoint"].recovery_s and pair["replica"].two_s == 0.0
+
+
 def test_copies_that_do_not_fit_into_the_bubble_take_time() -> None:
     slow = replace(PIPELINE, log_bytes_per_s=1e9 / 5)
     assert found(slow)["log"].cost == pytest.approx(2 / 1100 + (5 - 3) / 11)
@@ -64,7 +79,8 @@ def test_groups_are_chosen_by_how_fast_their_logs_come_too() -> None:
 
 def test_replicas_are_taken_where_there_are_some() -> None:
     replicated = replace(PIPELINE, machines=(Machine(8.0, 4e9, has_replica=True),) * 4)
-    assert found(replicated)["replica"] == Way("replica", "", 3 + 4 + 11 / 2)
+    recovery_s = 3 + 4 + 11 / 2
+    assert found(replicated)["replica"] == Way("replica", "", recovery_s, worker_s=3 + 4 / 8 + 11 / 2, two_s=recovery_s)
     assert choose(ways(replicated), replicated.mtbf_s).name == "replica"
     one = replace(replicated, machines=(*replicated.machines[:2], Machine(8.0, 4e9), replicated.machines[3]))
     assert found(one)["replica"].impossible == "no other machine holds what machine 2 does"
