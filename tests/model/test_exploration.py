@@ -213,7 +213,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
         lambda: joining_again(faults=1, kinds=("part",)),
         "n1 ends the last worker that holds the state"),
     "who is given up for what it said takes its place again": (
-        machine, "reconcile", "for o in absent(view).values()",
+        machine, "_reconcile", "for o in absent(view).values()",
         "for s, o in enumerate(generation.slots if generation else ()) if s not in view.failures",
         lambda: joining(faults=1, kinds=("part",), ordered=False),
         "it can go round for ever without a failure"),

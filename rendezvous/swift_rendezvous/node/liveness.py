@@ -302,7 +302,7 @@ class Liveness:
             self._suspect(Suspect(peer.incarnation, why, peer.silence.heard_s, was_closed=True))
             return
         if data:
-            peer.silence = peer.silence.broken(self._heard())
+            peer.silence = peer.silence.broken(self._heard(unasked=True))
             if _GOODBYE in data:
                 peer.said_goodbye = True
                 with self._lock:
@@ -356,11 +356,11 @@ class Liveness:
         if loss is not None:
             self._on_lost(loss.incarnation, loss.evidence, loss.is_dead)
 
-    def _heard(self, was_there: bool = False) -> float:
-        """Somebody gives a sign of life; when."""
+    def _heard(self, was_there: bool = False, unasked: bool = False) -> float:
+        """Somebody gives a sign of life; when. See `suspicion.Line.heard`."""
         with self._lock:
             now_s = time.monotonic()
-            self._suspicion.on_sign(now_s, was_there)
+            self._suspicion.on_sign(now_s, was_there, unasked)
         return now_s
 
     def _answer_of(self, node: NodeRecord) -> Answer:

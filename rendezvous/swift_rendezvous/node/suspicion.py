@@ -118,10 +118,18 @@ class Line:
     def asked(self, now_s: float) -> Line:
         return self if self.is_asking else replace(self, asked_s=now_s)
 
-    def heard(self, now_s: float, limits: Limits, was_there: bool = False) -> Line:
-        """A peer, or the store, gives a sign of life. *was_there*: and would have done so before."""
-        # What was asked answers at once, unless the line was cut; else all that speak unasked were merely silent.
-        since_s, longest_s = (self.asked_s, AT_ONCE_S) if self.is_asking else (self.life_s, limits.silence_s)
+    def heard(self, now_s: float, limits: Limits, was_there: bool = False, unasked: bool = False) -> Line:
+        """A peer, or the store, gives a sign of life. *was_there*: and would have done so before. *unasked*: it is a
+        peer that speaks by itself."""
+        # What was asked answers at once, unless the line was cut; else all that speak unasked were merely silent. A
+        # peer that speaks first, while the store still owes its answer, may be what a shorter cut had swallowed: the
+        # next heartbeat has TCP send that again sooner.
+        if not self.is_asking:
+            since_s, longest_s = self.life_s, limits.silence_s
+        elif unasked:
+            since_s, longest_s = self.life_s, limits.alone_s
+        else:
+            since_s, longest_s = self.asked_s, AT_ONCE_S
         is_back = not was_there and now_s - since_s > longest_s
         return replace(self, life_s=now_s, back_s=now_s if is_back else self.back_s)
 
@@ -228,9 +236,9 @@ class Suspicion:
 
     # ---- this node's own line ----
 
-    def on_sign(self, now_s: float, was_there: bool = False) -> None:
+    def on_sign(self, now_s: float, was_there: bool = False, unasked: bool = False) -> None:
         """A sign of life; see `Line.heard`."""
-        self.line = self.line.heard(now_s, self._limits, was_there)
+        self.line = self.line.heard(now_s, self._limits, was_there, unasked)
 
     def doubt_due_s(self, is_watching: bool) -> float | None:
         """When the store is to be asked if all stay silent; None: never. *is_watching*: there are peers to be heard."""

@@ -121,6 +121,37 @@ def test_whether_the_line_was_cut_and_is_back(line: Line, now_s: float, was_ther
     assert not heard.is_asking
 
 
+@pytest.mark.parametrize(
+    ("line", "now_s", "is_back"),
+    [
+        (Line(10.0, asked_s=10.15), 10.19, False),  # the answer of the store is only a moment behind
+        (Line(10.0, asked_s=10.15), 10.26, True),
+        (Line(10.0, asked_s=10.25), 10.26, True),  # this process could not run: asked late it knows no better
+        (Line(10.0, asked_s=9.0), 10.3, False),
+    ],
+)
+def test_a_peer_that_speaks_before_the_store_answers_may_have_been_cut_off(
+    line: Line, now_s: float, is_back: bool
+) -> None:
+    heard = line.heard(now_s, LIMITS, unasked=True)
+    assert heard == replace(line, life_s=now_s, back_s=now_s if is_back else line.back_s)
+
+
+def test_who_was_cut_off_for_less_than_a_silence_waits_for_all_to_be_found_again() -> None:
+    """The cable is out for 0.25 s; one peer is heard as it is back, the way to the other one is found a second later.
+    """
+    suspicion = watching(can_ask=True)
+    suspicion.on_sign(10.0)
+    assert suspicion.doubts(10.15, True)
+    suspicion.on_sign(10.3, unasked=True)
+    inquiry = begun(suspicion, Suspect(B, "silent", 10.0))
+    assert suspicion.next_step(inquiry, 10.4) == "probe"
+    inquiry.answer = SILENT
+    assert suspicion.next_step(inquiry, 10.6) == "probe"
+    inquiry.answer = LIVES
+    assert suspicion.next_step(inquiry, 11.3) == "end" and suspicion.judge(inquiry) is None
+
+
 def test_somebody_is_asked_once_in_a_silence_of_all() -> None:
     suspicion = watching(can_ask=True)
     due_s = 10.0 + LIMITS.doubt_s
