@@ -50,14 +50,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a record stands in the history of the store; what a guarded write compares with."""
-
-    mod_revision: int = 0
-    create_revision: int = 0
-
-
-@dataclass(frozen=True)
 class Damaged:
     """What is stored in the place of a record. *revision*: of that, 0 where there is nothing: the agent that writes it
     again compares with it. *why*: goes on from "the record NAME"."""

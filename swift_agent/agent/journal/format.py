@@ -9,8 +9,8 @@
     {"plan": {...}, "of": "view" | "decision"}             one call of the planner: on the view of the last decision,
                                                            or on the generation that the last decision publishes
 
-Records are written as `swift_rendezvous.roster.records` writes them, with secrets hidden. This module must never open a
-file or decide anything.
+Records are written as `swift_rendezvous.codec` writes them: none holds a secret. This module must never open a file or
+decide anything.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import math
 import os
 import queue
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,9 +78,8 @@ class Journal:
         self._fd, self.path = fd, path
         self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._ended = False
-        # The writer's own: number -> view, the newest last.
-        self._views: OrderedDict[int, View] = OrderedDict({0: View()})
-        self._last_number = 0
+        # The writer's own: the last views that were introduced, the newest last, which has this number.
+        self._views, self._number = deque([View()], maxlen=NUM_VIEWS_KEPT), 0
         self._put(lambda: [dict(header)])
         self._thread = thread("swift-journal", self._run, only_logged)
         start(self._thread)
@@ -154,22 +153,20 @@ class Journal:
             line = line[os.write(self._fd, line) :]
 
     def _event(self, event: msg.Event, now_s: float, commands: tuple[cmd.Command, ...]) -> list[dict[str, Any]]:
-        lines, number = self._number(event.view) if isinstance(event, msg.ViewChanged) else ([], None)
+        lines, number = self._introduce(event.view) if isinstance(event, msg.ViewChanged) else ([], None)
         return [*lines, event_line(event, now_s, commands, number)]
 
     def _decided(self, view: View, asked: Mapping[str, Any], decision: Decision) -> list[dict[str, Any]]:
-        lines, number = self._number(view)
+        lines, number = self._introduce(view)
         return [*lines, {"decision": decision_plain(decision), "view": number, **asked}]
 
-    def _number(self, view: View) -> tuple[list[dict[str, Any]], int]:
+    def _introduce(self, view: View) -> tuple[list[dict[str, Any]], int]:
         """The number of *view*, and the line that introduces it unless it was introduced lately. The loop and the
         coordinator look at the same views, not always in the same order."""
-        for number in reversed(self._views):
-            if self._views[number] is view:
-                return [], number
-        newest = self._views[self._last_number]
-        self._last_number += 1
-        self._views[self._last_number] = view
-        if len(self._views) > NUM_VIEWS_KEPT:
-            self._views.popitem(last=False)
-        return [{"view": self._last_number, "changes": view_changes(newest, view)}], self._last_number
+        for before, known in enumerate(reversed(self._views)):
+            if known is view:
+                return [], self._number - before
+        changes = view_changes(self._views[-1], view)
+        self._views.append(view)
+        self._number += 1
+        return [{"view": self._number, "changes": changes}], self._number
