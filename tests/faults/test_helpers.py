@@ -217,7 +217,7 @@ def test_random_moments(
             "--strategy", "log+parallel", "--helpers", "2", "--spares", "1",
             *(("--log-groups", groups) if groups else ()),
         ),
-        orders={"schedule": "Schedule1F1B", "iterations": 40, "pace_s": 0.2, "checkpoint": 15, "patient": True},
+        orders={"schedule": "Schedule1F1B", "iterations": 70, "pace_s": 0.2, "checkpoint": 15, "patient": True},
     )  # fmt: skip
     for node in "abcde":
         agents.start(node)
@@ -229,7 +229,7 @@ def test_random_moments(
             assert time.monotonic() < deadline_s, agents.outcome(0).text()
             time.sleep(0.02)
         time.sleep(choose.uniform(0.0, 0.6))
-        rank = choose.randrange(4)
+        rank = choose.choice([2, 3]) if groups and number % 3 == 0 else choose.randrange(4)  # groups have no helpers
         process = started_process(agents.directory, rank)
         if process is not None:
             process.kill()
@@ -237,12 +237,13 @@ def test_random_moments(
         if number % 3 == 0:
             helper = a_helper(agents, rank)
             if helper is not None:
-                num_helpers += 1
                 time.sleep(choose.uniform(0.0, 0.3))
-                helper.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has done its share
+                    helper.kill()
+                    num_helpers += 1
     (agents.directory / "free").touch()
     outcome = agents.wait()
-    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=40), 40)
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=70), 70)
     assert SHARED in outcome.text() and num_helpers
 
 
