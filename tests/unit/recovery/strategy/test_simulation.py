@@ -97,11 +97,24 @@ def test_the_schemes_of_a_job() -> None:
     assert names == [
         "global checkpoints", "global checkpoints, as often as pays", "CheckFreq-like snapshots",
         "Elastic-Horovod-like snapshots", "SWIFT, logs", "SWIFT, logs and parallel recovery",
+        "swift-agent, logs", "swift-agent, logs and helpers",
     ]  # fmt: skip
     replicated = replace(vit(), machines=(Machine(1.0, 1e9, True),) * 4, boundary_bytes=())
     assert [scheme.name for scheme in schemes(replicated)][4:] == [
         "just-in-time checkpoints, by the script", "just-in-time checkpoints, transparent", "SWIFT, replicas",
+        "swift-agent, replicas",
     ]  # fmt: skip
+
+
+def test_this_product_as_measured() -> None:
+    """It replaces a machine sooner than the profile of the paper has it, and adds gradients over the network."""
+    found = {scheme.name: scheme for scheme in schemes(vit())}
+    logs, helped = found["swift-agent, logs"], found["swift-agent, logs and helpers"]
+    assert logs.recovery_s < found["SWIFT, logs"].recovery_s and logs.repeats == found["SWIFT, logs"].repeats
+    assert found["SWIFT, logs and parallel recovery"].repeats < helped.repeats < logs.repeats
+    heavy = replace(vit(), machines=tuple(replace(one, gradient_bytes=1e12) for one in vit().machines))
+    found = {scheme.name: scheme for scheme in schemes(heavy)}
+    assert found["swift-agent, logs and helpers"].repeats == found["swift-agent, logs"].repeats
 
 
 def test_checkpoints_that_come_as_often_as_they_pay_waste_least() -> None:
