@@ -32,6 +32,7 @@ from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
 from swift_agent.wire import messages as wire
 from swift_agent.wire.environment import Placement, run_name, share_of
+from swift_recovery.strategy.predict import learned
 from swift_recovery.transfer import node_file
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
@@ -188,8 +189,8 @@ class Executor:
         )
         seconds = None if predicted is None else predicted.seconds
         self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time(), seconds))
-        if view.profile is not None and (error := strategy.error_of(view, phases["total"])):
-            corrected = replace(view.profile, errors={**view.profile.errors, **error})
+        if view.profile is not None and (errors := strategy.errors_of(view, phases)):
+            corrected = replace(view.profile, errors=learned(view.profile.errors, errors))
             self._write(transactions.profiled(self._keys, view, self._presence().me, corrected))
 
     def measured(self, view: View, acting: bool) -> None:

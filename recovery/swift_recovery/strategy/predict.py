@@ -17,16 +17,49 @@ from swift_recovery.strategy.profile import Profile
 MARGIN = 1.5
 
 
+# What was predicted worse than that says nothing about the next time.
+_MOST_ERROR = 20.0
+
+
 @dataclass(frozen=True)
 class Predicted:
-    """*way*: by which the state comes back, see `choose.Way`. *seconds*: of the whole recovery."""
+    """*way*: by which the state comes back, see `choose.Way`. *repeated_s*: of iterations that are made once more;
+    *fixed_s*: of all else in the recovery."""
 
     way: str
-    seconds: float
+    fixed_s: float
+    repeated_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.fixed_s + self.repeated_s
 
     def corrected(self, errors: Mapping[str, float]) -> Predicted:
-        """*errors*: by way, how many times as long as predicted the last one took."""
-        return Predicted(self.way, self.seconds * errors.get(self.way, 1.0))
+        """*errors*: what `errors_of` gave after recoveries by the same way."""
+        fixed, repeated = (errors.get(name, 1.0) for name in _names(self.way))
+        return Predicted(self.way, self.fixed_s * fixed, self.repeated_s * repeated)
+
+    def errors_of(self, took_s: float, repeated_s: float) -> dict[str, float]:
+        """How many times as long as predicted a recovery took, for both of its parts: each has errors of its own, and
+        the next recovery may have to repeat many more iterations."""
+        fixed, repeated = _names(self.way)
+        found = {fixed: _ratio(took_s - repeated_s, self.fixed_s)}
+        if self.repeated_s > 0 and repeated_s > 0:
+            found[repeated] = _ratio(repeated_s, self.repeated_s)
+        return found
+
+
+def learned(errors: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
+    """*errors* after a recovery that gave *found*. Those of a way that was not taken fade: it is tried again."""
+    return {name: value**0.5 for name, value in errors.items()} | dict(found)
+
+
+def _names(way: str) -> tuple[str, str]:
+    return way, f"{way}, an iteration"
+
+
+def _ratio(took_s: float, said_s: float) -> float:
+    return min(max(took_s / said_s, 1 / _MOST_ERROR), _MOST_ERROR)
 
 
 def in_place(profile: Profile, plan: Plan, machine_of: Callable[[int], int], num_shares: int = 1) -> Predicted | None:
@@ -37,17 +70,18 @@ def in_place(profile: Profile, plan: Plan, machine_of: Callable[[int], int], num
     if plan.replays:
         machines = sorted({machine_of(rank) for rank in plan.replays})
         group = range(machines[0], machines[-1] + 1)
-        repeated_s = (plan.iteration - plan.checkpoint) * with_helpers_s(profile, group, num_shares)
         load_s = profile.load_s if plan.checkpoint else 0.0
+        repeated_s = (plan.iteration - plan.checkpoint) * with_helpers_s(profile, group, num_shares)
         way = "log" if num_shares == 1 else "log+parallel"
-        return Predicted(way, profile.replace_s + load_s + repeated_s + profile.iteration_s)
+        return Predicted(way, profile.replace_s + load_s + profile.iteration_s, repeated_s)
     moved = max((profile.machines[machine_of(rank)].state_bytes for rank in plan.sources), default=0.0)
     return Predicted("replica", profile.replace_s + moved / profile.network_bytes_per_s + profile.iteration_s)
 
 
 def rollback(profile: Profile, num_iterations: int) -> Predicted:
     """All workers restart from a checkpoint, and make so many iterations once more, and the one that was cut."""
-    return Predicted("checkpoint", profile.restart_s + profile.load_s + (num_iterations + 1) * profile.iteration_s)
+    fixed_s = profile.restart_s + profile.load_s + profile.iteration_s
+    return Predicted("checkpoint", fixed_s, num_iterations * profile.iteration_s)
 
 
 def is_sooner(rolled_back: Predicted, kept: Predicted) -> bool:

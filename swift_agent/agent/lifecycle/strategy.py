@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from swift_agent.agent.lifecycle.helping import helpers_for
@@ -20,9 +21,6 @@ from swift_recovery.strategy.predict import Predicted, in_place, is_sooner, roll
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
-
-# What was predicted worse than that says nothing about the next time.
-_MOST_ERROR = 20.0
 
 
 def decide(view: View, job_id: str) -> ProfileRecord | None:
@@ -113,11 +111,11 @@ def predicted(view: View) -> Predicted | None:
     return None if found is None or known is None else found.corrected(known.errors)
 
 
-def error_of(view: View, took_s: float) -> dict[str, float]:
-    """By way, how many times as long as predicted the recovery of the current generation took; {} where nothing was
-    known."""
+def errors_of(view: View, phases_s: Mapping[str, float]) -> dict[str, float]:
+    """What the recovery of the current generation says of the next predictions; {} where nothing was known."""
     found = _uncorrected(view)
-    return {} if found is None else {found.way: min(max(took_s / found.seconds, 1 / _MOST_ERROR), _MOST_ERROR)}
+    repeated_s = phases_s.get("logs", 0.0) + phases_s.get("replay", 0.0)
+    return {} if found is None else found.errors_of(phases_s["total"], repeated_s)
 
 
 def _uncorrected(view: View) -> Predicted | None:

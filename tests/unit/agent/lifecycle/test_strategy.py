@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from swift_agent.agent.lifecycle.strategy import decide, error_of, predicted, refine, weigh
+from swift_agent.agent.lifecycle.strategy import decide, errors_of, predicted, refine, weigh
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
+from swift_recovery.strategy.predict import learned
 from swift_recovery.strategy.profile import parse
 from swift_rendezvous.roster.records import Helper, JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
 from swift_rendezvous.roster.view import View
@@ -166,12 +167,33 @@ def test_the_next_prediction_is_corrected_by_the_last_error() -> None:
     here = job(profile=decide(job(), "J"), plan=PlanRecord(1, plan.to_json(), "w"))
     first = predicted(here)
     assert first is not None and first.way == "replica"
-    errors = error_of(here, 3 * first.seconds)
+    errors = errors_of(here, {"total": 3 * first.seconds})
     assert errors == {"replica": pytest.approx(3.0)}
     again = predicted(with_errors(here, errors))
     assert again is not None and again.seconds == pytest.approx(3 * first.seconds)
-    assert error_of(here, 1e6) == {"replica": 20.0} and error_of(job(), 1.0) == {}
+    assert errors_of(here, {"total": 1e6}) == {"replica": 20.0} and errors_of(job(), {"total": 1.0}) == {}
     assert predicted(with_errors(here, {"log": 5.0})) == first
+    # A way that is not taken any more because it was slow once is tried again some time.
+    assert learned({"log": 16.0, "replica": 3.0}, errors) == {"log": 4.0, **errors}
+
+
+def test_what_is_repeated_has_an_error_of_its_own() -> None:
+    """After a recovery that had little to repeat comes one with much."""
+    known = decide(job(), "J")
+
+    def of(iteration: int, errors: dict[str, float]) -> View:
+        plan = Plan("copy", "w", iteration, replays=(1,), checkpoint=10)
+        return with_errors(job(profile=known, plan=PlanRecord(1, plan.to_json(), "w")), errors)
+
+    short = predicted(of(12, {}))
+    assert short is not None and short.repeated_s == pytest.approx(2 * 0.07)
+    phases = {"logs": 0.02, "replay": 0.19, "total": 4 * short.fixed_s + 0.21}
+    errors = errors_of(of(12, {}), phases)
+    assert errors == {"log": pytest.approx(4.0), "log, an iteration": pytest.approx(1.5)}
+    long = predicted(of(110, errors))
+    assert long is not None and long.seconds == pytest.approx(4 * short.fixed_s + 1.5 * 100 * 0.07)
+    # Of one that has repeated nothing nothing is learned of that.
+    assert errors_of(of(10, {}), {"total": 1.0}).keys() == {"log"}
 
 
 def test_a_replica_is_taken_for_the_nodes_that_have_one() -> None:
@@ -209,7 +231,7 @@ def test_to_restart_all_is_chosen_where_it_should_be_much_sooner() -> None:
     said = "w; that should take 700 ms; if all workers restarted, 6.6 s"
     kept = weighed(plan)
     assert kept.kind == "copy" and kept.why == said and replace(kept, why="w") == plan
-    slow = replace(decide(job(), "J"), errors={"log": 20.0})  # type: ignore[type-var]
+    slow = replace(decide(job(), "J"), errors={"log, an iteration": 40.0})  # type: ignore[type-var]
     back = weigh(replace(job(), profile=slow), plan)
     assert back.kind == "restart" and back.why == (
         "to repeat from logs what ranks [1] have lost should take 14 s, "
@@ -218,13 +240,13 @@ def test_to_restart_all_is_chosen_where_it_should_be_much_sooner() -> None:
     from_0 = weigh(replace(job(), profile=slow), replace(plan, iteration=5, checkpoint=0))
     assert "to begin again with iteration 0 6.6 s" in from_0.why
     # What has failed once is not believed to be worse for ever, and a little sooner is no reason.
-    nearly = replace(slow, errors={"log": 10.0})
+    nearly = replace(slow, errors={"log, an iteration": 20.0})
     assert weigh(replace(job(), profile=nearly), plan).kind == "copy"
 
 
 def test_nothing_is_weighed_where_nothing_may_be_chosen() -> None:
     plan = Plan("copy", "w", 15, replays=(1,), checkpoint=10)
-    slow = replace(decide(job(), "J"), errors={"log": 20.0})  # type: ignore[type-var]
+    slow = replace(decide(job(), "J"), errors={"log, an iteration": 40.0})  # type: ignore[type-var]
     assert weigh(replace(job(strategy="log"), profile=slow), plan).kind == "copy"
     assert weigh(job(), plan) == plan  # not measured yet
     copies = Plan("copy", "w", 15, sources={1: 0})

@@ -41,10 +41,10 @@ class Worker:
     def send(self, message: msg.Measured) -> None:
         self.told.append(message)
 
-    def iterations(self, num: int) -> None:
+    def iterations(self, num: int, takes_s: float = 1.0) -> None:
         for _ in range(num):
             self.measuring.begin()
-            self.now_s += 1.0
+            self.now_s += takes_s
             if self.messages.meter is not None:
                 self.messages.meter.waited_s += 0.25
                 self.messages.meter.sent(2, 600)
@@ -137,6 +137,18 @@ def test_a_checkpoint_is_told_once_when_there_is_one(monkeypatch: Any) -> None:
     assert not first.is_all and second == replace(
         first, checkpoint_written=(300, 0.5), checkpoint_still_s=0.01, is_all=True
     )
+
+
+def test_iterations_that_take_less_later_count(monkeypatch: Any) -> None:
+    """The first ones share the node with standbys that are being made; later ones may have pauses between them."""
+    for takes_s, iteration_s in ((0.1, 0.6), (3.0, 1.5)):
+        worker = Worker(monkeypatch)
+        worker.iterations(SKIPPED + NUM_MEASURED)
+        worker.iterations(20, takes_s)
+        worker.costs.append(Cost(300, 0.5, 0.01))
+        worker.iterations(2, takes_s)
+        first, second = (RankMeasured.from_json(one.measured) for one in worker.told)
+        assert first.iteration_s == 1.5 and abs(second.iteration_s - iteration_s) < 1e-9
 
 
 def test_copies_of_logs_are_waited_for_until_the_second_checkpoint(monkeypatch: Any) -> None:
