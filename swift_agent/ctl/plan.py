@@ -156,7 +156,7 @@ def _shown(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: float
             continue
         lost = _lost(_wasted_per_day(job, way), gpu_hour_cost)
         says = "the best" if way is best else ""
-        times = _time(way.recovery_s), _time(way.two_s)
+        times = _time(way.recovery_s), _time(way.two_s) if way.two_s else None
         add_row(compared, (way.name, *times, f"{way.cost:+.2%}", size_of(way.storage_bytes), lost, says))
     shown.append(compared)
     if job.boundary_bytes:

@@ -153,7 +153,7 @@ def test_groups_are_chosen_for_a_budget(run: Start, undisturbed_pipelines: Refer
     assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=30), 30)
     assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {2, 3}, text
     assert "messages are logged between groups of nodes only, from the next iteration on: 0-1 2-3" in text
-    assert "replica: not possible: no other machine holds what machine 0 does" in text
+    assert "replica: not possible: no other node holds what node 0 does" in text
     assert re.search(r"  log: .* for a lost worker, .* for two; .*: taken\n", text) and "ms were predicted)" in text
     measured = parse((outcome.directory / "measured.json").read_text())
     assert len(measured.machines) == 4 and len(measured.boundary_bytes) == 3 and measured.checkpoint_every == 5

@@ -23,11 +23,15 @@ group has lost, too, by all machines, with all-reduces that take no time, as in 
 
 @dataclass(frozen=True)
 class Way:
-    """One way: *impossible*: why, '' if it is possible. *recovery_s*: expected, for one lost machine; *worker_s*: for
-    one of its workers; *two_s*: for two machines at once, as long as the way is possible then. *cost*: of an
-    iteration without failures, as a part of its time. *storage_bytes*: at most, on the machine that needs most.
-    *groups*: of machines, where messages are logged between them. *only*: if it is impossible for some machines only,
-    those for which it is not; *recovery_s* is that of one of them."""
+    """One way.
+
+    - *impossible*: why, '' if it is possible. *only*: if it is impossible for some machines, those for which it is not.
+    - *recovery_s*: expected, for one lost machine; *worker_s*: for one of its workers; *two_s*: for two machines at
+      once, as long as the way is possible then, 0 if there are no more.
+    - *cost*: of an iteration without failures, as a part of its time.
+    - *storage_bytes*: at most, on the machine that needs most.
+    - *groups*: of machines, where messages are logged between them.
+    """
 
     name: Name
     impossible: str
@@ -51,11 +55,10 @@ def ways(
     *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel"."""
     log = _log(profile, "log", budget_bytes, groups, "nobody")
     parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers)
-    checkpoint = _checkpoint(profile)
-    found = [_replica(profile), log, parallel]
+    found = [_replica(profile), log, parallel, _checkpoint(profile)]
     if len(profile.machines) <= 2:  # nobody is left of two
-        found = [replace(way, two_s=checkpoint.two_s) if way.two_s else way for way in found]
-    return (*found, checkpoint)
+        found = [replace(way, two_s=0.0) for way in found]
+    return tuple(found)
 
 
 def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:

@@ -50,10 +50,10 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
         here, others = _nodes(way.only), _nodes(rest)
         return (
             f"  {way.name}: {_lost(way)}: taken for {here}; not possible for "
-            f"{others}: {way.impossible}"
+            f"{others}: {_why_not(way)}"
         )
     if way.impossible:
-        return f"  {way.name}: not possible: {way.impossible}"
+        return f"  {way.name}: not possible: {_why_not(way)}"
     if not job.takes_checkpoints and way.name in ("log", "log+parallel"):
         said = "as long as the job has run, since iteration 0: the script takes no checkpoints (job.checkpoint)"
     else:
@@ -67,8 +67,13 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
 def _lost(way: Way) -> str:
     # Which nodes hold the same is not asked.
     left = " if they leave a replica" if way.name == "replica" else ""
-    two_s = time_of(way.two_s)
-    return f"{time_of(way.worker_s)} for a lost worker, {time_of(way.recovery_s)} for a node, {two_s} for two{left}"
+    two = f", {time_of(way.two_s)} for two{left}" if way.two_s else ""
+    return f"{time_of(way.worker_s)} for a lost worker, {time_of(way.recovery_s)} for a node{two}"
+
+
+def _why_not(way: Way) -> str:
+    """A job has nodes where a profile has machines."""
+    return way.impossible.replace("machine", "node")
 
 
 def _nodes(numbers: Sequence[int]) -> str:

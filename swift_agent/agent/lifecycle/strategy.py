@@ -176,12 +176,12 @@ def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
     """What a profile cannot say: what this script does, and what it was told."""
     if way.name in ("log", "log+parallel") and wanted in ("replica", "checkpoint"):
         return Way(way.name, f"no messages are logged, as --strategy {wanted} has it")
+    if way.name in ("log", "log+parallel") and not logs:
+        return Way(way.name, "messages are not logged in this job: stages of a pipeline without replicas do so")
     if way.impossible:
         return way
     if way.name == "checkpoint" and not job.takes_checkpoints:
         return Way(way.name, "the script takes none (job.checkpoint): all workers would start over")
-    if way.name in ("log", "log+parallel") and not logs:
-        return Way(way.name, "messages are not logged in this job")
     return way
 
 

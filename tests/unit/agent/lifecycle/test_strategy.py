@@ -206,7 +206,7 @@ def test_a_replica_is_taken_for_the_nodes_that_have_one() -> None:
     assert found is not None and found.way == "checkpoint"
     assert found.lines[1] == (
         "  replica: 300 ms for a lost worker, 300 ms for a node, 300 ms for two if they leave a replica: taken "
-        "for nodes 0-1; not possible for nodes 2-3: no other machine holds what machine 2 does"
+        "for nodes 0-1; not possible for nodes 2-3: no other node holds what node 2 does"
     )
     assert found.lines[-1].startswith("  checkpoint: 6") and found.lines[-1].endswith("for nodes 2-3")
     del mixed[3]

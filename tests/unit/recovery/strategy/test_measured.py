@@ -146,7 +146,7 @@ def test_lines_for_people() -> None:
     assert said[0].startswith("measured: 1 s for an iteration, 100 B of state on a node, 5.86 KiB of messages")
     assert "assumed: a network of 1.16 GiB/s" in said[0]
     assert [line for line in said if line.endswith(": taken")] == [said[2]] and "for two" in said[2]
-    assert said[1] == "  replica: not possible: no other machine holds what machine 0 does"
+    assert said[1] == "  replica: not possible: no other node holds what node 0 does"
     assert said[3].endswith("; --strategy log+parallel")
     parallel = lines(job, ways(job.profile), "log+parallel", ())
     assert parallel[3].endswith(": taken") and "--strategy" not in parallel[3]
