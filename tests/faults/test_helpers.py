@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.etcd_cluster import wait_for
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, begun
 from tests.support.pipelines import started as started_process
@@ -160,6 +162,36 @@ def test_another_stage_dies_meanwhile(run: Start, undisturbed_pipelines: Referen
     outcome = run(faults, helpers=1, spares=2)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1, 3})
     assert outcome.fired == {0, 1, 2, 3}, outcome.text()
+
+
+def test_ctrl_c_while_helpers_repeat(make_agents: Callable[..., Agents]) -> None:
+    """Of one agent: the job ends, and so do helpers on a spare and beside a survivor."""
+    faults = [
+        {"at": "forward", "iteration": 8, "rank": 1, "scope": "worker"},
+        {"at": "exchanges", "rank": 1, "scope": "wait"},  # the replacement stands still, and its helpers wait
+    ]
+    agents = make_agents(
+        num_nodes=4, num_workers=1, max_restarts=20, script=SCRIPT,
+        orders={"faults": faults, "schedule": "Schedule1F1B"},
+        options=("--strategy", "log+parallel", "--helpers", "2", "--spares", "1"),
+    )  # fmt: skip
+    for node in "abcde":
+        agents.start(node)
+    found: dict[int, psutil.Process] = {}
+
+    def both() -> bool:
+        path = agents.directory / "helper.pids.1"
+        for pid in map(int, path.read_text().split() if path.exists() else []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.setdefault(pid, psutil.Process(pid))
+        return len(found) == 2 and SHARED in agents.outcome(0).text()
+
+    wait_for(both, 60.0, "two helpers that repeat iterations")
+    agents.running["a"].send_signal(signal.SIGINT)
+    outcome = agents.wait(45)
+    assert set(outcome.exit_codes.values()) == {1} and "SIGINT" in outcome.text(), outcome.text()
+    _, alive = psutil.wait_procs(list(found.values()), timeout=10.0)
+    assert not alive, outcome.text()
 
 
 def test_what_cannot_be_shared_is_repeated_alone(run: Start, undisturbed_pipelines: References) -> None:
