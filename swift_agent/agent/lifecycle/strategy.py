@@ -115,7 +115,9 @@ def errors_of(view: View, phases_s: Mapping[str, float]) -> dict[str, float]:
     """What the recovery of the current generation says of the next predictions; {} where nothing was known."""
     found = _uncorrected(view)
     repeated_s = phases_s.get("logs", 0.0) + phases_s.get("replay", 0.0)
-    return {} if found is None else found.errors_of(phases_s["total"], repeated_s)
+    # Until all agree it may wait for a node, which no way is to blame for.
+    took_s = phases_s["total"] - phases_s.get("agree", 0.0)
+    return {} if found is None else found.errors_of(took_s, repeated_s)
 
 
 def _uncorrected(view: View) -> Predicted | None:

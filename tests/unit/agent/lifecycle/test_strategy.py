@@ -167,7 +167,7 @@ def test_the_next_prediction_is_corrected_by_the_last_error() -> None:
     here = job(profile=decide(job(), "J"), plan=PlanRecord(1, plan.to_json(), "w"))
     first = predicted(here)
     assert first is not None and first.way == "replica"
-    errors = errors_of(here, {"total": 3 * first.seconds})
+    errors = errors_of(here, {"agree": 60.0, "total": 60.0 + 3 * first.seconds})
     assert errors == {"replica": pytest.approx(3.0)}
     again = predicted(with_errors(here, errors))
     assert again is not None and again.seconds == pytest.approx(3 * first.seconds)
