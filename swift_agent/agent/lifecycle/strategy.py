@@ -22,6 +22,9 @@ from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
 
+# A part of the time of iterations. Less is not worth a word.
+_DEAR = 0.01
+
 
 def decide(view: View, job_id: str) -> ProfileRecord | None:
     """None: it is decided, or not all slots have been measured, or what they said cannot be read."""
@@ -44,6 +47,7 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
         helped = {group[0] for group in groups if len(group) == 1} if groups else range(len(job.profile.machines))
         machines = range(len(job.profile.machines))
         pay = tuple(paying_helpers(job.profile, slot) if slot in helped else () for slot in machines)
+    remarks = (*remarks, *_is_dear(job, found, wanted)) if taken == "log" else remarks
     return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen, pay)
 
 
@@ -193,6 +197,22 @@ def _taken(found: tuple[Way, ...], wanted: str) -> str:
     possible = {way.name for way in found if not way.impossible}
     log = "log+parallel" if wanted == "log+parallel" else "log"
     return next((name for name in ("replica", log, "checkpoint") if name in possible), "")
+
+
+def _is_dear(job: JobMeasured, found: tuple[Way, ...], wanted: str) -> tuple[str, ...]:
+    """What is to be said of logs that delay training by more than restarts would, as rare as failures are taken to be.
+    They stay: how rare failures are nobody has measured, and a recovery in place is what the job was started for."""
+    by_name = {way.name: way for way in found if not way.impossible}
+    log, back = by_name.get("log"), by_name.get("checkpoint")
+    if wanted or log is None or back is None or log.cost - back.cost < _DEAR:
+        return ()
+    if log.wasted(job.profile.mtbf_s) <= back.wasted(job.profile.mtbf_s):
+        return ()
+    part, every = f"{log.cost - back.cost:.1%}", sentences.time_of(job.profile.mtbf_s)
+    return (
+        f"logs delay training by {part}, more than restarts would if a node is lost every {every}: --log-budget logs "
+        "less, --strategy checkpoint nothing",
+    )
 
 
 def _remarks(taken: str, wanted: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +214,19 @@ def test_a_replica_is_taken_for_the_nodes_that_have_one() -> None:
     three = replace(generation(slots=NAMES[:3]), num_workers=1)
     found = decide(job(measured=mixed, generation=three), "J")
     assert found is not None and found.lines[-1].endswith(": taken for node 2")
+
+
+def test_logs_that_delay_training_more_than_restarts_would_are_said_to() -> None:
+    """64 ms of copies for each iteration of 100 ms, of which 30 fit into its waits; a node is lost every 15 days."""
+    slow = measured(log_written=(1 << 20, 1.0), sent_bytes={0: 1 << 16, 3: 1 << 16})
+    found = decide(job(measured=slow), "J")
+    assert found is not None and found.way == "log"
+    assert re.fullmatch(
+        r"logs delay training by [0-9.]+%, more than restarts would if a node is lost every 360.0 h: "
+        "--log-budget logs less, --strategy checkpoint nothing", found.lines[-1],
+    )  # fmt: skip
+    assert not any("logs delay" in line for line in decide(job(measured=slow, strategy="log"), "J").lines)  # type: ignore[union-attr]
+    assert not any("logs delay" in line for line in decide(job(), "J").lines)  # type: ignore[union-attr]
 
 
 def with_errors(view: View, errors: dict[str, float]) -> View:
