@@ -6,6 +6,7 @@ Kills at every step of a checkpoint leave a job that ends with the same bits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,9 @@ def test_another_seed_is_noticed(pipeline: Callable[..., Outcome]) -> None:
     text = outcome.text()
     assert "rank 2: the script's set-up gives another seed than when the job began" in text
     assert "all workers restart" in text and "all ranks begin with the checkpoint of iteration 3" in text
+    # That is a recovery, too, and over with the first iteration.
+    told = r"recovered: generation \d+ goes on at iteration 4: agree \d+ ms, .*iteration \d+ ms, total"
+    assert re.search(told, text), text
     for rank in range(4):
         assert f"rank {rank}: the script's seed is not that with which the checkpoint of iteration 3 was taken" in text
     assert len(outcome.results) == 4, text
