@@ -175,7 +175,7 @@ def weigh(view: View, plan: Plan) -> Plan:
             f"to repeat from logs what ranks {list(plan.replays)} have lost should take {kept_s}, to begin again with "
             f"{begin} {back_s}",
         )
-    return replace(plan, why=f"{plan.why}; that should take {kept_s}; if all workers restarted, {back_s}")
+    return replace(plan, why=f"{plan.why}; that should take {kept_s}, a restart of all {back_s}")
 
 
 def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:

@@ -242,7 +242,7 @@ def weighed(plan: Plan, **changes: Any) -> Plan:
 def test_to_restart_all_is_chosen_where_it_should_be_much_sooner() -> None:
     """Of 5 iterations since a checkpoint logs are sooner; not where they have taken a hundred times as long."""
     plan = Plan("copy", "w", 15, replays=(1,), checkpoint=10)
-    said = "w; that should take 700 ms; if all workers restarted, 6.6 s"
+    said = "w; that should take 700 ms, a restart of all 6.6 s"
     kept = weighed(plan)
     assert kept.kind == "copy" and kept.why == said and replace(kept, why="w") == plan
     slow = replace(decide(job(), "J"), errors={"log, an iteration": 40.0})  # type: ignore[type-var]
