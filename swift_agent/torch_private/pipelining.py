@@ -6,13 +6,12 @@ Imports nothing of it: a script without pipelines does not pay for them. It must
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -115,13 +114,18 @@ def _watch_schedule(kind: Any, name: str, stepped: Callable[[Any, bool], Abstrac
     original = getattr(kind, name)
 
     def initialize(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        flags = _schedule_flags(schedule)
-        forward = all(done for flag, done in flags.items() if "forward" in flag)
-        backward = all(done for flag, done in flags.items() if "backward" in flag)
-        with stepped(schedule, not forward or backward != schedule._has_backward):
+        with stepped(schedule, is_first_step(schedule)):
             return original(schedule, *args, **kwargs)
 
     setattr(kind, name, initialize)
+
+
+def is_first_step(schedule: Any) -> bool:
+    """Whether in the step that it is in, or will be, stages tell each other the shapes of what they will send."""
+    flags = _schedule_flags(schedule)
+    forward = all(done for flag, done in flags.items() if "forward" in flag)
+    backward = all(done for flag, done in flags.items() if "backward" in flag)
+    return not forward or backward != bool(schedule._has_backward)
 
 
 @contextlib.contextmanager
@@ -143,152 +147,6 @@ def without_last_backward() -> Iterator[None]:
         yield
     finally:
         stages._PipelineStageBase.backward_maybe_with_nosync = original
-
-
-class Parts(Protocol):
-    """What stands around the parts of a schedule's steps; each part is `call()`. *number*: of the micro-batch."""
-
-    def step(
-        self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Callable[[Any], Any]
-    ) -> Any:
-        """All of a step that is to leave its losses in *losses*, a list or None; `call(losses)` makes it. *given*: what
-        the script gives to its micro-batches."""
-
-    def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any: ...
-
-    def loss(self, schedule: Any, number: int, call: Callable[[], Any]) -> Any: ...
-
-    def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any: ...
-
-    def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any: ...
-
-    def scale(self, stage: Any, call: Callable[[], Any]) -> Any: ...
-
-
-@contextlib.contextmanager
-def around_parts(parts: Parts) -> Iterator[None]:
-    """Inside, steps of all schedules and their parts are made through *parts*."""
-    base: Any = sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase
-    schedules: Any = sys.modules["torch.distributed.pipelining.schedules"]
-    with contextlib.ExitStack() as stack:
-
-        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            original = vars(owner)[name]
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, functools.wraps(original)(make(original)))
-
-        def step(original: Any) -> Any:
-            def made(schedule: Any, args: Any = None, kwargs: Any = None, targets: Any = None, losses: Any = None,
-                     *rest: Any, **named: Any) -> Any:  # fmt: skip
-                def call(losses: Any) -> Any:
-                    return original(schedule, args, kwargs, targets, losses, *rest, **named)
-
-                return parts.step(schedule, schedule._n_microbatches, (args, kwargs, targets), losses, call)
-
-            return made
-
-        def forward(original: Any) -> Any:
-            def made(stage: Any, number: int, *args: Any, **named: Any) -> Any:
-                keeps = named.get("save_forward_output", args[2] if len(args) > 2 else True)
-                return parts.forward(stage, number, lambda: original(stage, number, *args, **named), keeps)
-
-            return made
-
-        def loss(original: Any) -> Any:
-            def made(schedule: Any, stage: Any, output: Any, targets: Any, number: int, *rest: Any) -> Any:
-                def call() -> Any:
-                    return original(schedule, stage, output, targets, number, *rest)
-
-                return parts.loss(schedule, number, call) if stage.is_last and schedule._loss_fn else call()
-
-            return made
-
-        def of_micro_batch(part: Callable[..., Any]) -> Callable[[Any], Any]:
-            def make(original: Any) -> Any:
-                def made(stage: Any, number: int, *args: Any, **named: Any) -> Any:
-                    return part(stage, number, lambda: original(stage, number, *args, **named))
-
-                return made
-
-            return make
-
-        def scale(original: Any) -> Any:
-            def made(stage: Any, *args: Any) -> Any:
-                return parts.scale(stage, lambda: original(stage, *args))
-
-            return made
-
-        for kind in _kinds_of(schedules._PipelineSchedule):
-            if "_step_microbatches" in vars(kind):
-                replace(kind, "_step_microbatches", step)
-        replace(schedules._PipelineSchedule, "_maybe_compute_loss", loss)
-        replace(base, "forward_one_chunk", forward)
-        replace(base, "backward_one_chunk", of_micro_batch(parts.backward))
-        replace(base, "backward_weight_one_chunk", of_micro_batch(parts.weights))
-        replace(base, "scale_grads", scale)
-        yield
-
-
-def _kinds_of(kind: Any) -> list[Any]:
-    return [kind, *(one for child in kind.__subclasses__() for one in _kinds_of(child))]
-
-
-def loss_of(schedule: Any) -> Any:
-    """The script's function that computes it, None if there is none."""
-    return schedule._loss_fn
-
-
-def keeps_known_parts(schedule: Any) -> bool:
-    """Whether parts of its steps can be given what another process has computed (until torch 2.14)."""
-    return all(hasattr(one, "fwd_cache") and hasattr(one, "bwd_cache") for one in stages_of(schedule))
-
-
-def give_output(stage: Any, number: int, output: Any, keeps_output: bool) -> Any:
-    """In place of a forward: another process has made it."""
-    if stage.is_last and keeps_output:
-        stage.output_chunks.append(output)
-    stage.fwd_cache[number] = (tuple(output) if isinstance(output, (tuple, list)) else (output,), [])
-    return output
-
-
-def give_loss(schedule: Any, loss: torch.Tensor) -> None:
-    """In place of the computation of one."""
-    schedule._internal_losses.append(loss)
-
-
-def last_loss(schedule: Any) -> torch.Tensor:
-    """That which was computed last."""
-    loss: torch.Tensor = schedule._internal_losses[-1]
-    return loss
-
-
-def give_input_gradients(stage: Any, number: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
-    """In place of a backward."""
-    stage.fwd_cache.pop(number, None)
-    stage.bwd_cache[number] = gradients
-
-
-def input_gradients(stage: Any, number: int) -> tuple[torch.Tensor | None, ...]:
-    """What a backward has left for the stage before."""
-    return tuple(stage.bwd_cache.get(number, ()))
-
-
-def places_of_messages(stage: Any, number: int) -> set[int]:
-    """Where memory begins that messages for that micro-batch come into (until torch 2.14)."""
-    infos = [*stage.args_recv_info.get(number, ()), *stage.grad_recv_info.get(number, ())]
-    buffers = [getattr(info, "buffer", None) for info in infos]
-    return {one.data_ptr() for one in buffers if isinstance(one, torch.Tensor) and one.numel()}
-
-
-def begin_again(schedule: Any) -> None:
-    """Its step, which was made to its end or left in the middle, is made once more."""
-    schedule._internal_losses.clear()
-    for name in ("fwd_recv_ops", "bwd_recv_ops"):
-        getattr(schedule, name, {}).clear()
-    for stage in stages_of(schedule):
-        stage.clear_runtime_states()
-        for name in ("dw_runner", "backward_state", "bwd_cache"):
-            getattr(stage, name, {}).clear()
 
 
 def change_mode_of_schedule(schedule: Any) -> None:
@@ -356,17 +214,17 @@ def reset_schedule(schedule: Any, *, first: bool) -> None:
         for name in ("dw_runner", "backward_state", "bwd_cache"):
             getattr(stage, name, {}).clear()
         if hasattr(stage, "_forward_chunk_states"):
-            _release_buffers(stage)
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                release_memory(infos)
             stage._gradient_reduction_handle = None  # else the next step waits for what was cut
     if first:
         for name in _schedule_flags(schedule):
             setattr(schedule, name, False)
 
 
-def _release_buffers(stage: Any) -> None:
+def release_memory(infos: Sequence[Any]) -> None:
     """From torch 2.15 on memory to receive into is made for each message, and given away when it is used; a step finds
     an error where some is left. (Until 2.14 it belongs to the stage.)"""
-    for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-        for info in infos:
-            if getattr(info, "buffer", None) is not None:
-                info.buffer = None
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = None

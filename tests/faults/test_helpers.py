@@ -56,6 +56,11 @@ def done(outcome: Outcome) -> int:
     return len(re.findall(r"helper \d+ of rank \d+ \(pid \d+\) has done its share", outcome.text()))
 
 
+def assert_shared(outcome: Outcome, size: int, times: int = 1) -> None:
+    assert outcome.text().count(f"{size} {SHARED}") == times, outcome.text()
+    assert "its steps are not shared" not in outcome.text()
+
+
 def of_helpers(outcome: Outcome, rank: int) -> dict[int, list[int]]:
     """The iterations that each helper of *rank* has begun, by its process."""
     path = outcome.directory / f"helper.calls.{rank}"
@@ -71,7 +76,7 @@ def test_a_spare_helps(place: str, run: Start, undisturbed_pipelines: References
     outcome = run([{"at": place, "iteration": 5, "rank": 1, "scope": "worker"}])
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
     assert re.search(r"; 1 helper repeats rank 1 with it, on [a-e]\b", outcome.text()), outcome.text()
-    assert f"2 {SHARED}" in outcome.text()
+    assert_shared(outcome, 2)
     assert started(outcome) == [(1, 1)]
     assert done(outcome) == 1
     assert next(iter(of_helpers(outcome, 1).values()))[:5] == [0, 1, 2, 3, 4]
@@ -81,7 +86,7 @@ def test_spares_and_survivors_help(run: Start, undisturbed_pipelines: References
     outcome = run([{"at": "forward", "iteration": 6, "rank": 2, "scope": "worker"}], helpers=3, spares=2)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {2})
     assert re.search(r"; 3 helpers repeat rank 2 with it, on \w, \w, \w\b", outcome.text()), outcome.text()
-    assert f"4 {SHARED}" in outcome.text()
+    assert_shared(outcome, 4)
     assert sorted(started(outcome)) == [(1, 2), (2, 2), (3, 2)]
     assert done(outcome) == 3
 
@@ -91,7 +96,7 @@ def test_the_ends_of_a_pipeline(rank: int, run: Start, undisturbed_pipelines: Re
     """The first stage takes batches, the last one makes losses: those of all helpers are the script's."""
     outcome = run([{"at": "backward", "iteration": 7, "rank": rank, "scope": "worker"}], helpers=2, spares=2)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {rank})
-    assert f"3 {SHARED}" in outcome.text()
+    assert_shared(outcome, 3)
     assert done(outcome) == 2
 
 
@@ -99,7 +104,7 @@ def test_a_lost_node(run: Start, undisturbed_pipelines: References) -> None:
     """One spare takes its place, the other one helps."""
     outcome = run([{"at": "backward", "iteration": 6, "rank": 1, "scope": "node"}])
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
-    assert f"2 {SHARED}" in outcome.text()
+    assert_shared(outcome, 2)
     assert done(outcome) == 1
 
 
@@ -113,14 +118,14 @@ def test_schedules(schedule: str, run: Start, undisturbed_pipelines: References)
     ]
     outcome = run(faults, schedule=schedule)
     assert_same(outcome, undisturbed_pipelines(schedule), {0, 2})
-    assert outcome.text().count(f"2 {SHARED}") == 2
+    assert_shared(outcome, 2, times=2)
 
 
 def test_from_a_checkpoint(run: Start, undisturbed_pipelines: References) -> None:
     faults = [{"at": "forward", "iteration": 10, "rank": 1, "scope": "worker"}]
     outcome = run(faults, checkpoint=4, patient=True)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {1})
-    assert f"2 {SHARED}" in outcome.text()
+    assert_shared(outcome, 2)
     assert list(of_helpers(outcome, 1).values()) == [[8, 9]]
 
 
@@ -206,11 +211,19 @@ def test_by_hand(run: Start, undisturbed_pipelines: References) -> None:
     assert_same(outcome, undisturbed_pipelines("ByHand"), {1})
 
 
+def test_evaluations_between_steps(run: Start, undisturbed_pipelines: References) -> None:
+    """The schedule changes its mode, and stages tell each other again what they will send."""
+    outcome = run([{"at": "forward", "iteration": 5, "rank": 1, "scope": "worker"}], evaluates=True)
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B", evaluates=True), {1})
+    assert_shared(outcome, 2)
+    assert done(outcome) == 1
+
+
 def test_collectives_in_an_iteration(run: Start, undisturbed_pipelines: References) -> None:
     """Those outside of steps are in the logs; helpers take their results from there."""
     outcome = run([{"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"}], clips=True)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B", clips=True), {1})
-    assert f"2 {SHARED}" in outcome.text()
+    assert_shared(outcome, 2)
 
 
 def test_unordered_sums_are_said_to_differ(run: Start, undisturbed_pipelines: References) -> None:

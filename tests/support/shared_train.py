@@ -15,7 +15,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
+from swift_agent.torch_private import pipelining
 from swift_agent.worker.rejoin import helping
 from swift_agent.worker.rejoin.shared_steps import SharedSteps
 from swift_recovery.replay import team as team_module
@@ -128,6 +129,19 @@ class Images(nn.Module):
         return x + self.back(self.layer(x[:, :, None, None].expand(-1, -1, 3, 3))).mean((2, 3))
 
 
+class Context:
+    """Around forwards of a stage, from torch 2.15 on: it draws, and may change by each."""
+
+    def __init__(self, counts: bool) -> None:
+        self.counts, self.num_calls = counts, 0
+
+    @contextlib.contextmanager
+    def __call__(self, info: Any) -> Iterator[None]:
+        torch.rand(1)
+        self.num_calls += self.counts
+        yield
+
+
 SHARED = SimpleNamespace(
     iteration=-1, num_collectives=0, peeking=contextlib.nullcontext, counting=contextlib.nullcontext
 )  # fmt: skip
@@ -168,6 +182,9 @@ def main(orders: dict[str, Any]) -> None:
         schedule: Any = kind(stages, MICRO_BATCHES, loss_fn=loss_fn)
     else:
         schedule = kind(PipelineStage(nn.Sequential(*halves), 0, 1, cpu), MICRO_BATCHES, loss_fn=loss_fn)
+    if orders.get("context"):
+        for stage in pipelining.stages_of(schedule):
+            stage.register_forward_context(Context(counts=orders["context"] == "counts"))
     parameters = list({id(one): one for half in halves for one in half.parameters()}.values())
     optimizer = torch.optim.Adam(parameters, 0.01)
     if orders.get("counting") == "hook":

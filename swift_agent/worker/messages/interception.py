@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -62,8 +63,8 @@ class Interception:
         self._refuses = False
         self._peeks = self._counts_only = False
         self._unread: Collection[int] = ()
-        # What has come while it peeked: where its memory begins, and the version of that.
-        self._peeked: dict[tuple[Channel, int], tuple[int, int]] = {}
+        # What has come while it peeked: its memory, where that begins, and its version.
+        self._peeked: dict[tuple[Channel, int], tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self.helps = False
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
         self._compares = compares()
@@ -198,7 +199,8 @@ class Interception:
     @contextlib.contextmanager
     def peeking(self, unread: Collection[int] = ()) -> Iterator[None]:
         """Inside, of an iteration that is repeated, messages come as they will come once more after it, and none is
-        sent. *unread*: where memory begins that nobody reads inside; what comes for it is left out."""
+        sent. *unread*: where memory begins that nobody reads inside, by the time that something comes for it, which is
+        left out."""
         self._peeks, self._unread, self._peeked = True, unread, {}
         before = self._counts.asked.copy()
         try:
@@ -281,14 +283,15 @@ class Interception:
         return work
 
     def _fill(self, tensor: torch.Tensor, channel: Channel, number: int) -> None:
-        place = tensor.data_ptr()
-        if self._peeks and place in self._unread:
+        if self._peeks and tensor.data_ptr() in self._unread:
             return
-        if not self._peeks and self._peeked.pop((channel, number), None) == (place, tensor._version):
+        was = None if self._peeks else self._peeked.pop((channel, number), None)
+        # By the tensor itself: in torch 2.15 a new one, with nothing in it, may begin where that was, and be as old.
+        if was is not None and was[0]() is tensor and was[1:] == (tensor.data_ptr(), tensor._version):
             return  # nobody has changed it since
         self._repetition.fill(tensor, channel, number, self.iteration)
         if self._peeks:
-            self._peeked[channel, number] = place, tensor._version
+            self._peeked[channel, number] = weakref.ref(tensor), tensor.data_ptr(), tensor._version
 
     def _received(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         self._counts.receive(channel)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from swift_agent.torch_private import pipelining
+from swift_agent.torch_private import pipeline_parts, pipelining
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.rejoin.step_parts import Computed, Computing, Giving, Key, Rehearsing, Unlike, Whole
 from swift_recovery.errors import CannotReplay
@@ -54,7 +54,7 @@ class Team(Protocol):
 
 
 class SharedSteps:
-    """Stands around the parts of steps (`pipelining.Parts`) in the process of one rank, inside `around`.
+    """Stands around the parts of steps (`pipeline_parts.Parts`) in the process of one rank, inside `around`.
 
     *parameters*: all that the job's optimizers update. *refused* is told once why steps are not shared. *device*: of
     the rank."""
@@ -77,7 +77,7 @@ class SharedSteps:
         """Steps are made as a whole from now on."""
 
     def around(self) -> AbstractContextManager[None]:
-        return pipelining.around_parts(self)
+        return pipeline_parts.around_parts(self)
 
     def stop(self) -> None:
         """Nobody takes part any more."""
@@ -93,6 +93,9 @@ class SharedSteps:
         known = self._rehearsed.get(id(schedule))
         if known is None or not known[0].has_its_parameters():
             return self._rehearse(schedule, num_micro_batches, given, losses, call)
+        if pipelining.is_first_step(schedule):
+            # Of two passes through it only one would have the messages by which stages tell each other their shapes.
+            return call(losses)
         rehearsed, order = self._rehearsed[id(schedule)]
         of = self._label(rehearsed)
         start = _Start(rehearsed.parameters, self._device)
@@ -107,17 +110,17 @@ class SharedSteps:
                 sums, everything = self._team.exchange(computed, own, rehearsed.parameters, rehearsed.is_for_all)
             except Reformed:
                 start.put_back()
-                pipelining.begin_again(schedule)
+                pipeline_parts.begin_again(schedule)
                 continue
             except Unlike as error:
                 start.put_back()
-                pipelining.begin_again(schedule)
+                pipeline_parts.begin_again(schedule)
                 self.stop()
                 self._refused(str(error))
                 break
             self._is_compared = True
             start.add(sums)
-            pipelining.begin_again(schedule)
+            pipeline_parts.begin_again(schedule)
             self._now = Giving(rehearsed, everything)
             try:
                 with self._messages.shared.counting() if self._team.index > 0 else contextlib.nullcontext():
@@ -125,6 +128,9 @@ class SharedSteps:
             finally:
                 self._now = Whole()
         return call(losses)
+
+    def receive(self, number: int, memory: Sequence[Tensor]) -> None:
+        self._now.receive(number, memory)
 
     def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
         return self._now.forward(stage, number, call, keeps_output)
@@ -189,7 +195,7 @@ class SharedSteps:
                 parameter.grad = None
         began_s = time.monotonic()
         try:
-            with self._messages.shared.peeking(_unread(rehearsed, share)):
+            with self._messages.shared.peeking(computing.unread):
                 call([])
         finally:
             self._now = Whole()
@@ -203,15 +209,6 @@ class SharedSteps:
                 )
             raise Unlike(f"its stages change {what}, which they did not do in the first step that was repeated")
         return computing.computed, computing.pieces()
-
-
-def _unread(rehearsed: Rehearsing, share: Sequence[int]) -> set[int]:
-    """Where messages come that only micro-batches outside of *share* need."""
-    read, unread = set[int](), set[int]()
-    for stage in rehearsed.stages:
-        for number in range(rehearsed.num_micro_batches):
-            (read if number in share else unread).update(pipelining.places_of_messages(stage, number))
-    return unread - read
 
 
 class _Start:

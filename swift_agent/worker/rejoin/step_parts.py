@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from swift_agent.torch_private import pipelining
+from swift_agent.torch_private import pipeline_parts, pipelining
 from swift_agent.worker.rejoin.kept import differing, kept_by
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
@@ -58,6 +58,9 @@ class Computed:
 class Whole:
     """All parts are made here, as if nobody stood around them."""
 
+    def receive(self, number: int, memory: Sequence[Tensor]) -> None:
+        return None
+
     def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
         return call()
 
@@ -89,12 +92,13 @@ class Rehearsing(Whole):
         # Frozen ones too: a script may have them train from a later step on.
         self.parameters = list({id(one): one for one in everything}.values())
         self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
-        loss = pipelining.loss_of(schedule)
+        loss = pipeline_parts.loss_of(schedule)
         self._modules = [module for stage in self.stages for module in stage.submod.modules()]
-        self._others = {getattr(loss, "__name__", type(loss).__name__): loss}
+        self._others = pipeline_parts.contexts_of(schedule)
         if isinstance(loss, torch.nn.Module):
             self._modules += loss.modules()
-            self._others = {}
+        else:
+            self._others[getattr(loss, "__name__", type(loss).__name__)] = loss
         self._kept = kept_by(self._modules, self._others)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
         self._added: list[tuple[int, int]] = []
@@ -111,7 +115,7 @@ class Rehearsing(Whole):
     def found(self, num_collectives: int) -> Rehearsal:
         """What has come out, once the step is made."""
         other = self._other
-        if not pipelining.keeps_known_parts(self.schedule):
+        if not pipeline_parts.keeps_known_parts(self.schedule):
             other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
         if any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages):
             other = "its stages are in DDP"
@@ -166,7 +170,7 @@ class Rehearsing(Whole):
         result = self._drawing(key, lambda: self._adding(stage, number, call))
         self.input_gradients[key] = [
             torch.empty_like(one, device="meta") if one is not None else None
-            for one in pipelining.input_gradients(stage, number)
+            for one in pipeline_parts.input_gradients(stage, number)
         ]
         return result
 
@@ -205,6 +209,8 @@ class Computing:
         """*keeps_all*: gradients of each micro-batch apart."""
         self._rehearsed, self._share, self._keeps_all = rehearsed, share, keeps_all
         self.computed = Computed()
+        self.unread = set[int]()
+        """Where memory begins of messages that only other micro-batches need, as they come."""
         self._pieces: list[dict[int, Tensor]] = []
 
     def pieces(self) -> Pieces:
@@ -229,11 +235,18 @@ class Computing:
     def _left_out(self, key: Key) -> None:
         draws.skip(self._rehearsed.draws.get(key, {}))
 
+    def receive(self, number: int, memory: Sequence[Tensor]) -> None:
+        places = {one.data_ptr() for one in memory if one.numel()}
+        if number in self._share:
+            self.unread -= places  # torch 2.15 makes memory for each message, where that of another one has been
+        else:
+            self.unread |= places
+
     def forward(self, stage: Any, number: int, call: Callable[[], Any], keeps_output: bool) -> Any:
         key = self._rehearsed.key("output", stage, number)
         if number not in self._share:
             self._left_out(key)
-            return pipelining.give_output(stage, number, _stand_in(self._rehearsed, key, stage), keeps_output)
+            return pipeline_parts.give_output(stage, number, _stand_in(self._rehearsed, key, stage), keeps_output)
         output = self._made(key, call)
         self.computed.parts[key] = [one.detach() for one in pytree.tree_leaves(output)]
         return output
@@ -242,20 +255,20 @@ class Computing:
         key = ("loss", 0, number)
         if number not in self._share:
             self._left_out(key)
-            pipelining.give_loss(schedule, torch.zeros(()))
+            pipeline_parts.give_loss(schedule, torch.zeros(()))
             return None
         result = self._made(key, call)
-        self.computed.parts[key] = [pipelining.last_loss(schedule).detach()]
+        self.computed.parts[key] = [pipeline_parts.last_loss(schedule).detach()]
         return result
 
     def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         key = self._rehearsed.key("input", stage, number)
         if number not in self._share:
             self._left_out(key)
-            pipelining.give_input_gradients(stage, number, _no_gradients(self._rehearsed, key, stage))
+            pipeline_parts.give_input_gradients(stage, number, _no_gradients(self._rehearsed, key, stage))
             return None
         result = self._made(key, call)
-        self.computed.parts[key] = list(pipelining.input_gradients(stage, number))
+        self.computed.parts[key] = list(pipeline_parts.input_gradients(stage, number))
         self._after_backward()
         return result
 
@@ -281,6 +294,9 @@ class Computing:
 class Giving:
     """No part is made: each is given what was computed."""
 
+    def receive(self, number: int, memory: Sequence[Tensor]) -> None:
+        return None
+
     def __init__(self, rehearsed: Rehearsing, everything: Computed) -> None:
         self._rehearsed, self._parts = rehearsed, everything.parts
 
@@ -297,18 +313,18 @@ class Giving:
             output = _stand_in(self._rehearsed, key, stage)
         else:
             output = pytree.tree_unflatten(found, self._rehearsed.outputs[key][0])
-        return pipelining.give_output(stage, number, output, keeps_output)
+        return pipeline_parts.give_output(stage, number, output, keeps_output)
 
     def loss(self, schedule: Any, number: int, call: Callable[[], Any]) -> Any:
         (loss,) = self._parts["loss", 0, number]
         assert loss is not None
-        pipelining.give_loss(schedule, loss.to(self._rehearsed.stages[-1].device))
+        pipeline_parts.give_loss(schedule, loss.to(self._rehearsed.stages[-1].device))
 
     def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         key = self._rehearsed.key("input", stage, number)
         found = self._take(key, stage)
         gradients = _no_gradients(self._rehearsed, key, stage) if found is None else tuple(found)
-        pipelining.give_input_gradients(stage, number, gradients)
+        pipeline_parts.give_input_gradients(stage, number, gradients)
 
     def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         return None

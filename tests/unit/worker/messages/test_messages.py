@@ -186,6 +186,36 @@ def test_a_repeated_iteration_counts_its_messages_again(make: Callable[[int], Me
             assert [torch.equal(receive(), SENT + value) for value in values] == [True, True]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_has_come_while_it_peeked_is_known_by_its_memory(make: Callable[[int], Messages], is_kept: bool) -> None:
+    """A stage of torch 2.15 makes memory for each message, which may begin where that of the first pass did."""
+    link = Pipe()
+    sender = make(1)
+    sender.begin(0, 1)
+    for value in range(3):
+        send(value)
+    sender.end()
+    give(sender, 2, 1, link)
+    replacement = make(2)
+    take(replacement, 1, link)
+    replacement.begin_replay([2])
+    first = [torch.full_like(SENT, -1) for _ in range(3)]
+    unread = {first[0].data_ptr()}
+    with repeated(replacement, 0):
+        with replacement.shared.peeking(unread):
+            for memory in first:
+                dist.irecv(memory, 1).wait()
+        assert [one[0, 0].item() for one in first] == [-1, 1, 2]
+        second = first
+        if not is_kept:
+            second = [one.view_as(one) for one in first]  # the same place and version, and another tensor
+            for memory in second:
+                memory.numpy().fill(-1)
+        for memory in second:
+            dist.irecv(memory, 1).wait()
+        assert all(torch.equal(memory, SENT + value) for value, memory in enumerate(second))
+
+
 def test_who_repeats_too_is_heard_and_told(make: Callable[[int], Messages], monkeypatch: pytest.MonkeyPatch) -> None:
     replacement = make(2)
     served: list[str] = []
