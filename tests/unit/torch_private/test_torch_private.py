@@ -44,7 +44,7 @@ from swift_agent.torch_private import (
 from swift_agent.torch_private import (
     messages as torch_messages,
 )
-from swift_agent.torch_private import pipelining
+from swift_agent.torch_private import pipeline_parts, pipelining
 from swift_agent.torch_private import (
     works as torch_works,
 )
@@ -745,6 +745,98 @@ def test_a_cut_step_of_a_pipeline_is_forgotten(kind: str, world: None, monkeypat
     pipelining.reset_schedule(schedule, first=True)
     assert all(map(torch.equal, reference, step()))
     assert steps == [(schedule, first) for first in (True, False, False, False, True)]
+
+
+class Kept:
+    """`Parts` that keep what each part has made; once *are_given*, no part is made but given that."""
+
+    def __init__(self) -> None:
+        self.are_given = False
+        self.made: dict[tuple[str, int, int], Any] = {}
+
+    def step(self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Any) -> Any:
+        return call(losses)
+
+    def receive(self, number: int, memory: Any) -> None:
+        assert not memory  # there is one rank only
+
+    def forward(self, stage: Any, number: int, call: Any, keeps_output: bool) -> Any:
+        key = "output", stage.stage_index, number
+        if self.are_given:
+            return pipeline_parts.give_output(stage, number, self.made[key], keeps_output)
+        output = call()
+        self.made[key] = output.detach().clone()
+        return output
+
+    def loss(self, schedule: Any, number: int, call: Any) -> Any:
+        if self.are_given:
+            return pipeline_parts.give_loss(schedule, self.made["loss", 0, number])
+        call()
+        self.made["loss", 0, number] = pipeline_parts.last_loss(schedule).detach().clone()
+
+    def backward(self, stage: Any, number: int, call: Any) -> Any:
+        key = "input", stage.stage_index, number
+        if self.are_given:
+            return pipeline_parts.give_input_gradients(stage, number, self.made[key])
+        call()
+        self.made[key] = pipeline_parts.input_gradients(stage, number)
+
+    def weights(self, stage: Any, number: int, call: Any) -> Any:
+        return None if self.are_given else call()
+
+    def scale(self, stage: Any, call: Any) -> Any:
+        return call()
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_parts_of_a_step_are_given_what_was_computed(kind: str, world: None) -> None:
+    """Once or several times, and after a step that was cut; nothing of it is left in the step after that."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    num_stages = 1 if kind == "Schedule1F1B" else 2
+    modules = [torch.nn.Linear(3, 3) for _ in range(num_stages)]
+    stages = [PipelineStage(module, i, num_stages, torch.device("cpu")) for i, module in enumerate(modules)]
+    cut = 0
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal cut
+        cut -= 1
+        if cut == 0:
+            raise ConnectionError
+        return (output - target).square().sum()
+
+    schedule = getattr(schedules, kind)(stages if num_stages > 1 else stages[0], 4, loss_fn=loss_of)
+    assert pipeline_parts.keeps_known_parts(schedule) and pipeline_parts.loss_of(schedule) is loss_of
+    parts = Kept()
+
+    def step() -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        for module in modules:
+            module.zero_grad()
+        losses: list[torch.Tensor] = []
+        output = schedule.step(torch.ones(8, 3), target=torch.zeros(8, 3), losses=losses)
+        return [output, *losses], [module.weight.grad for module in modules]
+
+    assert pipelining.is_first_step(schedule)
+    with pipeline_parts.around_parts(parts):
+        results, gradients = step()
+        assert not pipelining.is_first_step(schedule)
+        for _ in range(2):
+            parts.are_given = False
+            cut = 3
+            with pytest.raises(Exception):  # noqa: B017 - torch wraps it, or not
+                step()
+            parts.are_given = True
+            for _ in range(2):
+                pipeline_parts.begin_again(schedule)
+                again, none = step()
+                assert all(map(torch.equal, results, again)) and none == [None] * num_stages
+    assert all(getattr(info, "allocate_buffer", None) is None or info.buffer is None  # of torch 2.15
+               for stage in stages for infos in stage.args_recv_info.values() for info in infos)  # fmt: skip
+    pipeline_parts.begin_again(schedule)
+    again, found = step()
+    assert all(map(torch.equal, results, again))
+    assert all(one is not None and other is not None and torch.equal(one, other)
+               for one, other in zip(gradients, found, strict=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("votes", [[1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0]])
