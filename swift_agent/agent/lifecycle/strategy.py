@@ -167,13 +167,13 @@ def weigh(view: View, plan: Plan) -> Plan:
         return plan
     kept, back = kept.corrected(known.errors), rollback(job, plan.iteration - plan.checkpoint).corrected(known.errors)
     kept_s, back_s = sentences.time_of(kept.seconds), sentences.time_of(back.seconds)
-    may_choose = view.job is not None and not view.job.strategy
+    # Without a checkpoint the script would begin as it does by itself, which nothing compares with what it had done.
+    may_choose = view.job is not None and not view.job.strategy and plan.checkpoint > 0
     if may_choose and is_sooner(back, kept):
-        begin = f"the checkpoint of iteration {plan.checkpoint}" if plan.checkpoint else "iteration 0"
         return Plan(
             "restart",
             f"to repeat from logs what ranks {list(plan.replays)} have lost should take {kept_s}, to begin again with "
-            f"{begin} {back_s}",
+            f"the checkpoint of iteration {plan.checkpoint} {back_s}",
         )
     return replace(plan, why=f"{plan.why}; that should take {kept_s}, a restart of all {back_s}")
 

@@ -251,8 +251,8 @@ def test_to_restart_all_is_chosen_where_it_should_be_much_sooner() -> None:
         "to repeat from logs what ranks [1] have lost should take 14 s, "
         "to begin again with the checkpoint of iteration 10 6.6 s"
     )
-    from_0 = weigh(replace(job(), profile=slow), replace(plan, iteration=5, checkpoint=0))
-    assert "to begin again with iteration 0 6.6 s" in from_0.why
+    # Nobody starts training over by choice.
+    assert weigh(replace(job(), profile=slow), replace(plan, iteration=5, checkpoint=0)).kind == "copy"
     # What has failed once is not believed to be worse for ever, and a little sooner is no reason.
     nearly = replace(slow, errors={"log, an iteration": 20.0})
     assert weigh(replace(job(), profile=nearly), plan).kind == "copy"
