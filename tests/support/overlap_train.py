@@ -22,11 +22,14 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -63,9 +66,36 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+class HeardLate:
+    """*work*, a reduction, of whose end this rank hears when it is *stopped*, in a thread that has nothing else to do:
+    what follows a reduction that is done at once runs in the thread of the backward, which has to go on here."""
+
+    def __init__(self, work: Any, stopped: Callable[[], bool]) -> None:
+        self._work, self._stopped = work, stopped
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        late: torch.futures.Future[Any] = torch.futures.Future()
+
+        def tell() -> None:
+            try:
+                value = self._work.get_future().wait()
+                wait_until(self._stopped)
+            except Exception as error:
+                late.set_exception(error)
+            else:
+                late.set_result(value)
+
+        threading.Thread(target=tell, daemon=True).start()
+        return late
+
+
 def refused(order: dict[str, Any], rank: int) -> list[int]:
     buckets: list[int] = order.get("refused", {}).get(str(rank), [])
     return buckets
+
+
+def is_refused(bucket: int) -> bool:
+    return now["fault"] is not None and bucket in refused(now["fault"][1], RANK)
 
 
 def die_if_due(bucket: int) -> None:
@@ -83,22 +113,32 @@ def die_if_due(bucket: int) -> None:
 
 
 def arm() -> None:
-    reduce, update = OverlappedUpdates._reduce, OverlappedUpdates._update
+    reduce, update, all_reduce = OverlappedUpdates._reduce, OverlappedUpdates._update, dist.all_reduce
     join = OverlappedUpdates.join_agreement
     take_back, install, compare = OverlappedUpdates.take_back, OverlappedUpdates.install, Rejoin._compare
 
     def armed_reduce(self: OverlappedUpdates, ddp: Any, bucket: Any) -> Any:
-        die_if_due(now["bucket"])
-        now["buckets"][id(bucket.parameters()[0])] = now["bucket"]
+        number = now["bucket"]
+        die_if_due(number)
+        now["buckets"][id(bucket.parameters()[0])] = number
         now["bucket"] += 1
-        return reduce(self, ddp, bucket)
+        held = self._reductions is None and is_refused(number)
+
+        def late_all_reduce(*args: Any, **options: Any) -> HeardLate:
+            return HeardLate(all_reduce(*args, **options), lambda: self._fence.interrupted)
+
+        dist.all_reduce = late_all_reduce if held else all_reduce
+        try:
+            return reduce(self, ddp, bucket)
+        finally:
+            dist.all_reduce = all_reduce
 
     def armed_update(self: OverlappedUpdates, attempt: int, pairs: Any, future: Any) -> Any:
         future.value()  # as the original does first: a reduction that failed raises
         if not pairs:  # its update was made before the iteration was cut
             return update(self, attempt, pairs, future)
         number = now["buckets"][id(self.members[pairs[0][0]].parameter)]
-        if now["fault"] is not None and number in refused(now["fault"][1], RANK):
+        if self._reductions is not None and is_refused(number):  # a device's reductions have a thread of their own
             wait_until(lambda: self._fence.interrupted)
         result = update(self, attempt, pairs, future)
         (DIR / f"updated.{now['iteration']}.{RANK}.{number}").touch()
