@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swift_logging_store.stores.contract import Store
@@ -60,12 +60,13 @@ class Part:
 @dataclass(frozen=True)
 class Checkpoint:
     """The state of the whole job before *iteration*: every rank below *world_size* is in one of *parts*. *timeline*: of
-    the generation that has taken it."""
+    the generation that has taken it. *counts*: of messages, as JSON, of ranks whose part another one has written."""
 
     iteration: int
     world_size: int
     parts: tuple[Part, ...]
     timeline: Timeline = NOBODY
+    counts: Mapping[int, Any] = field(default_factory=dict)
 
     def part_of(self, rank: int) -> Part:
         """Where all ranks hold the same state there is one part, for a job of any size."""
@@ -85,7 +86,7 @@ class Checkpoint:
             "parts": [part.to_json() for part in self.parts],
             "run": self.timeline.run,
             "generation": self.timeline.generation,
-        }
+        } | ({"counts": {str(rank): told for rank, told in self.counts.items()}} if self.counts else {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Checkpoint:
@@ -95,7 +96,8 @@ class Checkpoint:
         # A version that knew of no runs has written none.
         timeline = Timeline(str(data.get("run", "")), int(data.get("generation", 0)))
         parts = tuple(map(Part.from_json, data["parts"]))
-        found = cls(int(data["iteration"]), int(data["world_size"]), parts, timeline)
+        counts = {int(rank): told for rank, told in dict(data.get("counts", {})).items()}
+        found = cls(int(data["iteration"]), int(data["world_size"]), parts, timeline, counts)
         ranks = sorted(rank for part in found.parts for rank in part.ranks)
         if ranks != list(range(found.world_size)):
             raise ValueError(f"it has parts of ranks {ranges_of(ranks)}, of {found.world_size}")

@@ -99,6 +99,7 @@ class _Task:
     connect: Callable[[], Meeting]
     timeline: Timeline = NOBODY
     copy: StateCopy | None = None
+    counts_told: Any = None
     none: str = ""
     began_s: float = field(default_factory=time.monotonic)
     store: Meeting | None = None
@@ -132,6 +133,8 @@ class Checkpoints:
         """One is to be taken at the first point from this iteration on."""
         self.why_not: Callable[[int], str] = lambda iteration: ""
         """Why the state before that iteration must not count, '' if it may. Called in the thread, and may wait."""
+        self.counts: Any = None
+        """What the one that was loaded last has of this rank's messages, if its part is another rank's."""
         self.loaded_from = NOBODY
         """The timeline that has taken the one that was loaded last."""
         self._changed = threading.Condition()
@@ -144,12 +147,13 @@ class Checkpoints:
 
     def take(
         self, iteration: int, state: TrainingState, extra: Callable[[], Any], connect: Callable[[], Meeting],
-        generation: int = 0,
+        generation: int = 0, *, counts: Any = None,
     ) -> None:  # fmt: skip
         """Take that of the state before *iteration*; what *extra* gives goes with it. *connect*: to the store of that
-        *generation*, for the thread. Where that is impossible it is left out, by all ranks, and said."""
+        *generation*, for the thread. *counts*: of this rank's messages, as JSON, if another one writes its part. Where
+        that is impossible it is left out, by all ranks, and said."""
         self._is_next_after(iteration)
-        task = _Task(iteration, connect, self._timeline(generation))
+        task = _Task(iteration, connect, self._timeline(generation), counts_told=counts)
         with self._changed:
             before = self._tasks[0] if self._tasks else None
         if before is not None:
@@ -244,7 +248,7 @@ class Checkpoints:
         path = self.directory.path_of(found, part)
         with self.directory.store.reading(path) as stream:
             extra = state_file.read(stream, f"{self.directory}/{path}", state, part.written)
-        self.newest = iteration
+        self.newest, self.counts = iteration, found.counts.get(self._rank)
         self._is_next_after(iteration)
         self.loaded_from = found.timeline
         return extra
@@ -348,7 +352,7 @@ class Checkpoints:
 
     def _write(self, task: _Task) -> dict[str, Any]:
         if task.copy is None:
-            return {}
+            return {} if task.counts_told is None else {"counts": task.counts_told}
         if why := self.why_not(task.iteration):
             return {"none": why}
         path, copy = self.directory.new_part(task.iteration, self._rank, task.timeline), task.copy
@@ -365,9 +369,10 @@ class Checkpoints:
             more = f" (and {num} more rank{'s' if num > 1 else ''})" if num else ""
             self._tell_why_not(task, f"rank {rank}: {why}{more}")
             return False
-        parts = tuple(Part.from_json(data) for data in told if data)
+        parts = tuple(Part.from_json(data) for data in told if "name" in data)
+        counts = {rank: data["counts"] for rank, data in enumerate(told) if "counts" in data}
         # As it will be read: one that is of no use must not count.
-        checkpoint = Checkpoint(task.iteration, self._world_size, parts, task.timeline)
+        checkpoint = Checkpoint(task.iteration, self._world_size, parts, task.timeline, counts)
         checkpoint = Checkpoint.from_json(checkpoint.to_json())
         self.directory.check_parts(checkpoint)
         with self._changed:

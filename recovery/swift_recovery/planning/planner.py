@@ -54,6 +54,10 @@ def make_plan(
     if apart := sorted(rank for rank, report in holding.items() if not set(report.unlogged).isdisjoint(orphans)):
         why = f"ranks {orphans} would have to repeat iterations without ranks {apart}, which log nothing for them"
         return Plan("restart", f"{why}{_from(checkpoint)}")
+    new = [rank for members in sets for rank in members if rank not in holding]
+    if orphans and new:
+        why = f"ranks {orphans} would have to repeat iterations, and what ranks {new} had sent to them is lost, too"
+        return Plan("restart", f"{why}{_from(checkpoint)}")
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
     if not common:
@@ -104,7 +108,7 @@ def make_plan(
     new = sorted(rank for rank in sources if rank not in holding or rank in leaving)
     moved = sorted(set(sources) - set(new))
     handovers = tuple(sorted(rank for rank in leaving if leaving[rank].iteration == iteration))
-    stays, why_here = _stays(holding, iteration) if not leaving else (False, [])
+    stays, why_here = _stays(holding, iteration, new) if not leaving else (False, [])
     why = _why(iteration, new, moved, sources, handovers, orphans, checkpoint)
     why = "; ".join([*_why_mended(iteration, undone, patches), *_why_inexact(iteration, deviation), why, *why_here])
     return Plan(
@@ -134,10 +138,13 @@ def _is_whole(report: RankReport) -> bool:
     return bool(report.updated) and len(report.updated) == report.num_parameters
 
 
-def _stays(holding: Mapping[int, RankReport], iteration: int) -> tuple[bool, list[str]]:
-    """Whether ranks in the middle of that iteration stay there, and why, where messages are logged."""
+def _stays(holding: Mapping[int, RankReport], iteration: int, new: list[int]) -> tuple[bool, list[str]]:
+    """Whether ranks in the middle of that iteration stay there, and why, where messages are logged. *new*: those that
+    are given the state of a replica, and have nothing of what their predecessors had sent."""
     if not all(report.logs for report in holding.values()):
         return False, []
+    if new:
+        return False, [f"all begin iteration {iteration} again: what ranks {new} had sent in it is lost"]
     reasons: dict[str, list[int]] = {}
     for rank, report in sorted(holding.items()):
         # A rank that is one behind makes its update, and is then before that iteration.

@@ -37,6 +37,7 @@ def tracked(
     made = Tracked(
         named.pending, named.replicas, world_size, supervisor, overlap_update=named.overlap_update, exact=named.exact,
         stage_of=rank if named.is_stage else None, logs=logs, rank=rank, checkpoints=checkpoints, in_place=running,
+        lost_together=_ranks_of_this_node() if supervisor else (),
     )  # fmt: skip
     if os.environ.get(ENV_SIZES) and supervisor and len(made.replicas) != world_size:
         raise UsageError(
@@ -51,6 +52,16 @@ def tracked(
     return made
 
 
+def _ranks_of_this_node() -> range:
+    """() of a job of one node, or one whose nodes come and go."""
+    nodes = nodes_of(os.environ)
+    if len(nodes) < 2 or os.environ.get(ENV_SIZES):
+        return range(0)
+    node = int(os.environ["GROUP_RANK"])
+    first = sum(nodes[:node])
+    return range(first, first + nodes[node])
+
+
 def watch_inputs(
     inputs: Inputs, tracked: Tracked, running: Running, rank: int, world_size: int, note: Callable[[str], None], *,
     is_replacement: bool,
@@ -60,7 +71,7 @@ def watch_inputs(
     has_sizes = bool(os.environ.get(ENV_SIZES))
     node = int(os.environ["GROUP_RANK"]), int(os.environ[ENV_LOCAL_RANK])
     others = [] if has_sizes else witnesses_of(*node, nodes_of(os.environ))
-    if tracked.messages is not None:  # a stage without replicas is given messages
+    if tracked.messages is not None and len(tracked.replicas) == 1:  # a stage without replicas is given messages
         return Witnesses(None, rank, others, world_size, note)
     path = Path(os.environ[ENV_SOCKET]).parent / f"given.{rank}"
     page = None

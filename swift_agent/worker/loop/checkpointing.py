@@ -78,7 +78,7 @@ class Checkpointing:
                     # In other buckets the same gradients would have other sums.
                     tracked.restore_layouts(extra["layouts"])
                 if tracked.messages is not None:
-                    tracked.messages.restore(extra["place"].get("messages"), iteration)
+                    tracked.messages.restore(checkpoints.counts or extra["place"].get("messages"), iteration)
                     tracked.messages.beginnings.all_began_at = iteration
                 if place.rank == 0:
                     self._note(f"all ranks begin with the checkpoint of iteration {iteration}")
@@ -103,7 +103,8 @@ class Checkpointing:
 
     def at_point(self) -> None:
         """Take one if it is due, and let go what an earlier one has made needless."""
-        tracked, checkpoints, number = self._tracked, self._checkpoints, self._place.here.iteration
+        place, tracked, checkpoints = self._place, self._tracked, self._checkpoints
+        number = place.here.iteration
         if tracked.messages is not None and checkpoints.newest > tracked.messages.checkpoint:
             tracked.messages.checkpointed(checkpoints.newest)
         if number >= checkpoints.due:
@@ -111,7 +112,10 @@ class Checkpointing:
             # On all ranks, or they gather other things next: an evaluation may have left whole parameters behind.
             tracked.reset_shards()
             generation = self._groups.generation
-            checkpoints.take(number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT), generation)
+            counts = self._counts() if place.rank != tracked.replicas[0] else None
+            checkpoints.take(
+                number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT), generation, counts=counts
+            )
 
     def _extra(self) -> dict[str, Any]:
         """What belongs to a checkpoint besides the state. Raises `NotNow`."""
@@ -122,6 +126,14 @@ class Checkpointing:
             tracked.messages.begin_checkpoint(number)
         seed = self._place.seeds.number
         return {"place": self._place.offer(), "layouts": tracked.layouts_for(number), "seed": seed}
+
+    def _counts(self) -> Any:
+        """What a rank whose state another one writes has to say of its messages."""
+        messages = self._tracked.messages
+        if messages is None:
+            return None
+        messages.begin_checkpoint(self._place.here.iteration)
+        return messages.counts()
 
     def recovered(self, iteration: int) -> None:
         """All go on with that iteration, in a new generation."""

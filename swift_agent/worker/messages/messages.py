@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -78,6 +78,7 @@ class Messages:
         self._asked_at: dict[int, dict[Channel, int]] = {}  # by the iteration of a checkpoint that may come to count
         self._repetition = Repetition(self._directory / "taken", self._sent_before, note)
         self._sent_here: dict[Channel, int] = {}  # to this rank, before the plan's iteration, while it repeats others
+        self._is_uncounted = False  # it has the state of a replica, and begins to count where the others are
         self.reconnected = 0
         self.meter: Meter | None = None
         """Counts while the job is measured."""
@@ -175,21 +176,27 @@ class Messages:
 
     def counts(self) -> dict[str, Any]:
         """Of all messages of this rank so far: a process that takes it over goes on counting."""
-        return {"sent": to_tree(self._counts.sent), "received": to_tree(self._counts.asked)}
+        return {"of": self.rank, "sent": to_tree(self._counts.sent), "received": to_tree(self._counts.asked)}
 
     def take_over(self, counts: Mapping[str, Any] | None) -> None:
-        """This process has the state of its predecessor, but not the log of what that had sent."""
-        if counts is not None:
+        """This process has the state of its predecessor or of a replica, whose *counts* say nothing here; but not the
+        log of what its predecessor had sent."""
+        if self._are_mine(counts):
             self._count_on(counts)
+        elif counts is not None:
+            self._is_uncounted = True
         if not self.log.incomplete:
             self.log.give_up("this process has taken over a state, without the log of what was sent")
+
+    def _are_mine(self, counts: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
+        return counts is not None and counts.get("of", self.rank) == self.rank
 
     def _count_on(self, counts: Mapping[str, Any]) -> None:
         self._counts.set(from_tree(counts["sent"]), from_tree(counts["received"]))
 
     def restore(self, counts: Mapping[str, Any] | None, iteration: int) -> None:
         """This process begins with that checkpoint; None: it was taken where nothing was logged."""
-        if counts is not None:
+        if self._are_mine(counts):
             self._count_on(counts)
         self._complete_from = self.checkpoint = iteration
 
@@ -314,8 +321,25 @@ class Messages:
 
     def told(self, iteration: int) -> dict[str, Any]:
         """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""
+        if self._is_uncounted:
+            return {}
         told = self._counts.told(self._stands(iteration), self._repetition.ends(self._counts.here))
         return {"stands": told.stands, "has": to_tree(told.has), "sent": to_tree(told.sent)}
+
+    def count_by(self, told: Iterable[Mapping[str, Any]], iteration: int) -> dict[str, Any] | None:
+        """*told*: by the others, which all begin with *iteration*. Of a rank that has the state of a replica: it counts
+        on from there; what it tells itself. None for any other rank."""
+        if not self._is_uncounted:
+            return None
+        self._is_uncounted = False
+        others = [told_of(tree) for tree in told if tree]
+        has = {channel: count for other in others for channel, count in other.has.items()}
+        sent = {channel: count for other in others for channel, count in other.sent.items()}
+        self._counts.set(
+            {channel: count for channel, count in has.items() if channel.source == self.rank},
+            {channel: count for channel, count in sent.items() if channel.destination == self.rank},
+        )
+        return self.told(iteration)
 
     def _stands(self, iteration: int) -> Stand:
         if self._its.iteration < 0:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from swift_agent.torch_private.ddp import Layout
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
@@ -54,6 +55,7 @@ class Replays:
         self._joining: Joining | None = None  # of a helper
         self._stays = False  # those whose messages this replacement has taken
         self._restored = 0  # the checkpoint that this replacement began with
+        self._layouts: list[Layout | None] = []  # of DDP's buckets, at that
         self._log_server = serving.LogServer(supervisor.note)
 
     def exchange(self, go: Go) -> None:
@@ -145,7 +147,7 @@ class Replays:
         begin = self._restore(plan, store)
         messages.beginnings.check(place.rank, has_checkpoint=begin > 0)
         if begin == messages.beginnings.all_began_at:
-            self._tracked.give_first_steps({})  # those since then are in the logs, or come
+            self._tracked.make_first_steps()  # those since then are in the logs, or come
         return begin
 
     def go_on(self, go: Go) -> None:
@@ -170,6 +172,10 @@ class Replays:
         told = {other: json.loads(store.get(str(other))) for other in others}
         if None in told.values():
             return  # some ranks log nothing, so nobody repeats or stays
+        counted = PrefixStore("counted", self._groups.store)
+        if (mine := messages.count_by(told.values(), plan.iteration)) is not None:
+            counted.set(str(rank), json.dumps(mine))
+        told |= {other: json.loads(counted.get(str(other))) for other, tree in told.items() if not tree}
         try:
             messages.rejoin(told, plan.replays, plan.iteration, go.generation)
         except LogError as error:
@@ -229,14 +235,20 @@ class Replays:
             time.sleep(_POLL_S)
         iteration = int(store.get("iteration"))
         if iteration == self._restored:
+            if self._layouts:
+                tracked.restore_layouts(self._layouts)
             return iteration  # of an earlier attempt, or there is none
         try:
             extra = checkpoints.load(iteration, tracked.state)
         except (OSError, StateError) as error:
             raise CannotReplay(f"the checkpoint of iteration {iteration} cannot be loaded: {error}") from None
         assert tracked.messages is not None
-        tracked.messages.restore(extra["place"].get("messages"), iteration)
+        tracked.messages.restore(checkpoints.counts or extra["place"].get("messages"), iteration)
         place.begin_with(extra["place"], iteration, repeats=True)
+        if len(extra["layouts"]) == len(tracked.keepers):
+            # In other buckets the same gradients would have other sums.
+            self._layouts = extra["layouts"]
+            tracked.restore_layouts(self._layouts)
         self._restored = iteration
         return iteration
 

@@ -287,10 +287,11 @@ class Place:
         repeated, see `begin_replay`; until that begins nothing is held."""
         with self.lock:
             self.status = "empty"
-            if not repeats:
-                offer = {**offer, "pipelines": {}}  # all stages are new, and tell each other
             self.take_over(offer, iteration, from_checkpoint=True)
-            if repeats:
+            if not repeats:
+                assert self.tracked is not None
+                self.tracked.make_first_steps()  # all stages are new, and tell each other
+            else:
                 self.status = "empty"
                 self.restored_sections = self.here.sections if self.target is None else self.target.sections
 

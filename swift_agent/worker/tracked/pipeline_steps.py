@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,17 +35,23 @@ Mode = Literal["training", "evaluation"]
 @dataclass
 class _Known:
     """Of one schedule: the *mode* of the last step that all stages made together, and what this rank received in the
-    last first step of each mode."""
+    last first step of each mode. *before*: that mode where a checkpoint was taken with which all processes have begun,
+    until they have made a step."""
 
     mode: Mode | None = None
     received: dict[Mode, list[Tensor]] = field(default_factory=dict)
+    before: Mode | None = None
 
 
 class Pipelines:
-    """All schedules of this process; there is one of this, made once schedules may be there."""
+    """All schedules of this process; there is one of this, made once schedules may be there. *unreduced*: what a first
+    step runs in that was none when its iteration ran before."""
 
-    def __init__(self, in_place: InPlace | None = None) -> None:
-        self._in_place = in_place or Alone()
+    def __init__(
+        self, in_place: InPlace | None = None,
+        unreduced: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
+        self._in_place, self._unreduced = in_place or Alone(), unreduced
         # By the name of a schedule, then by its number among those of that name, in the order of their first steps.
         self._known: dict[str, list[_Known]] = {}
         self._places: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
@@ -79,7 +86,10 @@ class Pipelines:
 
     def offer(self) -> dict[str, list[dict[str, Any]]]:
         """For `give`, through the codec."""
-        return {name: [vars(one).copy() for one in all_of] for name, all_of in self._known.items()}
+        return {
+            name: [{kind: value for kind, value in vars(one).items() if kind != "before" or value} for one in all_of]
+            for name, all_of in self._known.items()
+        }
 
     def give(self, offered: Mapping[str, list[dict[str, Any]]]) -> None:
         """To a new process, which has made no step yet. Raises `SwiftError` for what torch would not have sent: it
@@ -89,6 +99,12 @@ class Pipelines:
             for known in all_of:
                 for received in known.received.values():
                     pipelining.check_stage_messages(received)
+
+    def begin_anew(self) -> None:
+        """All processes are new, and have begun with the checkpoint that had what was given: stages tell each other
+        shapes once more. For that they run their modules, which the processes before them had not done there."""
+        for all_of in self._known.values():
+            all_of[:] = [_Known(before=one.mode or one.before) for one in all_of]
 
     # ---- steps ----
 
@@ -115,8 +131,9 @@ class Pipelines:
         self._serving = deque(served) if served is not None else None
         receiving = self._receiving = []
         alone = self._in_place.dry_run() if served is not None else contextlib.nullcontext()
+        unreduced = self._unreduced() if known.before == mode else contextlib.nullcontext()
         try:
-            with alone, pipelining.agreeing_by_messages():
+            with alone, unreduced, pipelining.agreeing_by_messages():
                 yield
         finally:
             self._serving = self._receiving = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +52,12 @@ class Tracked:
         self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
         *, overlap_update: bool = False, exact: bool = False, stage_of: int | None = None,
         logs: Path | None = None, rank: int = 0, checkpoints: Settings | None = None,
-        in_place: InPlace | None = None,
+        in_place: InPlace | None = None, lost_together: Collection[int] = (),
     ) -> None:  # fmt: skip
         """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
-        *logs*: if this rank is the only one with its part of the model, its messages are logged there. *checkpoints*:
-        if and where they are taken. *in_place*: asked when a peer fails in the middle of an iteration."""
+        *logs*: where its messages are logged, if no rank of another node has the same part of the model. *checkpoints*:
+        if and where they are taken. *in_place*: asked when a peer fails in the middle of an iteration. *lost_together*:
+        the ranks of this node, () if there is no other node."""
         check(pending, overlap_update=overlap_update, replicas=replicas)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = ddps_of(pending), pending["optimizers"]
@@ -70,12 +71,19 @@ class Tracked:
         """The model is sharded, and no other rank holds what this one does."""
         helps = ENV_HELPER in os.environ  # it claims nothing, and logs nothing
         self.messages: Messages | None = None
-        if supervisor is not None and logs is not None and len(self.replicas) == 1 < world_size and not has_shards:
+        # An update that overlaps the backward is made before the iteration's last messages are sent.
+        all_here = len(self.replicas) > 1 and not overlap_update and set(self.replicas) <= set(lost_together)
+        is_logged = (len(self.replicas) == 1 or all_here) and len(self.replicas) < world_size and not has_shards
+        if supervisor is not None and logs is not None and is_logged:
             check_ways()
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
-            self.messages = Messages(self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place,
-                                     lambda: supervisor.log_group, helps)  # fmt: skip
-        self.pipelines = Pipelines(in_place) if supervisor is not None and pipelining.has_schedules() else None
+            self.messages = Messages(
+                rank if all_here else self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place,
+                lambda: supervisor.log_group, helps,
+            )  # fmt: skip
+        self.pipelines: Pipelines | None = None
+        if supervisor is not None and pipelining.has_schedules():
+            self.pipelines = Pipelines(in_place, lambda: _without_reduction(ddps))
         self.checkpoints: Checkpoints | None = None
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(
@@ -218,9 +226,15 @@ class Tracked:
             self.messages.take_over(offer.get("messages"))
 
     def give_first_steps(self, steps: Mapping[str, Any]) -> None:
-        """A replacement's, by an `offer`; {}: all stages make them together, or they are in logs."""
+        """A replacement's, by an `offer`."""
         if self.pipelines is not None:
             self.pipelines.give(steps)
+
+    def make_first_steps(self) -> None:
+        """All stages have begun with this checkpoint, or at iteration 0, and make them together; or they are in logs.
+        """
+        if self.pipelines is not None:
+            self.pipelines.begin_anew()
 
     def reset_shards(self) -> None:
         """After the groups were stopped, on a survivor: FSDP forgets the iteration that was cut, what it had gathered
