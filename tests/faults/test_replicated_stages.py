@@ -7,14 +7,19 @@ losses of every micro-batch are bit for bit those of an undisturbed run.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.agent_forks import ForkServer
 from tests.support.job import ROOT, Agents, Outcome
+from tests.support.pipelines import begun, node_of, started
+from tests.tiers import in_soak
 
 SCRIPT = ROOT / "tests" / "support" / "replicated_stages_train.py"
 ITERATIONS = 12
@@ -169,3 +174,40 @@ def test_sums_and_clipping_by_the_script(run: Start, undisturbed: Undisturbed) -
     ]
     outcome = run(faults, nodes="abcd", spares=1, by_hand=True, clips=True)
     assert_same(outcome, undisturbed(by_hand=True, clips=True), {1, 2, 3, 4})
+
+
+@pytest.mark.parametrize("seed", [0, *in_soak(*range(1, 10))])
+def test_random_moments(seed: int, make_agents: Callable[..., Agents], undisturbed: Undisturbed) -> None:
+    """Six kills of workers and nodes, in whose place others come; in `make soak` sixty. Where the last replica of a
+    stage is lost before a checkpoint has come since its neighbour's log was lost, all begin with that again."""
+    choose = random.Random(seed)
+    agents = make_agents(
+        num_nodes=3, num_workers=2, max_restarts=60, script=SCRIPT, options=("--spares", "1"),
+        orders={"width": 2, "checkpoint": 3, "pace_s": 1.0},
+    )  # fmt: skip
+    for node in "abcd":
+        agents.start(node)
+    wait_until(lambda: min(begun(agents.directory, 6)) >= 0)
+    for number in range(6):
+        time.sleep(choose.choice([0.0, choose.uniform(0.0, 0.3), choose.uniform(0.3, 1.2)]))
+        worker = None
+        while worker is None:
+            assert not list(agents.directory.glob("result.*")), agents.outcome(0).text()
+            worker = started(agents.directory, choose.randrange(6))
+        if choose.random() < 0.5:
+            agents.kill_node(node_of(agents, worker))
+            agents.start(f"{number}")
+        else:
+            worker.kill()
+        psutil.wait_procs([worker], timeout=10.0)
+    (agents.directory / "free").touch()
+    outcome = agents.wait()
+    assert_equal(outcome, undisturbed())
+    print(outcome.text())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come"
+        time.sleep(0.01)

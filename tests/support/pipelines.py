@@ -137,9 +137,9 @@ def assert_only_the_killed_ended(outcome: Outcome, killed: list[int]) -> None:
     assert not repeated(outcome.directory) and "again:" not in text, text
 
 
-def begun(directory: Path) -> list[int]:
+def begun(directory: Path, num_ranks: int = 4) -> list[int]:
     """By rank, the newest iteration that its newest process with one has begun; -1: none has."""
-    paths = [directory / f"calls.{rank}" for rank in range(4)]
+    paths = [directory / f"calls.{rank}" for rank in range(num_ranks)]
     lines = [path.read_text().splitlines() if path.exists() else [] for path in paths]
     return [int(of_rank[-1].split()[0]) if of_rank else -1 for of_rank in lines]
 

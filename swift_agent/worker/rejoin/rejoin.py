@@ -137,6 +137,8 @@ class Rejoin:
         self._exchange_state(go)
         clock.mark("transfer")
         self._compare()
+        if place.owed is not None:
+            self._tracked.rewind()  # it will be run after all, and sends what it had sent
         self._supervisor.send(msg.Holds())
         clock.mark("verify")
         self._replays.go_on(go)
