@@ -56,7 +56,7 @@ def make_plan(
         return Plan("restart", f"{why}{_from(checkpoint)}")
     new = [rank for members in sets for rank in members if rank not in holding]
     if orphans and new:
-        why = f"ranks {orphans} would have to repeat iterations, and what ranks {new} had sent to them is lost, too"
+        why = f"ranks {orphans} would have to repeat iterations without what ranks {new}, lost too, had sent to them"
         return Plan("restart", f"{why}{_from(checkpoint)}")
     held = [_reachable([holding[rank] for rank in members if rank in holding]) for members in sets]
     common = set.intersection(*held)
@@ -144,7 +144,7 @@ def _stays(holding: Mapping[int, RankReport], iteration: int, new: list[int]) ->
     if not all(report.logs for report in holding.values()):
         return False, []
     if new:
-        return False, [f"all begin iteration {iteration} again: what ranks {new} had sent in it is lost"]
+        return False, [f"all begin iteration {iteration} again: ranks {new} have nothing of what was sent in it"]
     reasons: dict[str, list[int]] = {}
     for rank, report in sorted(holding.items()):
         # A rank that is one behind makes its update, and is then before that iteration.

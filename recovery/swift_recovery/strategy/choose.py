@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,9 +17,10 @@ from swift_recovery.strategy.grouping import Chain, Groups, alone, optimal
 from swift_recovery.strategy.profile import Profile, pipelined_s
 
 Name = Literal["replica", "log", "log+parallel", "checkpoint"]
-Helpers = Literal["nobody", "one machine", "groups"]
-"""What is repeated with helpers: nothing; what one machine has lost, as swift-run does it, by as many as pay; or what a
-group has lost, too, by all machines, with all-reduces that take no time, as in the paper (SWIFT, section 5.2)."""
+Helpers = Literal["nobody", "one worker", "one machine", "groups"]
+"""What is repeated with helpers: nothing; what one worker has lost, as swift-run does it, by as many as pay; what one
+machine has lost, if that is one worker; or what a group has lost, too, by all machines, with all-reduces that take no
+time, as in the paper (SWIFT, section 5.2)."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Way:
     """One way.
 
     - *impossible*: why, '' if it is possible. *only*: if it is impossible for some machines, those for which it is not.
+      If only a lost machine is meant, *worker_s* is that of a worker.
     - *recovery_s*: expected, for one lost machine; *worker_s*: for one of its workers; *two_s*: for two machines at
       once, as long as the way is possible then, 0 if there are no more.
     - *cost*: of an iteration without failures, as a part of its time.
@@ -71,17 +74,30 @@ def _replica(profile: Profile) -> Way:
     only = tuple(number for number, machine in enumerate(machines) if machine.has_replica)
     without = next((number for number, machine in enumerate(machines) if not machine.has_replica), None)
     if not only:
-        return Way("replica", f"no other machine holds what machine {without} does")
+        inside_s = _from_replica_s(profile) if all(machine.has_replica_inside for machine in machines) else 0.0
+        return Way("replica", f"no other machine holds what machine {without} does", worker_s=inside_s)
     mean_bytes = sum(machines[number].state_bytes for number in only) / len(only)
-    # The interrupted iteration is made again: half of it was done.
-    again_s = profile.iteration_s / 2
-    recovery_s = profile.replace_s + mean_bytes / profile.network_bytes_per_s + again_s
-    worker_s = profile.replace_s + mean_bytes / profile.gpus_per_machine / profile.network_bytes_per_s + again_s
+    recovery_s = _from_replica_s(profile, mean_bytes)
+    worker_s = _from_replica_s(profile, mean_bytes / profile.gpus_per_machine)
     # Two get it from machines of their own.
     found = Way("replica", "", recovery_s, worker_s=worker_s, two_s=recovery_s)
     if without is None:
         return found
     return replace(found, impossible=f"no other machine holds what machine {without} does", only=only)
+
+
+def _from_replica_s(profile: Profile, num_bytes: float | None = None) -> float:
+    """*num_bytes*: that are lost; by default the state of one GPU."""
+    if num_bytes is None:
+        num_bytes = statistics.fmean(one.state_bytes for one in profile.machines) / profile.gpus_per_machine
+    # The interrupted iteration is made again: half of it was done.
+    return profile.replace_s + num_bytes / profile.network_bytes_per_s + profile.iteration_s / 2
+
+
+def _worker_s(profile: Profile, alone_s: float) -> float:
+    """Expected, of a lost worker of any machine; *alone_s*: where nobody else on it holds the same."""
+    inside_s = _from_replica_s(profile)
+    return statistics.fmean(inside_s if one.has_replica_inside else alone_s for one in profile.machines)
 
 
 def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Groups, helpers: Helpers) -> Way:
@@ -92,15 +108,19 @@ def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Group
         groups = alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers)
     if len(groups) == 1:
         return Way(name, "the budget for logs allows no two groups: nothing would be logged")
-    recovery_s = log_recovery_s(profile, groups, helpers)
+    if name == "log+parallel" and all(machine.has_replica_inside for machine in profile.machines):
+        return Way(name, "helpers repeat what one process held alone, and on each machine another one holds the same")
+    alone_s = log_recovery_s(profile, groups, "one machine" if helpers == "one worker" else helpers)
+    recovery_s = log_recovery_s(profile, groups) if helpers == "one worker" else alone_s
     sent = [sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
     # Copies are made while the pipeline waits; what does not fit there delays it.
     exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
     cost = exposed_s / profile.iteration_s + _checkpoints(profile)
     two_s = _fixed_s(profile) + profile.checkpoint_every / 2 * _two_from_logs_s(profile, groups)
     return Way(
-        name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups, worker_s=recovery_s, two_s=two_s
-    )
+        name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups,
+        worker_s=_worker_s(profile, alone_s), two_s=two_s,
+    )  # fmt: skip
 
 
 def best_groups(
@@ -171,8 +191,9 @@ def _checkpoint(profile: Profile) -> Way:
     recovery_s = profile.restart_s + profile.load_s + profile.checkpoint_every / 2 * profile.iteration_s
     state_bytes = max(machine.state_bytes for machine in profile.machines)
     return Way(
-        "checkpoint", "", recovery_s, _checkpoints(profile), state_bytes, worker_s=recovery_s, two_s=recovery_s
-    )
+        "checkpoint", "", recovery_s, _checkpoints(profile), state_bytes, worker_s=_worker_s(profile, recovery_s),
+        two_s=recovery_s,
+    )  # fmt: skip
 
 
 def _checkpoints(profile: Profile) -> float:
@@ -202,9 +223,12 @@ def shared_s(profile: Profile, group: range, num_shares: int) -> float:
 
 
 def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
-    """How many processes shorten the recovery of that machine: each number is better than all smaller ones. More than
+    """How many processes shorten the recovery of that machine, or of one worker of it that nobody else on it can
+    replace: each number is better than all smaller ones. More than
     there are micro-batches are of no use, messages come from logs no faster because of them, and each one's gradients
     have to be added."""
+    if profile.machines[machine].has_replica_inside:
+        return ()
     group = range(machine, machine + 1)
     found: list[int] = []
     best_s = with_helpers_s(profile, group, 1)

@@ -126,6 +126,9 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
             state_bytes=float(sum(one.state_bytes for one in of_node)),
             gradient_bytes=float(sum(one.gradient_bytes for one in of_node)),
             has_replica=all(any(node_of.get(rank) not in (node, None) for rank in one.replicas) for one in of_node),
+            has_replica_inside=all(
+                any(node_of.get(rank) == node for rank in one.replicas if rank != one.rank) for one in of_node
+            ),
         )
         for node, of_node in enumerate(nodes)
     )

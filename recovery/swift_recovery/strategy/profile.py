@@ -32,18 +32,21 @@ MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "gradient_bytes": (0, True, 0),
 }
 _MOST = 1e30
+_FLAGS = ("has_replica", "has_replica_inside")
 _WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
 
 
 @dataclass(frozen=True)
 class Machine:
     """*computation_s*: of one iteration, all its micro-batches together. *state_bytes*: parameters and optimizer state.
-    *has_replica*: another machine holds the same. *gradient_bytes*: of all its parameters, 0: not known."""
+    *has_replica*: another machine holds the same. *has_replica_inside*: of each of its GPUs another one does.
+    *gradient_bytes*: of all its parameters, 0: not known."""
 
     computation_s: float
     state_bytes: float = 0.0
     has_replica: bool = False
     gradient_bytes: float = 0.0
+    has_replica_inside: bool = False
 
     @property
     def summed_bytes(self) -> float:
@@ -136,15 +139,13 @@ def _machines(given: Any, wrong: list[str]) -> list[Machine]:
             wrong.append(f'{where}: not an object, as {{"computation_s": 1.5}}')
             found.append(Machine(1.0))  # it counts, for the boundaries
             continue
-        known = {*MACHINE_FIELDS, "has_replica"}
+        known = {*MACHINE_FIELDS, *_FLAGS}
         fields = ", ".join(sorted(known))
         wrong += [f"{where}.{name}: no such field; there are {fields}" for name in data if name not in known]
         values = {name: _number(data, name, f"{where}.{name}", MACHINE_FIELDS, wrong) for name in MACHINE_FIELDS}
-        has_replica = data.get("has_replica", False)
-        if not isinstance(has_replica, bool):
-            wrong.append(f"{where}.has_replica: true or false")
-            has_replica = False
-        found.append(Machine(**values, has_replica=has_replica))
+        flags = {name: data.get(name, False) for name in _FLAGS}
+        wrong += [f"{where}.{name}: true or false" for name, flag in flags.items() if not isinstance(flag, bool)]
+        found.append(Machine(**values, **{name: flag is True for name, flag in flags.items()}))  # type: ignore[arg-type]
     return found
 
 

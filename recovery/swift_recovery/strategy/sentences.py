@@ -52,6 +52,8 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
             f"  {way.name}: {_lost(way)}: taken for {here}; not possible for "
             f"{others}: {_why_not(way)}"
         )
+    if way.impossible and way.worker_s:
+        return f"  {way.name}: {time_of(way.worker_s)} for a lost worker; not possible for a node: {_why_not(way)}"
     if way.impossible:
         return f"  {way.name}: not possible: {_why_not(way)}"
     if not job.takes_checkpoints and way.name in ("log", "log+parallel"):

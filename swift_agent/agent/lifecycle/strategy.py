@@ -14,7 +14,7 @@ from swift_agent.agent.lifecycle.helping import helpers_for
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy import sentences
 from swift_recovery.strategy.budget import groups_within, parse_budget
-from swift_recovery.strategy.choose import Way, paying_helpers, ways
+from swift_recovery.strategy.choose import Helpers, Way, paying_helpers, ways
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
 from swift_recovery.strategy.predict import Predicted, in_place, is_sooner, rollback
@@ -87,7 +87,8 @@ def _measured(view: View, job_id: str) -> tuple[JobMeasured | None, bool, bool]:
 
 
 def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tuple[Way, ...]:
-    return tuple(_possible(way, job, logs, wanted) for way in ways(job.profile, groups=groups))
+    helpers: Helpers = "one machine" if job.profile.gpus_per_machine == 1 else "one worker"
+    return tuple(_possible(way, job, logs, wanted) for way in ways(job.profile, groups=groups, helpers=helpers))
 
 
 def _groups(view: View, job: JobMeasured, taken: str) -> tuple[Groups, tuple[str, ...]]:

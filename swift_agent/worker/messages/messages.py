@@ -176,7 +176,7 @@ class Messages:
 
     def counts(self) -> dict[str, Any]:
         """Of all messages of this rank so far: a process that takes it over goes on counting."""
-        return {"of": self.rank, "sent": to_tree(self._counts.sent), "received": to_tree(self._counts.asked)}
+        return {"rank": self.rank, "sent": to_tree(self._counts.sent), "received": to_tree(self._counts.asked)}
 
     def take_over(self, counts: Mapping[str, Any] | None) -> None:
         """This process has the state of its predecessor or of a replica, whose *counts* say nothing here; but not the
@@ -189,7 +189,7 @@ class Messages:
             self.log.give_up("this process has taken over a state, without the log of what was sent")
 
     def _are_mine(self, counts: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
-        return counts is not None and counts.get("of", self.rank) == self.rank
+        return counts is not None and counts.get("rank", self.rank) == self.rank
 
     def _count_on(self, counts: Mapping[str, Any]) -> None:
         self._counts.set(from_tree(counts["sent"]), from_tree(counts["received"]))

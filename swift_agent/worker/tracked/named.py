@@ -38,7 +38,10 @@ class Named:
 
     @property
     def logs_messages(self) -> bool:
-        return self.is_stage if self._log_messages is None else self._log_messages
+        """Whether to log what no other node could bring back: by default in a pipeline."""
+        if self._log_messages is not None:
+            return self._log_messages
+        return self.is_stage or pipelining.has_schedules()
 
     def has_state(self, loader: Any) -> bool:
         """Whether *loader* is where it has to be by a state of its own."""
