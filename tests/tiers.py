@@ -93,6 +93,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_what_collectives_gave_is_repeated[from a checkpoint]",
         "test_collectives_cannot_be_repeated[one is lost-compiled]",
     ),
+    "faults/test_replicated_stages.py": (
+        "test_nodes[backward]",
+        "test_workers[agreed]",
+        "test_since_a_checkpoint[3]",
+        "test_after_all_have_begun_with_a_checkpoint[once]",
+    ),
     "faults/test_checkpoints.py": (
         "test_a_lost_stage_begins_with_the_newest[forward-begins0]",
         "test_a_loss_at_each_step_of_a_checkpoint[the worker of rank 0]",

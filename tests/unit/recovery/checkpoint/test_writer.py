@@ -52,11 +52,12 @@ class Group:
     def begin_generation(self) -> None:
         self.server = self._servers()
 
-    def take(self, iteration: int, *ranks: int) -> None:
+    def take(self, iteration: int, *ranks: int, counts: object = None) -> None:
         for rank in ranks or range(3):
             self.ranks[rank].take(
-                iteration, state(iteration + rank // 2), lambda rank=rank: {"rank": rank}, self.server_client
-            )
+                iteration, state(iteration + rank // 2), lambda rank=rank: {"rank": rank}, self.server_client,
+                counts=counts if rank == 1 else None,
+            )  # fmt: skip
 
     def server_client(self) -> StoreClient:
         return StoreClient("127.0.0.1", self.server.port, b"", timedelta(seconds=10))
@@ -99,6 +100,18 @@ def test_each_set_writes_one_part_and_each_rank_loads_its_own(group: Group) -> N
         assert group.ranks[rank].load(30, found) == {"rank": 2 * (rank // 2)}
         assert all(bool((parameter == value).all()) for parameter in found.parameters()[:1])
     assert not group.server._values.keys() - {b"checkpoint/%d/counts" % number for number in (10, 20, 30)}
+
+
+def test_a_rank_whose_part_another_one_writes_has_its_counts_in_it(group: Group) -> None:
+    group.take(10, counts={"sent": [["0", 1, 2, 0, 7]]})
+    group.wait()
+    group.take(20)
+    group.wait()
+    for rank in range(3):
+        group.ranks[rank].load(10, state(0))
+        assert group.ranks[rank].counts == ({"sent": [["0", 1, 2, 0, 7]]} if rank == 1 else None)
+        group.ranks[rank].load(20, state(0))
+        assert group.ranks[rank].counts is None
 
 
 def test_it_is_due_where_nobody_can_have_taken_it(group: Group) -> None:

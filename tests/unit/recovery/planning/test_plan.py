@@ -273,6 +273,30 @@ def test_who_repeats_alone_counts_as_being_there() -> None:
     assert plan.replays == (2,) and plan.iteration == 5
 
 
+def stage(rank: int, iteration: int, **more: Any) -> RankReport:
+    """Of a pipeline in which ranks 0 and 1, 2 and 3 and so on are replicas, on one node each."""
+    return replace(logging(rank, iteration, **more), replicas=(rank - rank % 2, rank - rank % 2 + 1))
+
+
+def test_a_set_that_is_lost_repeats_its_iterations_and_one_of_which_a_rank_is_left_does_not() -> None:
+    plan = make_plan([stage(0, 5), stage(1, 5), stage(4, 5), stage(5, 5)], 6)
+    assert (plan.kind, plan.iteration, plan.replays, plan.stays) == ("copy", 5, (2, 3), True)
+    assert plan.sources == {} and plan.layouts == {1: 0, 5: 4}
+    plan = make_plan([stage(0, 5), stage(1, 5), stage(2, 5, unwinds="w"), stage(4, 6), stage(5, 6)], 6)
+    assert (plan.kind, plan.sources, plan.replays, plan.stays) == ("restart", {}, (), False), "4 and 5 are ahead"
+    plan = make_plan([stage(0, 5), stage(1, 5), stage(2, 5), stage(4, 5), stage(5, 5)], 6)
+    assert (plan.kind, plan.iteration, plan.sources, plan.replays) == ("copy", 5, {3: 2}, ())
+    assert not plan.stays and "ranks [3] have nothing of what was sent in it" in plan.why
+
+
+def test_what_a_lost_rank_had_sent_cannot_be_repeated_with() -> None:
+    plan = make_plan([stage(0, 5, checkpoint=4), stage(4, 5), stage(5, 5)], 6)
+    assert plan.kind == "restart" and plan.why == (
+        "ranks [2, 3] would have to repeat iterations without what ranks [1], lost too, had sent to them; the newest "
+        "checkpoint known is that of iteration 4"
+    )
+
+
 def test_what_logs_nothing_for_another_goes_back_with_it() -> None:
     apart = [logging(0, 5, unlogged=(1,)), logging(2, 5, unlogged=(3,)), logging(3, 5, unlogged=(2,))]
     plan = make_plan(apart, 4)

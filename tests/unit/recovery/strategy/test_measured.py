@@ -218,3 +218,22 @@ def test_ranks_of_an_earlier_version_are_read() -> None:
     for name in ("log_written", "log_copied", "checkpoint_written", "checkpoint_still_s", "is_all"):
         del data[name]
     assert RankMeasured.from_json(data) == rank(0)
+
+
+def test_replicas_of_a_stage_on_its_node() -> None:
+    """A lost worker gets its state from there, whatever is done for a node."""
+    nodes = [[rank(2 * at + one, {2 * to + one: 1000 for to in (at - 1, at + 1) if 0 <= to < 3},
+                   replicas=(2 * at, 2 * at + 1)) for one in range(2)] for at in range(3)]  # fmt: skip
+    profile = put_together("J", nodes).profile
+    assert all(machine.has_replica_inside and not machine.has_replica for machine in profile.machines)
+    found = {way.name: way for way in ways(profile, helpers="one worker")}
+    from_replica_s = profile.replace_s + 100 / profile.network_bytes_per_s + profile.iteration_s / 2
+    assert {found[name].worker_s for name in ("replica", "log", "checkpoint")} == {from_replica_s}
+    assert found["replica"].impossible and found["log"].recovery_s > from_replica_s
+    assert "on each machine another one holds the same" in found["log+parallel"].impossible
+    (line,) = (one for one in lines(put_together("J", nodes), tuple(found.values()), "log", ()) if "  replica" in one)
+    assert line == "  replica: 750 ms for a lost worker; not possible for a node: no other node holds what node 0 does"
+    alone = [[rank(2 * at + one, {2 * at + one + 1: 1000}) for one in range(2)] for at in range(3)]
+    found = {way.name: way for way in ways(put_together("J", alone).profile, helpers="one worker")}
+    assert found["log+parallel"].worker_s < found["log"].worker_s, "helpers help one rank"
+    assert found["log+parallel"].recovery_s == found["log"].recovery_s

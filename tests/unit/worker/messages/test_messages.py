@@ -987,4 +987,28 @@ def test_of_a_batch_that_nccl_makes_at_once_only_the_batch_has_a_work(
     assert dist.isend(SENT, 1).wait() and waited == [1, 1]  # type: ignore[union-attr]
     rank.end()
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    assert rank.counts() == {"sent": [[name, 2, 1, 0, 2]], "received": [[name, 1, 2, 0, 2]]}
+    assert rank.counts() == {"rank": 2, "sent": [[name, 2, 1, 0, 2]], "received": [[name, 1, 2, 0, 2]]}
+
+
+def test_who_has_the_state_of_a_replica_counts_on_where_the_others_are(
+    make: Callable[[int], Messages], notes: list[str]
+) -> None:
+    """Its own log is of no use until a checkpoint has come; what the replica counts is not its own."""
+    replica = make(0)
+    one_iteration(replica, 0, 0)
+    new = make(1)
+    new.take_over(replica.counts())
+    assert not new.is_complete and "without the log of what was sent" in notes[-1]
+    assert new.told(1) == {}
+    others = [told("begin", (0, 1, 2), has=[(1, 0, 3)]), told("begin", (2, 1, 1), has=[(1, 2, 4), (0, 2, 1)]), {}]
+    told_by_it = new.count_by(others, 1)
+    assert told_by_it == told("begin", (1, 0, 3), (1, 2, 4), has=[(0, 1, 2), (2, 1, 1)])
+    assert new.count_by(others, 1) is None, "it counts by itself now"
+    new.begin_checkpoint(1)
+    new.checkpointed(1)
+    assert new.is_complete
+    same = make(1)
+    same.take_over(new.counts())
+    assert same.told(1) == {**told_by_it, "has": told_by_it["has"]}
+    same.restore(replica.counts(), 1)  # an older checkpoint has these only
+    assert same.told(1) == told_by_it

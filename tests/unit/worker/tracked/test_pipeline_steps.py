@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         sent.append(-dst)
         return torch_works.finished_work()
 
-    def one(in_place: InPlace | None = None) -> Pipelines:
+    def one(in_place: InPlace | None = None, **more: Any) -> Pipelines:
         monkeypatch.setattr(dist.ProcessGroup, "recv", recv)
         monkeypatch.setattr(dist.ProcessGroup, "send", send)
         monkeypatch.setattr(dist.ProcessGroup, "recv_anysource", dist.ProcessGroup.recv_anysource)
@@ -67,7 +68,7 @@ def make(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
                             (schedules.PipelineScheduleMulti, "_initialize_stages")):  # fmt: skip
             monkeypatch.setattr(owner, name, getattr(owner, name))
         resets.clear()
-        return Pipelines(in_place)
+        return Pipelines(in_place, **more)
 
     resets: list[Any] = []
     monkeypatch.setattr(pipelining, "reset_schedule", lambda schedule, first: resets.append((schedule, first)))
@@ -160,6 +161,41 @@ def test_a_first_step_of_a_cut_iteration_did_not_happen(
     pipelines.pass_over()
     (known,) = pipelines.offer()["Schedule, training, 4 micro-batches"]
     assert [float(one[0]) for one in known["received"]["training"]] == again
+
+
+def test_after_a_restart_a_first_step_that_was_none_before_is_marked(make: Callable[..., Pipelines]) -> None:
+    """Until it counts, also in a process that comes meanwhile; not the one that makes a change of modes."""
+    before, mine, other = make(), Schedule(), Other()
+    step(before, mine)
+    step(before, other, "evaluation")
+    before.end()
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def unreduced() -> Iterator[None]:
+        entered.append("in")
+        yield
+
+    restarted, schedule, changes = make(unreduced=unreduced), Schedule(), Other()
+    restarted.give(before.offer())
+    restarted.begin_anew()
+    assert step(restarted, schedule) == [7, 9] and entered == ["in"], "they tell each other once more"
+    assert step(restarted, changes) is not None and entered == ["in"], "so they would have without the restart"
+    restarted.rewind()
+    meanwhile = restarted.offer()
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
+    step(restarted, schedule)
+    restarted.end()
+    assert entered == ["in", "in"]
+    late, entered = make(unreduced=unreduced), entered
+    late.give(meanwhile)
+    step(late, Schedule())
+    assert entered == ["in"] * 3
+    assert "before" not in restarted.offer()["Schedule, training, 4 micro-batches"][0]
+    restarted.rewind()
+    schedule._stage_forward_initialized = False
+    step(restarted, schedule)
+    assert len(entered) == 3
 
 
 def test_another_script_is_noticed(make: Callable[[], Pipelines]) -> None:
