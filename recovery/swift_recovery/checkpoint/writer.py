@@ -134,7 +134,7 @@ class Checkpoints:
         self.why_not: Callable[[int], str] = lambda iteration: ""
         """Why the state before that iteration must not count, '' if it may. Called in the thread, and may wait."""
         self.counts: Any = None
-        """What the one that was loaded last has of this rank's messages, if its part is another rank's."""
+        """Of this rank's messages, in the one that was loaded last, if another rank has written its part."""
         self.loaded_from = NOBODY
         """The timeline that has taken the one that was loaded last."""
         self._changed = threading.Condition()
@@ -157,10 +157,8 @@ class Checkpoints:
         with self._changed:
             before = self._tasks[0] if self._tasks else None
         if before is not None:
-            task.none = (
-                f"that of iteration {before.iteration} is still being written, since "
-                f"{task.began_s - before.began_s:.0f} s"
-            )
+            since_s = task.began_s - before.began_s
+            task.none = f"that of iteration {before.iteration} is still being written, since {since_s:.0f} s"
         elif self._rank == self._replicas[0]:
             try:
                 task.copy = StateCopy(state, extra())
@@ -364,9 +362,8 @@ class Checkpoints:
     def _commit(self, task: _Task, told: list[dict[str, Any]]) -> bool:
         without = {rank: data["none"] for rank, data in enumerate(told) if "none" in data}
         if without:
-            rank, why = next(iter(without.items()))
-            num = len(without) - 1
-            more = f" (and {num} more rank{'s' if num > 1 else ''})" if num else ""
+            (rank, why), *others = without.items()
+            more = f" (and {len(others)} more rank{'s' if len(others) > 1 else ''})" if others else ""
             self._tell_why_not(task, f"rank {rank}: {why}{more}")
             return False
         parts = tuple(Part.from_json(data) for data in told if "name" in data)
@@ -377,15 +374,14 @@ class Checkpoints:
         self.directory.check_parts(checkpoint)
         with self._changed:
             begins = self._begins.get(task.timeline)
-        if begins is not None:  # it could not be claimed when it began
-            self._claim(task.timeline, begins)
+        if begins is not None:
+            self._claim(task.timeline, begins)  # it could not be claimed when it began
         self._must_be_ours(task.timeline)
         self.directory.commit(checkpoint)
-        size = sum(part.written.num_bytes for part in parts)
-        num_parts = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
+        size, took_s = sum(part.written.num_bytes for part in parts), time.monotonic() - task.began_s
         self._note(
-            f"checkpoint of iteration {task.iteration} in {self.directory}: {size / 1e6:.1f} MB in {num_parts}, "
-            f"{time.monotonic() - task.began_s:.1f} s"
+            f"checkpoint of iteration {task.iteration} in {self.directory}: {size / 1e6:.1f} MB in "
+            f"{len(parts)} part{'s' if len(parts) > 1 else ''}, {took_s:.1f} s"
         )
         return True
 

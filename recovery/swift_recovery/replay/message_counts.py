@@ -55,6 +55,14 @@ class Counts:
         self.sent, self.asked, self.here = dict(sent), dict(received), dict(received)
         self.begin()
 
+    def set_as_seen(self, rank: int, others: Collection[Told]) -> None:
+        """Go on where *others* are, which begin the same iteration as this *rank*, which knows of no message. Of two
+        such ranks both begin at 0."""
+        self.set(
+            {channel: num for told in others for channel, num in told.has.items() if channel.source == rank},
+            {channel: num for told in others for channel, num in told.sent.items() if channel.destination == rank},
+        )
+
     def begin(self) -> None:
         """An iteration begins."""
         self._begun = (self.sent.copy(), self.asked.copy())

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to
 from swift_agent.worker.messages.operations import Meter, waiting
-from swift_agent.worker.messages.trees import from_tree, to_tree, told_of
+from swift_agent.worker.messages.trees import count_on, from_tree, to_tree, told_of, tree_of, tree_of_counts
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
@@ -83,8 +83,7 @@ class Messages:
         self.meter: Meter | None = None
         """Counts while the job is measured."""
         self._has_threads = False
-        # Sent again in the last iteration.
-        self._again_before: list[Any] = []
+        self._again_before: list[Any] = []  # sent again in the last iteration
         self._collectives, unseen = Collectives(), Unseen()
         self._unseen, self._ways = unseen, Ways(unseen)
         self._its = Interception(
@@ -176,28 +175,18 @@ class Messages:
 
     def counts(self) -> dict[str, Any]:
         """Of all messages of this rank so far: a process that takes it over goes on counting."""
-        return {"rank": self.rank, "sent": to_tree(self._counts.sent), "received": to_tree(self._counts.asked)}
+        return tree_of_counts(self.rank, self._counts)
 
     def take_over(self, counts: Mapping[str, Any] | None) -> None:
         """This process has the state of its predecessor or of a replica, whose *counts* say nothing here; but not the
         log of what its predecessor had sent."""
-        if self._are_mine(counts):
-            self._count_on(counts)
-        elif counts is not None:
-            self._is_uncounted = True
+        self._is_uncounted = counts is not None and not count_on(self.rank, self._counts, counts)
         if not self.log.incomplete:
             self.log.give_up("this process has taken over a state, without the log of what was sent")
 
-    def _are_mine(self, counts: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
-        return counts is not None and counts.get("rank", self.rank) == self.rank
-
-    def _count_on(self, counts: Mapping[str, Any]) -> None:
-        self._counts.set(from_tree(counts["sent"]), from_tree(counts["received"]))
-
     def restore(self, counts: Mapping[str, Any] | None, iteration: int) -> None:
         """This process begins with that checkpoint; None: it was taken where nothing was logged."""
-        if self._are_mine(counts):
-            self._count_on(counts)
+        count_on(self.rank, self._counts, counts)
         self._complete_from = self.checkpoint = iteration
 
     def checkpointed(self, iteration: int) -> None:
@@ -320,25 +309,18 @@ class Messages:
         return agree_aside
 
     def told(self, iteration: int) -> dict[str, Any]:
-        """What this rank has of what the others send it, for their `rejoin`; all go on with *iteration*."""
+        """What this rank has of what others send it, for their `rejoin`, with *iteration*; {}: see `count_by`."""
         if self._is_uncounted:
             return {}
-        told = self._counts.told(self._stands(iteration), self._repetition.ends(self._counts.here))
-        return {"stands": told.stands, "has": to_tree(told.has), "sent": to_tree(told.sent)}
+        return tree_of(self._counts.told(self._stands(iteration), self._repetition.ends(self._counts.here)))
 
     def count_by(self, told: Iterable[Mapping[str, Any]], iteration: int) -> dict[str, Any] | None:
-        """*told*: by the others, which all begin with *iteration*. Of a rank that has the state of a replica: it counts
-        on from there; what it tells itself. None for any other rank."""
+        """*told*: by the others, which all begin with *iteration*. A rank with the state of a replica counts on from
+        there, and this is what it tells itself; None of any other rank."""
         if not self._is_uncounted:
             return None
         self._is_uncounted = False
-        others = [told_of(tree) for tree in told if tree]
-        has = {channel: count for other in others for channel, count in other.has.items()}
-        sent = {channel: count for other in others for channel, count in other.sent.items()}
-        self._counts.set(
-            {channel: count for channel, count in has.items() if channel.source == self.rank},
-            {channel: count for channel, count in sent.items() if channel.destination == self.rank},
-        )
+        self._counts.set_as_seen(self.rank, [told_of(tree) for tree in told if tree])
         return self.told(iteration)
 
     def _stands(self, iteration: int) -> Stand:

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Any
 
 from swift_logging_store.format.record import Channel
-from swift_recovery.replay.message_counts import Told
+from swift_recovery.replay.message_counts import Counts, Told
 
 
 def to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
@@ -16,6 +16,23 @@ def to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
 
 def from_tree(tree: Iterable[Sequence[Any]]) -> dict[Channel, int]:
     return {Channel(*fields): count for *fields, count in tree}
+
+
+def tree_of_counts(rank: int, counts: Counts) -> dict[str, Any]:
+    """For `count_on`. *rank*: whose they are."""
+    return {"rank": rank, "sent": to_tree(counts.sent), "received": to_tree(counts.asked)}
+
+
+def count_on(rank: int, counts: Counts, tree: Mapping[str, Any] | None) -> bool:
+    """Count from *tree* on. False, and nothing is changed, if there is none, or it is of another rank than *rank*."""
+    if tree is None or tree.get("rank", rank) != rank:
+        return False
+    counts.set(from_tree(tree["sent"]), from_tree(tree["received"]))
+    return True
+
+
+def tree_of(told: Told) -> dict[str, Any]:
+    return {"stands": told.stands, "has": to_tree(told.has), "sent": to_tree(told.sent)}
 
 
 def told_of(tree: Mapping[str, Any]) -> Told:
