@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,14 @@ def test_they_begin_with_the_newest_checkpoint(run: Start, undisturbed_pipelines
     outcome = run(faults, checkpoint=3, patient=True)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {0, 1})
     assert "load the checkpoint of iteration 3" in outcome.text()
+
+
+def test_logs_that_are_in_a_store_only(run: Start, undisturbed_pipelines: References, tmp_path: Path) -> None:
+    """Those of the group that stays come back from there."""
+    faults = [{"at": "forward", "iteration": 6, "rank": 1, "scope": "worker"}]
+    outcome = run(faults, options=("--log-store", str(tmp_path / "store")), loses_logs=[5])
+    assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {0, 1})
+    assert "the rest comes from" in outcome.text()
 
 
 @pytest.mark.parametrize("schedule", ["ByHand", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
