@@ -176,6 +176,28 @@ def test_sums_and_clipping_by_the_script(run: Start, undisturbed: Undisturbed) -
     assert_same(outcome, undisturbed(by_hand=True, clips=True), {1, 2, 3, 4})
 
 
+def test_some_stages_have_replicas_on_other_nodes(run: Start, undisturbed: Undisturbed) -> None:
+    """Their ranks log, too, as they are told to: for the first stage, which is lost with its node."""
+    faults = [
+        {"at": "backward", "iteration": 4, "rank": 0, "scope": "node"},
+        {"at": "forward", "iteration": 7, "rank": 2, "scope": "node"},
+        {"at": "backward", "iteration": 10, "rank": 1, "scope": "node"},
+    ]
+    outcome = run(faults, nodes="abcdef", spares=3, mixed=True, checkpoint=3, patient=True)
+    assert_same(outcome, undisturbed(mixed=True), {0, 1, 2, 3})
+    text = outcome.text()
+    assert "ranks [0, 1] have no replica and load the checkpoint of iteration 3, and repeat iterations 3 to 3" in text
+    assert "ranks [2, 3] are new and get the state of iteration 7 from ranks [4, 5]" in text
+    assert "ranks [0, 1] have no replica and load the checkpoint of iteration 9, and repeat iterations 9 to 9" in text
+
+
+def test_updates_in_the_backward_log_nothing(run: Start, undisturbed: Undisturbed) -> None:
+    faults = [{"at": "backward", "iteration": 7, "rank": 2, "scope": "node"}]
+    outcome = run(faults, nodes="abcd", spares=1, overlap=True, checkpoint=3, patient=True)
+    assert "no survivor holds a replica of their state" in outcome.text()
+    assert_equal(outcome, undisturbed(overlap=True))
+
+
 @pytest.mark.parametrize("seed", [0, *in_soak(*range(1, 10))])
 def test_random_moments(seed: int, make_agents: Callable[..., Agents], undisturbed: Undisturbed) -> None:
     """Six kills of workers and nodes, in whose place others come; in `make soak` sixty. Where the last replica of a

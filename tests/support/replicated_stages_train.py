@@ -2,8 +2,8 @@
 with the faults of fault_train's orders.
 
 "schedule" names a schedule of torch.distributed.pipelining. Each column of the mesh is a pipeline with data of its own.
-"clips" cuts the gradients of all stages to a common norm. With "by hand" in "schedule" the replicas add up gradients by
-an all-reduce of the script's own.
+"clips" cuts the gradients of all stages to a common norm. With "by_hand" the replicas add up gradients by an all-reduce
+of the script's own. "mixed": of three stages on six ranks only the first has its replicas on one node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,7 +60,10 @@ def main() -> None:
     arm_agreement()
     job = init()
     width = ORDERS["width"]
-    mesh = init_device_mesh("cpu", (job.world_size // width, width), mesh_dim_names=("pipe", "data"))
+    if ORDERS.get("mixed"):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 4], [3, 5]], mesh_dim_names=("pipe", "data"))
+    else:
+        mesh = init_device_mesh("cpu", (job.world_size // width, width), mesh_dim_names=("pipe", "data"))
     index, num_stages, column = mesh.get_local_rank("pipe"), mesh.size(0), mesh.get_local_rank("data")
     is_last, by_hand = index == num_stages - 1, bool(ORDERS.get("by_hand"))
     torch.manual_seed(7 + index)
@@ -70,11 +73,16 @@ def main() -> None:
     net = block if by_hand else DistributedDataParallel(block, process_group=replicas, bucket_cap_mb=0.003)
     stage = PipelineStage(net, index, num_stages, DEVICE, group=mesh["pipe"].get_group())
     kind = getattr(schedules, ORDERS.get("schedule", "Schedule1F1B"))
-    schedule = kind(stage, pipeline_train.MICRO_BATCHES, loss_fn=pipeline_train.loss_of)
+    overlap = bool(ORDERS.get("overlap"))
+    loss_of, num_chunks = pipeline_train.loss_of, pipeline_train.MICRO_BATCHES
+    schedule = kind(stage, num_chunks, loss_fn=loss_of, scale_grads=not overlap)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     take_checkpoints(job)
     members = dist.get_process_group_ranks(replicas)
-    job.track(model=stage, optimizer=optimizer, replicas=members if by_hand else None)
+    job.track(
+        model=stage, optimizer=optimizer, replicas=members if by_hand else None, log_messages=ORDERS.get("mixed"),
+        overlap_update=overlap,
+    )  # fmt: skip
     with open(DIR / f"{OF}calls.{RANK}", "a") as begun, open(DIR / f"{OF}losses.{RANK}", "a") as losses:
 
         @job.iteration

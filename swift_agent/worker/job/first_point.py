@@ -37,7 +37,7 @@ def tracked(
     made = Tracked(
         named.pending, named.replicas, world_size, supervisor, overlap_update=named.overlap_update, exact=named.exact,
         stage_of=rank if named.is_stage else None, logs=logs, rank=rank, checkpoints=checkpoints, in_place=running,
-        lost_together=_ranks_of_this_node() if supervisor else (),
+        lost_together=_ranks_of_this_node() if supervisor else (), always_logs=named.logs_always,
     )  # fmt: skip
     if os.environ.get(ENV_SIZES) and supervisor and len(made.replicas) != world_size:
         raise UsageError(

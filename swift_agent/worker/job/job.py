@@ -134,8 +134,8 @@ class Job:
         gradients first (clipping, a GradScaler) raises. An update that a failure cuts in the middle is completed or
         taken back, the latter within the rounding of a step for parameters that all survivors have updated. *exact*:
         bit for bit there too, by a copy of parameters and optimizer state while an iteration's update is under way.
-        *log_messages*: where no other node holds this rank's part of the model: what it sends in iterations is logged,
-        so that a lost neighbour can repeat them. The default in a pipeline of `torch.distributed.pipelining`.
+        *log_messages*: what this rank sends in iterations is logged, so that a lost neighbour can repeat them. The
+        default in a pipeline of `torch.distributed.pipelining` where no other node holds this rank's part of the model.
         *deterministic*: operations that may give other results when they are repeated raise a RuntimeError that names
         them, in the first iteration that has one (`torch.use_deterministic_algorithms`); for this whole process.
 

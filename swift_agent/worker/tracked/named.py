@@ -43,6 +43,11 @@ class Named:
             return self._log_messages
         return self.is_stage or pipelining.has_schedules()
 
+    @property
+    def logs_always(self) -> bool:
+        """Also what other nodes could bring back: a stage next to this one may be on one node only."""
+        return self._log_messages is True
+
     def has_state(self, loader: Any) -> bool:
         """Whether *loader* is where it has to be by a state of its own."""
         return any(loader is one for one in self.pending["others"].values())

@@ -52,12 +52,12 @@ class Tracked:
         self, pending: Pending, replicas: Sequence[int] | None, world_size: int, supervisor: Supervisor | None,
         *, overlap_update: bool = False, exact: bool = False, stage_of: int | None = None,
         logs: Path | None = None, rank: int = 0, checkpoints: Settings | None = None,
-        in_place: InPlace | None = None, lost_together: Collection[int] = (),
+        in_place: InPlace | None = None, lost_together: Collection[int] = (), always_logs: bool = False,
     ) -> None:  # fmt: skip
         """*stage_of*: the rank, if what is tracked is a stage of a pipeline, which nobody else holds unless it says so.
-        *logs*: where its messages are logged, if no rank of another node has the same part of the model. *checkpoints*:
-        if and where they are taken. *in_place*: asked when a peer fails in the middle of an iteration. *lost_together*:
-        the ranks of this node, () if there is no other node."""
+        *logs*: where its messages are logged, if no rank of another node has the same part of the model, or it
+        *always_logs*. *checkpoints*: if and where they are taken. *in_place*: asked when a peer fails in the middle of
+        an iteration. *lost_together*: the ranks of this node, () if there is no other node."""
         check(pending, overlap_update=overlap_update, replicas=replicas)
         self.state = TrainingState(pending["models"], pending["optimizers"], pending["others"])
         ddps, optimizers = ddps_of(pending), pending["optimizers"]
@@ -71,14 +71,14 @@ class Tracked:
         """The model is sharded, and no other rank holds what this one does."""
         helps = ENV_HELPER in os.environ  # it claims nothing, and logs nothing
         self.messages: Messages | None = None
+        is_logged = always_logs or len(self.replicas) == 1 or set(self.replicas) <= set(lost_together)
         # An update that overlaps the backward is made before the iteration's last messages are sent.
-        all_here = len(self.replicas) > 1 and not overlap_update and set(self.replicas) <= set(lost_together)
-        is_logged = (len(self.replicas) == 1 or all_here) and len(self.replicas) < world_size and not has_shards
+        is_logged = is_logged and len(self.replicas) < world_size and not (has_shards or overlap_update)
         if supervisor is not None and logs is not None and is_logged:
             check_ways()
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
             self.messages = Messages(
-                rank if all_here else self.replicas[0], logs, supervisor.note, supervisor.check, is_ours, in_place,
+                rank, logs, supervisor.note, supervisor.check, is_ours, in_place,
                 lambda: supervisor.log_group, helps,
             )  # fmt: skip
         self.pipelines: Pipelines | None = None
