@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
+
+from swift_agent.errors import SwiftError
 
 # What to do about an agreement to an update that was cut.
 Way = Literal["update", "agree", ""]
@@ -19,6 +21,17 @@ class InPlace(Protocol):
     @property
     def is_dry_run(self) -> bool:
         """Whether what runs now is run for its result only: no other process runs it, and it has no effect."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this process is in an iteration or a section."""
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """How many iterations and sections are over, of the script that runs here; in a dry run, where that is."""
+
+    def give_up(self, why: str) -> NoReturn:
+        """Nothing but a restart of all workers helps."""
 
     def dry_run(self) -> AbstractContextManager[None]:
         """Around a step that has to have no effect, and that no other rank makes."""
@@ -42,6 +55,17 @@ class Alone:
     @property
     def is_dry_run(self) -> bool:
         return False
+
+    @property
+    def is_inside(self) -> bool:
+        return True
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return 0, 0
+
+    def give_up(self, why: str) -> NoReturn:
+        raise SwiftError(why)
 
     def dry_run(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -222,6 +222,18 @@ class Protected:
     @property
     def is_dry_run(self) -> bool:
         return self.dry_runs.is_on
+
+    @property
+    def is_inside(self) -> bool:
+        return bool(self.place.inside)
+
+    @property
+    def at(self) -> tuple[int, int]:
+        place = self.place
+        return place.here.iteration if place.dry_run is None else place.dry_run, place.here.sections
+
+    def give_up(self, why: str) -> NoReturn:
+        self.out.restart_all(why)
 
     def dry_run(self) -> AbstractContextManager[None]:
         return self.dry_runs.without_effect()

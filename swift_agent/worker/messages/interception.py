@@ -39,6 +39,7 @@ from swift_recovery.errors import CannotReplay
 from swift_recovery.replay.message_counts import Counts
 from swift_recovery.replay.source import Repetition
 
+_OUTSIDE = "a message outside of iterations is in no log"
 _NOBODY_REPEATS = "without the compiled library nobody can repeat iterations with them (swiftctl native build)"
 
 
@@ -220,7 +221,9 @@ class Interception:
 
     def _check_outside(self) -> None:
         if self._refuses:
-            raise CannotReplay("a message outside of iterations is in no log")
+            raise CannotReplay(_OUTSIDE)
+        if self._repetition.is_whole:
+            self._in_place.give_up(f"iterations cannot be repeated from logs: {_OUTSIDE}. Put it into @job.resilient")
 
     def _keep_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         # The script may change it as soon as it is sent.

@@ -32,14 +32,19 @@ from swift_agent.worker.in_place import Alone, InPlace
 Mode = Literal["training", "evaluation"]
 
 
+# Of what is known of a schedule; the rest is left out where there is none.
+_ALWAYS = ("mode", "received")
+
+
 @dataclass
 class _Known:
     """Of one schedule: the *mode* of the last step that all stages made together, and what this rank received in the
-    last first step of each mode. *before*: that mode where a checkpoint was taken with which all processes have begun,
-    until they have made a step."""
+    last first step of each mode. *at*: after how many iterations and sections that mode began. *before*: the mode where
+    a checkpoint was taken with which all processes have begun, until they have made a step."""
 
     mode: Mode | None = None
     received: dict[Mode, list[Tensor]] = field(default_factory=dict)
+    at: tuple[int, int] | None = None
     before: Mode | None = None
 
 
@@ -61,6 +66,7 @@ class Pipelines:
         self._new: dict[tuple[str, int], _Known] = {}
         self._receiving: list[Tensor] | None = None
         self._serving: deque[Tensor] | None = None
+        self._is_unserved = False  # in the first step of a dry run, and nobody has told it what is heard there
         pipelining.watch_schedules(self._on_step)
         torch_messages.intercept_messages("schedules", self._send, self._recv, self._recv_from_any)
 
@@ -87,7 +93,7 @@ class Pipelines:
     def offer(self) -> dict[str, list[dict[str, Any]]]:
         """For `give`, through the codec."""
         return {
-            name: [{kind: value for kind, value in vars(one).items() if kind != "before" or value} for one in all_of]
+            name: [{kind: value for kind, value in vars(one).items() if kind in _ALWAYS or value} for one in all_of]
             for name, all_of in self._known.items()
         }
 
@@ -117,6 +123,8 @@ class Pipelines:
             # It made its step of this mode as a dry_run: the others change to it now, and tell each other.
             pipelining.change_mode_of_schedule(schedule)
             first = True
+        if dry_run and known.at is not None and self._in_place.at >= known.at:
+            known.mode, known.at = mode, self._in_place.at  # others have counted it, and this process had not
         self._stepped[schedule] = first or self._stepped.get(schedule, False)
         if not first:
             yield
@@ -129,6 +137,7 @@ class Pipelines:
         # The others are in this mode already, or nobody else is there.
         served = known.received.get(mode) if dry_run or known.mode == mode else None
         self._serving = deque(served) if served is not None else None
+        self._is_unserved = dry_run and served is None
         receiving = self._receiving = []
         alone = self._in_place.dry_run() if served is not None else contextlib.nullcontext()
         unreduced = self._unreduced() if known.before == mode else contextlib.nullcontext()
@@ -137,10 +146,13 @@ class Pipelines:
                 yield
         finally:
             self._serving = self._receiving = None
+            self._is_unserved = False
         if not dry_run:
             # Received into memory that the stage may use again.
             heard = served if served is not None else [tensor.detach().clone() for tensor in receiving]
-            self._new[key] = _Known(mode, {**known.received, mode: heard})
+            self._new[key] = _Known(mode, {**known.received, mode: heard}, self._in_place.at)
+            if not self._in_place.is_inside:
+                self.end()
 
     def _key_of(self, schedule: Any) -> tuple[str, int]:
         if schedule not in self._places:
@@ -158,7 +170,7 @@ class Pipelines:
     # ---- messages ----
 
     def _send(self, original: Any, group: Any, tensors: list[Tensor], dst: int, tag: int) -> Any:
-        if self._serving is not None:
+        if self._serving is not None or self._is_unserved:
             return torch_works.finished_work()  # they know
         return original(group, tensors, dst, tag)
 
@@ -167,6 +179,11 @@ class Pipelines:
             for tensor in tensors:
                 self._serve(tensor)
             return torch_works.finished_work()
+        if self._is_unserved:
+            self._in_place.give_up(
+                "the first step of a pipeline's schedule in its mode (training, evaluation) was cut, and others have "
+                "finished it: what its stages told each other in it is not known here"
+            )
         if self._receiving is not None:
             self._receiving.extend(tensors)
         return original(group, tensors, src, tag)

@@ -127,26 +127,74 @@ def test_the_second_schedule_of_a_kind_has_its_own_first_step(make: Callable[[],
 def test_a_change_between_training_and_evaluation_is_one_of_all(
     make: Callable[..., Pipelines], sent: list[int]
 ) -> None:
-    """Which a replacement makes with the others, and not alone; what it has run as a dry run is nothing to them."""
-    first, schedule = make(), Schedule()
-    assert step(first, schedule) == [1, 3] and step(first, schedule, "evaluation") == [4, 6]
+    """Which a replacement makes with the others, and not alone; what it runs dry that they had behind them when it was
+    told is nothing to them."""
+    of_first, in_place = Asked(), Asked()
+    first, schedule = make(of_first), Schedule()
+    assert step(first, schedule) == [1, 3]
+    of_first.now = 1, 0
+    assert step(first, schedule, "evaluation") == [4, 6]
+    of_first.now = 2, 0
     assert step(first, schedule) == [7, 9]
     first.end()
-    in_place = Asked()
-    replacement, mine, in_place.dry = make(in_place), Schedule(), True
+    in_place.dry, in_place.now = True, (1, 0)
+    replacement, mine = make(in_place), Schedule()
     replacement.give(first.offer())
     assert step(replacement, mine, "evaluation") == [4, 6]
     replacement.end()
-    in_place.dry = False
+    in_place.dry, in_place.now = False, (3, 0)
     assert step(replacement, mine) == [7, 9] and len(sent) == 9  # the others train already
+    in_place.now = 4, 0
     assert step(replacement, mine, "evaluation") == [10, 12]  # and change now
     replacement.end()
     late, his = make(in_place), Schedule()
     late.give(replacement.offer())
-    in_place.dry = True
+    in_place.dry, in_place.now = True, (3, 0)
     step(late, his)
-    in_place.dry, before = False, len(sent)
+    in_place.dry, in_place.now, before = False, (5, 0), len(sent)
     assert step(late, his) is not None and len(sent) == before + 3  # they change to training now, and so does he
+
+
+def test_what_others_have_counted_and_this_process_runs_dry_is_the_mode_of_all(
+    make: Callable[..., Pipelines], sent: list[int]
+) -> None:
+    """They evaluate in a section in which it was cut, and then all change back."""
+    in_place = Asked()
+    pipelines, schedule = make(in_place), Schedule()
+    assert step(pipelines, schedule) == [1, 3]
+    in_place.now = 1, 0
+    assert step(pipelines, schedule, "evaluation") == [4, 6]
+    in_place.now = 1, 1
+    assert step(pipelines, schedule) == [7, 9]
+    pipelines.end()
+    in_place.now, in_place.dry, before = (9, 1), True, len(sent)
+    assert step(pipelines, schedule, "evaluation") == [4, 6] and len(sent) == before
+    pipelines.end()
+    offered, in_place.now, in_place.dry = pipelines.offer(), (9, 2), False
+    assert step(pipelines, schedule) == [10, 12]
+    new, before = make(in_place), len(sent)  # one that comes between the two
+    new.give(offered)
+    assert step(new, Schedule()) is not None and len(sent) == before + 3
+
+
+def test_a_first_step_that_only_others_have_made_cannot_be_run_dry(make: Callable[..., Pipelines]) -> None:
+    in_place = Asked()
+    pipelines, schedule = make(in_place), Schedule()
+    step(pipelines, schedule)
+    pipelines.end()
+    in_place.dry, in_place.now = True, (5, 0)
+    with pytest.raises(SwiftError, match="others have finished it: what its stages told each other"):
+        step(pipelines, schedule, "evaluation")
+
+
+def test_a_step_outside_of_iterations_and_sections_counts_at_once(make: Callable[..., Pipelines]) -> None:
+    in_place = Asked()
+    pipelines = make(in_place)
+    in_place.inside = False
+    heard = step(pipelines, Schedule(), "evaluation")
+    new = make(in_place)
+    new.give(pipelines.offer())
+    assert step(new, Schedule(), "evaluation") == heard
 
 
 def test_a_first_step_of_a_cut_iteration_did_not_happen(
