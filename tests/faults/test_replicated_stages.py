@@ -198,6 +198,25 @@ def test_updates_in_the_backward_log_nothing(run: Start, undisturbed: Undisturbe
     assert_equal(outcome, undisturbed(overlap=True))
 
 
+@pytest.mark.parametrize("late", ["from any", "after"])
+def test_what_cannot_be_logged_does_not_end_the_job(late: str, run: Start, undisturbed: Undisturbed) -> None:
+    """Which needs no logs as long as nodes live: it is said. A stage without replicas would be refused."""
+    faults = [
+        {"at": "backward", "iteration": 4, "rank": 2, "scope": "worker"},
+        {"at": "backward", "iteration": 6, "rank": 0, "scope": "worker"},
+        {"at": "backward", "iteration": 8, "rank": 5, "scope": "node"},
+    ]
+    outcome = run(faults, nodes="abcd", spares=1, late=late, checkpoint=3, patient=True)
+    text = outcome.text()
+    why = "a message is sent in an iteration after its update"
+    assert f"messages are logged no more: {why}. If a rank without a replica is lost all workers start again." in text
+    assert ("messages are logged no more: a receive from any source inside an iteration" in text) == (
+        late == "from any"
+    )
+    assert "get the state of iteration 6 from ranks [1]" in text and "all workers restart" in text
+    assert_equal(outcome, undisturbed())
+
+
 @pytest.mark.parametrize("seed", [0, *in_soak(*range(1, 10))])
 def test_random_moments(seed: int, make_agents: Callable[..., Agents], undisturbed: Undisturbed) -> None:
     """Six kills of workers and nodes, in whose place others come; in `make soak` sixty. Where the last replica of a

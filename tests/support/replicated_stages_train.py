@@ -3,7 +3,8 @@ with the faults of fault_train's orders.
 
 "schedule" names a schedule of torch.distributed.pipelining. Each column of the mesh is a pipeline with data of its own.
 "clips" cuts the gradients of all stages to a common norm. With "by_hand" the replicas add up gradients by an all-reduce
-of the script's own. "mixed": of three stages on six ranks only the first has its replicas on one node.
+of the script's own. With "late" the last stage sends something to the first one after the update, which that receives
+"from any" rank. "mixed": of three stages on six ranks only the first has its replicas on one node.
 """
 
 from __future__ import annotations
@@ -101,6 +102,12 @@ def main() -> None:
             if ORDERS.get("clips"):
                 clip(net)
             update([optimizer])
+            if ORDERS.get("late") and is_last:
+                dist.send(torch.ones(1), RANK - (num_stages - 1) * width, tag=7)
+            elif ORDERS.get("late") and index == 0:
+                dist.recv(
+                    torch.zeros(1), None if ORDERS["late"] == "from any" else RANK + (num_stages - 1) * width, tag=7
+                )
             return found
 
         for number in job.iterations(ITERATIONS):

@@ -135,7 +135,7 @@ class SentLog:
         self.incomplete, self._for_good = why, for_good
         until = "" if for_good else "; with job.checkpoint() until the next one counts"
         self._note(
-            f"messages are logged no more: {why}. If a rank is lost from now on all workers start again{until}."
+            f"messages are logged no more: {why}. If a rank without a replica is lost all workers start again{until}."
         )
         if self._any_writer is not None:
             with contextlib.suppress(LogError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from swift_agent import native
 from swift_agent.errors import UsageError
@@ -63,21 +63,23 @@ class Unseen:
             self._base += self._num - made - before
 
 
-def check_ways() -> None:
-    """Raise `UsageError` if messages go where they are not seen."""
-    if ways := torch_messages.ways_past_c10d():
-        raise UsageError(
-            f"this job logs the messages between its stages, and the script has set up {' and '.join(ways)}: what "
-            "goes that way is not logged, so a lost rank could not repeat it. Use dist.isend and dist.irecv."
-        )
+def ways_past() -> UsageError | None:
+    """The error, if messages go where they are not seen."""
+    ways = torch_messages.ways_past_c10d()
+    if not ways:
+        return None
+    return UsageError(
+        f"this job logs the messages between its stages, and the script has set up {' and '.join(ways)}: what "
+        "goes that way is not logged, so a lost rank could not repeat it. Use dist.isend and dist.irecv."
+    )
 
 
 class Ways:
     """Refuses an iteration that has sent or received something unseen: before its update, when nothing is lost yet; or
-    when the next one begins, if it came after that."""
+    when the next one begins, if it came after that. *refuse*: with an error, which it need not raise."""
 
-    def __init__(self, unseen: Unseen) -> None:
-        self._unseen = unseen
+    def __init__(self, unseen: Unseen, refuse: Callable[[UsageError], None]) -> None:
+        self._unseen, self._refuse = unseen, refuse
         self._has_checked = False
         self._num_unseen = 0  # in the last iteration
 
@@ -85,25 +87,26 @@ class Ways:
         """An iteration begins."""
         count, self._num_unseen = self._num_unseen, 0
         if count:
-            self._refuse(count)
+            self._refuse(_made_by_cpp(count))
         self._unseen.begin()
 
     def check_seen(self) -> None:
         """Before the update."""
         if not self._has_checked:
             self._has_checked = True
-            check_ways()
+            if error := ways_past():
+                self._refuse(error)
         if count := self._unseen.count:
-            self._refuse(count)
+            self._refuse(_made_by_cpp(count))
 
     def end(self) -> None:
         """The iteration counts."""
         self._num_unseen = self._unseen.count
 
-    @staticmethod
-    def _refuse(count: int) -> NoReturn:
-        raise UsageError(
-            f"{count} sends or receives of an iteration were made by C++ code (torch.ops.c10d, an extension), past the "
-            "Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. Make them "
-            "with dist.isend and dist.irecv."
-        )
+
+def _made_by_cpp(count: int) -> UsageError:
+    return UsageError(
+        f"{count} sends or receives of an iteration were made by C++ code (torch.ops.c10d, an extension), past the "
+        "Python side of torch.distributed: they are not logged, so a lost rank could not repeat them. Make them "
+        "with dist.isend and dist.irecv."
+    )

@@ -68,6 +68,7 @@ class Interception:
         self._peeked: dict[tuple[Channel, int], tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self.helps = False
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
+        self.is_strict, self.is_off = True, False
         self._compares = compares()
         self.num_collectives = 0
         """Those of iterations, so far."""
@@ -96,6 +97,14 @@ class Interception:
             self.recv_from_any,
         )
         torch_messages.wrap_collectives(self.collective)
+
+    def refuse(self, error: UsageError) -> None:
+        """A rule for messages is broken. Raises *error*; or nothing is logged, or counted, from now on, where another
+        rank holds the same as this one, and the script has not asked for logs."""
+        if self.is_strict:
+            raise error
+        self.is_off = True
+        self._log.give_up(str(error).partition(":")[0], for_good=True)
 
     def begin_unlogged(self, ranks: frozenset[int]) -> None:
         """An iteration begins. Messages to these ranks are not logged, in this one and all that follow."""
@@ -140,14 +149,16 @@ class Interception:
         return original(group, [tensor], dst, channel.tag)
 
     def send(self, original: Any, group: Any, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
-        if self.iteration < 0:
+        if self.iteration >= 0 and self.has_agreed and not self.is_off:
+            self.refuse(
+                UsageError(
+                    "a message is sent in an iteration after its update: who was cut before that would never send it, "
+                    "and a replacement could not repeat the iteration. Send it before optimizer.step()."
+                )
+            )
+        if self.iteration < 0 or self.is_off:
             self._check_outside()
             return original(group, tensors, dst, tag)
-        if self.has_agreed:
-            raise UsageError(
-                "a message is sent in an iteration after its update: who was cut before that would never send it, and "
-                "a replacement could not repeat the iteration. Send it before optimizer.step()."
-            )
         if self._peeks:
             return torch_works.finished_work()
         self._owner.note_thread()
@@ -223,7 +234,7 @@ class Interception:
         if self._refuses:
             raise CannotReplay(_OUTSIDE)
         if self._repetition.is_whole:
-            self._in_place.give_up(f"iterations cannot be repeated from logs: {_OUTSIDE}. Put it into @job.resilient")
+            self._in_place.give_up(f"iterations cannot be repeated from logs: {_OUTSIDE}")
 
     def _keep_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:
         # The script may change it as soon as it is sent.
@@ -245,7 +256,7 @@ class Interception:
         self._log.append(channel, number, tensor, iteration=self.iteration, generation=self.generation)
 
     def recv(self, original: Any, group: Any, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
-        if self.iteration < 0:
+        if self.iteration < 0 or self.is_off:
             self._check_outside()
             return original(group, tensors, src, tag)
         self._owner.note_thread()
@@ -301,10 +312,12 @@ class Interception:
         self._digests.add(channel, number, tensor)
 
     def recv_from_any(self, original: Any, group: Any, tensors: list[torch.Tensor], tag: int) -> Any:
-        if self.iteration >= 0:
-            raise UsageError(
-                "a receive from any source inside an iteration: in which order its messages come is not logged, so it "
-                "could not be repeated. Name the source."
+        if self.iteration >= 0 and not self.is_off:
+            self.refuse(
+                UsageError(
+                    "a receive from any source inside an iteration: in which order its messages come is not logged, so "
+                    "it could not be repeated. Name the source."
+                )
             )
         return original(group, tensors, tag)
 

@@ -53,13 +53,13 @@ class Messages:
 
     *note* tells people; *check* raises when a recovery is cut; *is_ours*: see `Archive`; *in_place*: asked when a
     message is cut; *log_group*: the ranks to which messages are not logged, asked when an iteration begins. *helps*:
-    this process only helps to repeat iterations.
+    this process only helps to repeat iterations. *is_strict*: see `Interception.refuse`.
     """
 
     def __init__(
         self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None,
         is_ours: Callable[[], bool] = lambda: True, in_place: InPlace | None = None,
-        log_group: Callable[[], frozenset[int]] = frozenset, helps: bool = False,
+        log_group: Callable[[], frozenset[int]] = frozenset, helps: bool = False, is_strict: bool = True,
     ) -> None:  # fmt: skip
         self.rank = rank
         self._in_place = in_place or Alone()
@@ -85,12 +85,12 @@ class Messages:
         self._has_threads = False
         self._again_before: list[Any] = []  # sent again in the last iteration
         self._collectives, unseen = Collectives(), Unseen()
-        self._unseen, self._ways = unseen, Ways(unseen)
+        self._unseen, self._ways = unseen, Ways(unseen, lambda error: self._its.refuse(error))
         self._its = Interception(
             rank, self, self._in_place, self.log, self._counts, self._digests, self._repetition, self._collectives,
             unseen,
         )  # fmt: skip
-        self._its.helps = helps
+        self._its.helps, self._its.is_strict = helps, is_strict
         self._results = self._its.results
         self._its.install()
 
@@ -108,7 +108,7 @@ class Messages:
 
     @property
     def shared(self) -> Interception:
-        """For who repeats iterations together with others of the same rank."""
+        """For who repeats iterations together with others of the same rank, or asks whether it is off."""
         return self._its
 
     @property

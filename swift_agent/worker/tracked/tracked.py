@@ -25,7 +25,7 @@ from swift_agent.wire.given import fingerprint
 from swift_agent.worker.groups import transfer
 from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.agent_line import Supervisor
-from swift_agent.worker.messages.cpp_messages import check_ways
+from swift_agent.worker.messages.cpp_messages import ways_past
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.tracked import ddp_buckets
 from swift_agent.worker.tracked.named import Pending, check, ddps_of
@@ -75,11 +75,13 @@ class Tracked:
         # An update that overlaps the backward is made before the iteration's last messages are sent.
         is_logged = is_logged and len(self.replicas) < world_size and not (has_shards or overlap_update)
         if supervisor is not None and logs is not None and is_logged:
-            check_ways()
+            is_strict = always_logs or len(self.replicas) == 1
+            if is_strict and (error := ways_past()):
+                raise error
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
             self.messages = Messages(
                 rank, logs, supervisor.note, supervisor.check, is_ours, in_place,
-                lambda: supervisor.log_group, helps,
+                lambda: supervisor.log_group, helps, is_strict,
             )  # fmt: skip
         self.pipelines: Pipelines | None = None
         if supervisor is not None and pipelining.has_schedules():

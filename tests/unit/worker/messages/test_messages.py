@@ -23,7 +23,7 @@ from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
 from swift_agent.wire.environment import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
 from swift_agent.worker.messages import log_settings, messages
-from swift_agent.worker.messages.cpp_messages import check_ways
+from swift_agent.worker.messages.cpp_messages import ways_past
 from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.messages import Messages
 from swift_logging_store.errors import LogError
@@ -84,7 +84,7 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
     names = ("send", "recv", "recv_anysource", *torch_messages.ALIKE)
     operations = {name: getattr(dist.ProcessGroup, name) for name in names}
 
-    def one(rank: int, log_group: Collection[int] = ()) -> Messages:
+    def one(rank: int, log_group: Collection[int] = (), *, is_strict: bool = True) -> Messages:
         for name, original in operations.items():
             monkeypatch.setattr(dist.ProcessGroup, name, original)
         if dist.is_initialized():
@@ -92,7 +92,9 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
         directory = tmp_path / f"node{rank}"
         directory.mkdir(exist_ok=True)
-        made = Messages(rank, directory, notes.append, log_group=lambda: frozenset(log_group))
+        made = Messages(
+            rank, directory, notes.append, log_group=lambda: frozenset(log_group), is_strict=is_strict
+        )  # fmt: skip
         made.beginnings.origins = [[0, 0]] * 3
         return made
 
@@ -356,9 +358,40 @@ def test_other_ways_between_ranks_are_refused(make: Callable[[int], Messages], m
     agree = made.agreeing(lambda: None)
     made.begin(0, 1)
     monkeypatch.setattr(torch_messages, "ways_past_c10d", lambda: ["torch.distributed.rpc", "symmetric memory"])
-    for check in (agree, check_ways):
-        with pytest.raises(UsageError, match=r"has set up torch\.distributed\.rpc and symmetric memory"):
-            check()
+    with pytest.raises(UsageError, match=r"has set up torch\.distributed\.rpc and symmetric memory"):
+        agree()
+    assert "has set up torch.distributed.rpc and symmetric memory" in str(ways_past())
+
+
+@pytest.mark.parametrize("how", ["any", "late", "past"])
+def test_where_others_hold_the_same_a_broken_rule_ends_the_log_and_not_the_job(
+    how: str, make: Callable[..., Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on messages are torch's own, and nobody counts them."""
+    rank = make(1, is_strict=False)
+    agree = rank.agreeing(lambda: None)
+    rank.begin(0, 1)
+    send(1)
+    if how == "any":
+        with contextlib.suppress(NotImplementedError):  # by the backend, after that
+            dist.irecv(torch.zeros(2))
+    if how == "past":
+        monkeypatch.setattr(torch_messages, "ways_past_c10d", lambda: ["torch.distributed.rpc"])
+    agree()
+    if how == "late":
+        send(2)
+    assert rank.shared.is_off and not rank.is_complete and len(notes) == 1
+    assert notes[0].startswith("messages are logged no more: ") and "to start" not in notes[0]
+    before = rank.counts()
+    send(3)
+    receive(2)
+    rank.end()
+    rank.begin_checkpoint(1)
+    rank.checkpointed(1)
+    rank.begin(1, 1)
+    send(4)
+    rank.end()
+    assert rank.counts() == before and not rank.is_complete and len(notes) == 1
 
 
 def test_a_log_that_cannot_be_written_any_more_is_given_up(
