@@ -217,6 +217,27 @@ def test_what_cannot_be_logged_does_not_end_the_job(late: str, run: Start, undis
     assert_equal(outcome, undisturbed())
 
 
+def test_an_evaluation_between_iterations_is_told(run: Start, undisturbed: Undisturbed) -> None:
+    """Its messages are in no log: who repeats iterations must not wait for them for ever."""
+    faults = [{"at": "backward", "iteration": 8, "rank": 2, "scope": "node"}]
+    outcome = run(faults, nodes="abcd", spares=1, evaluates="between", checkpoint=3, patient=True)
+    text = outcome.text()
+    assert "iterations cannot be repeated from logs: a message outside of iterations is in no log" in text, text
+    assert "all ranks begin with the checkpoint of iteration 6" in text
+    assert_equal(outcome, undisturbed(evaluates="between"))
+
+
+def test_a_worker_is_lost_where_some_are_through_an_evaluation(run: Start, undisturbed: Undisturbed) -> None:
+    """One column is in the section that the other has finished, and runs it dry: all change back to training."""
+    faults = [
+        {"at": "evaluate", "iteration": 9, "rank": 5, "scope": "wait"},
+        {"at": "forward", "iteration": 10, "rank": 0, "scope": "worker"},
+        {"at": "init", "rank": 0, "scope": "go", "on": 0, "after": 1},
+    ]
+    outcome = run(faults, evaluates="resilient", checkpoint=3, patient=True)
+    assert_same(outcome, undisturbed(evaluates="resilient"), {0})
+
+
 @pytest.mark.parametrize("seed", [0, *in_soak(*range(1, 10))])
 def test_random_moments(seed: int, make_agents: Callable[..., Agents], undisturbed: Undisturbed) -> None:
     """Six kills of workers and nodes, in whose place others come; in `make soak` sixty. Where the last replica of a

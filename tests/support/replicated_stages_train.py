@@ -3,8 +3,9 @@ with the faults of fault_train's orders.
 
 "schedule" names a schedule of torch.distributed.pipelining. Each column of the mesh is a pipeline with data of its own.
 "clips" cuts the gradients of all stages to a common norm. With "by_hand" the replicas add up gradients by an all-reduce
-of the script's own. With "late" the last stage sends something to the first one after the update, which that receives
-"from any" rank. "mixed": of three stages on six ranks only the first has its replicas on one node.
+of the script's own. "mixed": of three stages on six ranks only the first has its replicas on one node. With "late" the
+last stage sends something to the first one after the update, which that receives "from any" rank or from it.
+"evaluates" does so after some iterations, "between" them or in a "resilient" section.
 """
 
 from __future__ import annotations
@@ -110,10 +111,19 @@ def main() -> None:
                 )
             return found
 
+        def evaluate(number: int) -> None:
+            fault("evaluate", number)
+            x = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+            with torch.no_grad():
+                schedule.eval(*([x] if index == 0 else []), **({"target": x, "losses": []} if is_last else {}))
+
+        section = job.resilient(evaluate) if ORDERS.get("evaluates") == "resilient" else evaluate
         for number in job.iterations(ITERATIONS):
             x = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 * number + column))
             found = train(x, (x + 1) % WORDS)
             print(number, *(loss.item().hex() for loss in found), file=losses, flush=True)
+            if ORDERS.get("evaluates") and number % 2:
+                section(number)
             fault("between", job.iteration_number - 1)
             if "pace_s" in ORDERS and number > 3:
                 wait_for(DIR / "free", ORDERS["pace_s"])

@@ -69,6 +69,8 @@ class Interception:
         self.helps = False
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
         self.is_strict, self.is_off = True, False
+        self.is_behind = False
+        """The last iteration that has begun here was repeated: others have what comes after it behind them."""
         self._compares = compares()
         self.num_collectives = 0
         """Those of iterations, so far."""
@@ -109,6 +111,7 @@ class Interception:
     def begin_unlogged(self, ranks: frozenset[int]) -> None:
         """An iteration begins. Messages to these ranks are not logged, in this one and all that follow."""
         self._sent = {}  # of one that was cut
+        self.is_behind = self._repetition.is_whole
         self.unlogged |= ranks
 
     def agreed(self) -> None:
@@ -233,7 +236,7 @@ class Interception:
     def _check_outside(self) -> None:
         if self._refuses:
             raise CannotReplay(_OUTSIDE)
-        if self._repetition.is_whole:
+        if self.is_behind and not (self._in_place.is_inside or self._in_place.is_dry_run):
             self._in_place.give_up(f"iterations cannot be repeated from logs: {_OUTSIDE}")
 
     def _keep_sent(self, channel: Channel, number: int, tensor: torch.Tensor) -> None:

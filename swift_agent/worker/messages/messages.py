@@ -52,8 +52,8 @@ class Messages:
     """Of the rank *rank*; its `log` is written below *directory*, which is local to the node. One per process.
 
     *note* tells people; *check* raises when a recovery is cut; *is_ours*: see `Archive`; *in_place*: asked when a
-    message is cut; *log_group*: the ranks to which messages are not logged, asked when an iteration begins. *helps*:
-    this process only helps to repeat iterations. *is_strict*: see `Interception.refuse`.
+    message is cut; *log_group*: the ranks to which none are logged, asked when an iteration begins. *helps*: this
+    process only helps to repeat iterations. *is_strict*: see `Interception.refuse`.
     """
 
     def __init__(
