@@ -274,8 +274,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=0, help="of each stage but the one that is lost")
     parser.add_argument("--large-layers", type=int, default=2, help="of that")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--length", type=int, default=256, help="of a micro-batch, in words")
-    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512, help="of a micro-batch, in words")
+    parser.add_argument("--micro-batches", type=int, default=16, help="(default: 4 for each stage)")
     args = parser.parse_args()
     if args.quick:
         args.distances, args.shares, args.rounds = args.distances[:1], args.shares[:1], 1
