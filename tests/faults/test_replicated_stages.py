@@ -238,6 +238,14 @@ def test_a_worker_is_lost_where_some_are_through_an_evaluation(run: Start, undis
     assert_same(outcome, undisturbed(evaluates="resilient"), {0})
 
 
+def test_statistics_that_replicas_have_each_for_itself_are_told(run: Start) -> None:
+    text = run([], norm=True, iterations=3).text()
+    said = (
+        "in a pipeline DDP does not make 1.running_mean, 1.running_var equal on ranks [2, 3]: a replacement gets those"
+    )
+    assert text.count("in a pipeline DDP does not make") == 1 and said in text, text
+
+
 @pytest.mark.parametrize("seed", [0, *in_soak(*range(1, 10))])
 def test_random_moments(seed: int, make_agents: Callable[..., Agents], undisturbed: Undisturbed) -> None:
     """Six kills of workers and nodes, in whose place others come; in `make soak` sixty. Where the last replica of a

@@ -5,7 +5,8 @@ with the faults of fault_train's orders.
 "clips" cuts the gradients of all stages to a common norm. With "by_hand" the replicas add up gradients by an all-reduce
 of the script's own. "mixed": of three stages on six ranks only the first has its replicas on one node. With "late" the
 last stage sends something to the first one after the update, which that receives "from any" rank or from it.
-"evaluates" does so after some iterations, "between" them or in a "resilient" section.
+"evaluates" does so after some iterations, "between" them or in a "resilient" section. With "norm" the second stage has
+running statistics.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def main() -> None:
     is_last, by_hand = index == num_stages - 1, bool(ORDERS.get("by_hand"))
     torch.manual_seed(7 + index)
     block = pipeline_train.Block(index == 0, is_last).to(DEVICE)
+    if ORDERS.get("norm") and index == 1:
+        block = nn.Sequential(block, nn.BatchNorm1d(LENGTH))  # type: ignore[assignment]
     replicas = mesh["data"].get_group()
     # Several buckets, and another layout of them after the first backward.
     net = block if by_hand else DistributedDataParallel(block, process_group=replicas, bucket_cap_mb=0.003)

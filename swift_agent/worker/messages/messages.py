@@ -108,7 +108,7 @@ class Messages:
 
     @property
     def shared(self) -> Interception:
-        """For who repeats iterations together with others of the same rank, or asks whether it is off."""
+        """For who repeats iterations together with others of the same rank."""
         return self._its
 
     @property
@@ -308,10 +308,10 @@ class Messages:
 
         return agree_aside
 
-    def told(self, iteration: int) -> dict[str, Any]:
-        """What this rank has of what others send it, for their `rejoin`, with *iteration*; {}: see `count_by`."""
-        if self._is_uncounted:
-            return {}
+    def told(self, iteration: int) -> dict[str, Any] | None:
+        """For the `rejoin` of others, with *iteration*. {}: it does not know (`count_by`); None: it counts no more."""
+        if self._is_uncounted or self._its.is_off:
+            return None if self._its.is_off else {}
         return tree_of(self._counts.told(self._stands(iteration), self._repetition.ends(self._counts.here)))
 
     def count_by(self, told: Iterable[Mapping[str, Any]], iteration: int) -> dict[str, Any] | None:

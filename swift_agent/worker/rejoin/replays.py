@@ -167,7 +167,7 @@ class Replays:
         if not plan.stays and not self._place.replays:
             messages.start_over()  # first: this rank does not have what it throws away
         if rank not in plan.replays:
-            store.set(str(rank), json.dumps(None if messages.shared.is_off else messages.told(plan.iteration)))
+            store.set(str(rank), json.dumps(messages.told(plan.iteration)))
         others = [other for other in range(dist.get_world_size()) if other not in plan.replays and other != rank]
         told = {other: json.loads(store.get(str(other))) for other in others}
         if None in told.values():

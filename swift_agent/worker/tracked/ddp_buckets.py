@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -234,6 +234,12 @@ def sync_buffers_after_forward(ddp: DDP) -> bool:
     torch_ddp.hook_buffers_after_forward(ddp, _broadcast_buffers)
     ddp.register_forward_pre_hook(_before_forward)
     return True
+
+
+def buffers_apart(ddps: Iterable[DDP]) -> list[str]:
+    """Of modules that a pipeline's schedule runs, under `no_sync`: buffers (BatchNorm statistics) that DDP does not
+    make equal then."""
+    return sorted(name for ddp in ddps for name, one in ddp.module.named_buffers() if one.is_floating_point())
 
 
 def _broadcast_buffers(ddp: DDP, buffers: Mapping[str, torch.Tensor]) -> None:

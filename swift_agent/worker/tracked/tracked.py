@@ -131,6 +131,11 @@ class Tracked:
             except ddp_buckets.UnsupportedModule as error:
                 raise UsageError(f"job.track(): {error}") from None
             ddp_buckets.sync_buffers_after_forward(module)
+        if self._tells and self.pipelines is not None and (apart := ddp_buckets.buffers_apart(ddps)):
+            supervisor.note(
+                f"in a pipeline DDP does not make {', '.join(apart)} equal on ranks {self.replicas}: a replacement "
+                "gets those of another rank (a norm without running statistics has none)"
+            )
 
     @property
     def unwinds(self) -> str:
