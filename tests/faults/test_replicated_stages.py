@@ -99,7 +99,9 @@ def test_nodes(place: str, run: Start, undisturbed: Undisturbed) -> None:
     assert "have no replica and repeat iterations 0 to" in outcome.text()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", ["backward", "agreed", "after_step", *in_soak("forward", "before_step", "agree", "between")]
+)
 def test_workers(place: str, run: Start, undisturbed: Undisturbed) -> None:
     """In the place of each comes one with the state of its replica, which nobody repeats anything for."""
     faults = [
