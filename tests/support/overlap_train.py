@@ -80,7 +80,7 @@ class HeardLate:
             try:
                 value = self._work.get_future().wait()
                 wait_until(self._stopped)
-            except Exception as error:
+            except Exception as error:  # whatever it is: the backward waits for the future
                 late.set_exception(error)
             else:
                 late.set_result(value)

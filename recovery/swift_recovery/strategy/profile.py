@@ -145,7 +145,8 @@ def _machines(given: Any, wrong: list[str]) -> list[Machine]:
         values = {name: _number(data, name, f"{where}.{name}", MACHINE_FIELDS, wrong) for name in MACHINE_FIELDS}
         flags = {name: data.get(name, False) for name in _FLAGS}
         wrong += [f"{where}.{name}: true or false" for name, flag in flags.items() if not isinstance(flag, bool)]
-        found.append(Machine(**values, **{name: flag is True for name, flag in flags.items()}))  # type: ignore[arg-type]
+        has, inside = (flags[name] is True for name in _FLAGS)
+        found.append(Machine(**values, has_replica=has, has_replica_inside=inside))
     return found
 
 

@@ -97,7 +97,7 @@ class Messages:
     @property
     def is_complete(self) -> bool:
         """Whether a lost neighbour finds here all that it was sent, from a state on that it can begin with."""
-        if self.log.incomplete:
+        if self.log.incomplete or self._is_uncounted:  # its numbers are not those that others count
             return False
         return 0 < self._complete_from <= self.checkpoint or (self._complete_from == 0 and self._has_begin)
 

@@ -1033,6 +1033,9 @@ def test_who_has_the_state_of_a_replica_counts_on_where_the_others_are(
     new.take_over(replica.counts())
     assert not new.is_complete and "without the log of what was sent" in notes[-1]
     assert new.told(1) == {}
+    new.begin_checkpoint(1)
+    new.checkpointed(1)
+    assert not new.is_complete, "nobody has told it yet how many messages there were"
     others = [told("begin", (0, 1, 2), has=[(1, 0, 3)]), told("begin", (2, 1, 1), has=[(1, 2, 4), (0, 2, 1)]), {}]
     told_by_it = new.count_by(others, 1)
     assert told_by_it == told("begin", (1, 0, 3), (1, 2, 4), has=[(0, 1, 2), (2, 1, 1)])
