@@ -632,6 +632,7 @@ torch_messages._symmetric_memory_is_used = False
 print(torch_messages.ways_past_c10d())
 symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
 print(torch_messages.ways_past_c10d())
+dist.destroy_process_group()
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     seen = ["[]", "[]", "['torch.distributed.rpc']", "['symmetric memory']", "[]", "['symmetric memory']"]

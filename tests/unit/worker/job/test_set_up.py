@@ -57,6 +57,7 @@ is_over.append(True)
 dist.broadcast_object_list([None], 1)
 print(*notes, sep="\\n")
 print(*unfit, sep="\\n")
+dist.destroy_process_group()  # else a thread of gloo may still hold a tensor when the interpreter ends: SIGABRT
 """
 
 
@@ -99,6 +100,7 @@ dist.all_reduce(torch.ones(1))
 assert (dist.all_reduce, dist.broadcast) == originals and all_reduce is originals[0]
 assert _functional_collectives.legacy_allreduce is originals[0], "whoever compiles it knows it"
 print(*notes, sep="\\n")
+dist.destroy_process_group()  # else a thread of gloo may still hold a tensor when the interpreter ends: SIGABRT
 """
 
 GROUPS = """
@@ -125,6 +127,7 @@ dist.all_gather([torch.zeros(1)], one, mine)
 dist.all_gather_object([None], 1, mine)
 made.ends([])
 print(*notes, sep="\\n")
+dist.destroy_process_group()  # else a thread of gloo may still hold a tensor when the interpreter ends: SIGABRT
 """
 
 
