@@ -24,7 +24,15 @@ class UsageError(SwiftError):
 
 
 class JobStopped(SwiftError):
-    """The job ended without a result: it was told to stop, or no node took the place of a lost one in time."""
+    """The job ended without a result: it was told to stop, or no node took the place of a lost one in time.
+
+    *cause*: `infrastructure` (want of a node, or of etcd), `operator`, `preempted` (all nodes were told to go), or
+    `script`.
+    """
+
+    def __init__(self, why: str, cause: str = "infrastructure") -> None:
+        super().__init__(why)
+        self.cause = cause
 
 
 class ReplicaMismatch(SwiftError):

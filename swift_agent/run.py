@@ -12,7 +12,7 @@ import argparse
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -29,10 +29,11 @@ from torch.distributed.run import (
 from swift_agent.agent.processes.linux import want_of_descriptors
 from swift_agent.errors import JobStopped
 from swift_agent.launch import secret
-from swift_agent.launch.checks import ConfigError
+from swift_agent.launch.checks import NO_NOTICE, ConfigError
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
-from swift_agent.launch.signals import CaughtSignals
+from swift_agent.launch.outcome import EXIT_CODES
+from swift_agent.launch.signals import CaughtSignals, Signalled
 from swift_rendezvous.errors import RendezvousError
 
 # What torch.distributed.run has, with the same meaning.
@@ -63,10 +64,11 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
     succeeded.
 
     Follows `torch.distributed.run.run`. Raises `ConfigError` before anything is started, torch's `ChildFailedError`
-    when the workers failed, `swift_agent.errors.JobStopped` when the job could not go on for want of a node,
-    and `swift_rendezvous.errors.RendezvousError` when etcd refuses or another job has this id. Children of the caller,
-    its signal handlers and its being a subreaper or not are left as they are. *all_children_are_ours*: the caller has
-    none, so that every orphan of a worker can be waited for.
+    when the workers failed, its `SignalException` when a signal ended the job or this node's part in it,
+    `swift_agent.errors.JobStopped` when the job could not go on for want of a node, and
+    `swift_rendezvous.errors.RendezvousError` when etcd refuses or another job has this id. Children of the caller, its
+    signal handlers and its being a subreaper or not are left as they are. *all_children_are_ours*: the caller has none,
+    so that every orphan of a worker can be waited for.
     """
     if args.rdzv_backend != SWIFT_BACKEND:
         with secret.hidden():
@@ -76,7 +78,8 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
     short = want_of_descriptors()
     if short:
         raise ConfigError([short])
-    with CaughtSignals(ns.signals_to_handle) as signals:
+    notices = "" if ns.preempt_signal == NO_NOTICE else ns.preempt_signal
+    with CaughtSignals(ns.signals_to_handle, notices) as signals:
         config = AgentConfig.from_args(ns)
         from swift_agent.agent.main import launch_agent  # late: a wrong command line is refused before grpc is loaded
 
@@ -107,17 +110,20 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _launch(**options: Any) -> None:
-    # Exit codes are torchrun's: 1 with the traceback and the summary of a ChildFailedError, 2 for a wrong command line.
+    # As under torchrun: 1 with the traceback and the summary of a ChildFailedError, 2 for a wrong command line.
     try:
         record(partial(run, all_children_are_ours=True))(argparse.Namespace(**options))
     except ConfigError as error:
-        raise _Refused(str(error)) from None
-    except (JobStopped, RendezvousError) as error:
-        raise click.ClickException(str(error)) from None
+        _end(error, 2)
+    except (JobStopped, Signalled) as error:
+        _end(error, EXIT_CODES[error.cause])
+    except RendezvousError as error:
+        _end(error, EXIT_CODES["infrastructure"])
 
 
-class _Refused(click.ClickException):
-    exit_code = 2
+def _end(why: Exception, exit_code: int) -> NoReturn:
+    click.ClickException(str(why)).show()
+    raise click.exceptions.Exit(exit_code)
 
 
 cli = LaunchCommand(

@@ -58,8 +58,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_a_job_that_is_recovered_in_place_grows_between_two_iterations",
     ),
     "faults/test_endings.py": (
-        "test_signal_ends_the_whole_job[15]",
+        "test_signal_ends_the_whole_job[SIGTERM to all]",
         "test_workers_die_with_their_agent",
+    ),
+    "faults/test_notices.py": (
+        "test_a_spare_takes_its_place[0-SIGTERM]",
+        "test_without_a_spare_it_leaves_and_the_job_waits_for_another[0]",
     ),
     "faults/test_demo.py": ("test_demo_notices_one_different_bit",),
     # ---- models ----

@@ -108,6 +108,13 @@ class Executor:
             case commands.WriteFailure(generation, failure):
                 lost = "" if failure.kind == "again" else f"lost {failure.kind}: "
                 log.info("generation %d: %s%s", generation, lost, failure.evidence)
+            case commands.WriteNotice(received):
+                log.warning(
+                    "node %s got %s: a spare takes its place as soon as there is one; without one it leaves after "
+                    "%g s (--preempt-grace). Another signal ends the job", presence.me.node_id, received,
+                    0 if state.notice is None else state.notice.grace_s,
+                )  # fmt: skip
+                transaction = transactions.notice(self._keys, state.view, presence.me, received, time.time())
             case commands.ForgetSpare(node_id, incarnation):
                 if incarnation in state.lost_peers:
                     log.info("spare node %s is lost: %s", node_id, state.lost_peers[incarnation].evidence)

@@ -64,7 +64,7 @@ class Incarnations:
         left.abandon()
         self._delay_s = rejoin_delay_s(self._delay_s, time.monotonic() - self._entered_s)
         self._wait_for_signal(self._delay_s)
-        while self._signals.first is None:
+        while self._signals.exception is None:
             try:
                 presence = self._enter(left.job)
                 left.forget()
@@ -75,7 +75,7 @@ class Incarnations:
                 # Another node of this name; the store is away, or takes no writes; no descriptor is left.
                 log.warning("cannot come back yet: %s", error)
                 self._wait_for_signal(RETRY_S)
-        return ResultRecord("stopped", "stopped while it was away from the job")
+        return ResultRecord("stopped", "stopped while it was away from the job", cause="operator")
 
     def _enter(self, known_job: int | None) -> Presence:
         config = self._config
@@ -86,5 +86,5 @@ class Incarnations:
 
     def _wait_for_signal(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while self._signals.first is None and time.monotonic() < deadline_s:
+        while self._signals.exception is None and time.monotonic() < deadline_s:
             time.sleep(0.1)

@@ -19,6 +19,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from swift_agent.agent import watchdog
 from swift_agent.agent.executor import Executor
@@ -42,7 +43,7 @@ from swift_agent.launch import host
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
 from swift_agent.launch.outcome import limit_of, raise_outcome
-from swift_agent.launch.signals import CaughtSignals
+from swift_agent.launch.signals import CaughtSignals, Meaning
 from swift_agent.wire import messages as wire
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import ResultRecord
@@ -108,7 +109,8 @@ class Agent:
                     raise
                 log.warning("the job has ended; this agent could not close all that it had opened", exc_info=True)
             assert self._end is not None
-            self._signals.raise_first()
+            if self._end.state == "stopped" and self._end.cause != "infrastructure":
+                self._signals.raise_caught(self._end.why)
             raise_outcome(self._end, self._config)
 
     def _run(self) -> None:
@@ -119,9 +121,7 @@ class Agent:
             stack.callback(self._close)
             stack.enter_context(self._signals.listening(self._on_signal))
             writer = Writer(
-                self._store,
-                lambda why: post(lambda: self._stop(why)),
-                lambda why: post(lambda: self._fail(why)),
+                self._store, lambda why: post(lambda: self._stop(why)), lambda why: post(lambda: self._fail(why))
             )
             stack.callback(writer.stop)
             self._crew.warm_up()
@@ -150,12 +150,9 @@ class Agent:
         config = self._config
         self._presence = presence
         self._state = state.AgentState(
-            config.node_id,
-            presence.me.incarnation,
-            config.max_restarts,
-            config.stop_deadline_s,
-            restarts_used=self._state.restarts_used,
-        )
+            config.node_id, presence.me.incarnation, config.max_restarts, config.stop_deadline_s,
+            restarts_used=self._state.restarts_used, notice=self._state.notice,
+        )  # fmt: skip
         if presence.journal is not None:
             presence.journal.begin(self._state)
 
@@ -163,8 +160,11 @@ class Agent:
         """Stop everything local, then tell the others and remove what is ours from the store."""
         grace_s = float(SUCCESS_GRACE_S if end.state == "succeeded" else self._crew.grace_s)
         is_told = self._state.view.result is not None
-        if self._signals.first is not None:
+        if self._signals.is_ending:
             is_told = self._executor.stop(end) or is_told
+        elif self._state.notice is not None and not is_told:
+            grace_s = 0.0  # another node has its place, or may have it from now on
+            self._executor.flush()
         if self._config.on_etcd_loss == "pause":
             left_s = self._presence.acts_until_s() - time.monotonic()
             grace_s = ending_grace_s(grace_s, paused=self._state.paused, is_told=is_told, left_s=left_s)
@@ -174,7 +174,7 @@ class Agent:
             self._crew.signal(signal.SIGCONT)  # SIGTERM alone does not wake who is paused
         elif self._state.paused:
             log.warning("the paused workers of this node are killed: another node may have their places by now")
-        self._crew.dismiss(end, grace_s, in_hurry=lambda: self._signals.count > 1)
+        self._crew.dismiss(end, grace_s, in_hurry=lambda: self._signals.is_in_hurry)
         self._executor.flush()
         self._presence.leave()
 
@@ -329,9 +329,13 @@ class Agent:
         if key.protected and generation is not None and generation.slot_of(self._state.incarnation) == 0:
             self._executor.imported(key.signed_modules(names))
 
-    def _on_signal(self, received: signal.Signals) -> None:
-        why = f"node {self._config.node_id} got {received.name}"
-        self._reactor.post_in_signal_handler(lambda: self._stop(why))
+    def _on_signal(self, received: signal.Signals, meaning: Meaning) -> None:
+        why, grace_s = f"node {self._config.node_id} got {received.name}", self._config.preempt_grace_s
+        if meaning == "end":
+            self._reactor.post_in_signal_handler(lambda: self._stop(why, "operator"))
+        elif meaning == "notice":
+            noticed = msg.Noticed(received.name, grace_s, time.monotonic() + grace_s)
+            self._reactor.post_in_signal_handler(lambda: self._event(noticed))
 
     # ---- what follows ----
 
@@ -385,10 +389,10 @@ class Agent:
         self._begin(back)
         self._on_view(back.first_view)
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str, cause: Literal["infrastructure", "operator"] = "infrastructure") -> None:
         if self._end is None:
             log.info("%s: the job ends here", why)
-            self._end = ResultRecord("stopped", why)
+            self._end = ResultRecord("stopped", why, cause=cause)
 
     def _fail(self, why: str) -> None:
         """A thread without which this agent is of no use has ended. The other nodes act at once."""

@@ -45,7 +45,7 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
     """
     closing = _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent")
     with many_descriptors() as raised, closing as directories:
-        signals.raise_first()
+        signals.raise_caught()
         show_decisions(config.node_id)
         if raised:
             log.info("%s", raised)
@@ -59,7 +59,7 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
                     etcd = stack.enter_context(_closed_at_last(PrivateEtcd(loopback=False), "the private etcd")).config
                     log.info("a private etcd runs for this job: swiftctl status --rdzv-endpoint %s", *etcd.endpoints)
                 store = stack.enter_context(_closed_at_last(EtcdStore(etcd), "the connection to etcd"))
-                signals.raise_first()
+                signals.raise_caught()
                 Agent(config, _address(config, signals), store, directories, signals, all_children_are_ours).run()
         except ChildFailedError as error:
             directories.keep(failure.error_file for failure in error.failures.values())
@@ -82,7 +82,7 @@ def _address(config: AgentConfig, signals: CaughtSignals) -> str:
             if not is_told:
                 log.warning("%s; trying for %g s", error, NETWORK_S)
             is_told = True
-        signals.raise_first()
+        signals.raise_caught()
         time.sleep(RETRY_S)
 
 

@@ -15,6 +15,7 @@ from swift_agent.agent.lifecycle import commands
 from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import (
+    DrainRecord,
     EventRecord,
     ExitedRecord,
     MeasuredRecord,
@@ -61,7 +62,8 @@ def transaction_of(command: commands.Command, keys: Keys, view: View, me: NodeRe
             return Transaction("tracked", guards, [Put(keys.tracked, b"1")])
         case commands.WriteFailure(generation, failure):
             what, key, value = "failure", keys.failure(generation, failure.slot), encode(failure)
-            lost_peer = failure.incarnation if failure.kind == "node" else None
+            if failure.kind == "node" and failure.incarnation != me.incarnation:
+                lost_peer = failure.incarnation
         case commands.WriteProgress(generation, slot, reports):
             progress = ProgressRecord(slot, me.incarnation, tuple(dict(report) for report in reports))
             what, key, value = "progress", keys.progress(generation, slot), encode(progress)
@@ -98,6 +100,12 @@ def transaction_of(command: commands.Command, keys: Keys, view: View, me: NodeRe
         case _:
             return None
     return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)
+
+
+def notice(keys: Keys, view: View, me: NodeRecord, signal: str, at_s: float) -> Transaction:
+    """This node shall be drained, since it got *signal*. *at_s*: Unix time."""
+    order = DrainRecord(me.node_id, me.incarnation, f"it got {signal}", at_s, signal)
+    return Transaction("notice", fence(keys, view, me), [Put(keys.drain(me.node_id), encode(order))])
 
 
 def hosted_store(keys: Keys, view: View, me: NodeRecord, generation: int, store: StoreRecord) -> Transaction:

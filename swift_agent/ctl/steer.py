@@ -40,7 +40,7 @@ GRACE_S = 6.0
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @needs_etcd
 def stop(config: EtcdConfig, job: str, timeout_s: float, why: str | None, as_json: bool) -> None:
-    """End JOB: its agents end their workers and leave; `swift-run` then exits with 1 and says why.
+    """End JOB: its agents end their workers and leave; `swift-run` then exits with 3 and says why.
 
     A job that has a result already keeps it. Exit codes: 0 all nodes have left (with --timeout 0: the order is
     written), 1 no such job, nobody runs it, nodes are still there after the timeout, or etcd does not answer, 2 a wrong
@@ -53,7 +53,7 @@ def stop(config: EtcdConfig, job: str, timeout_s: float, why: str | None, as_jso
         record = next((entry for entry in entries if entry.key == keys.job), None)
         if record is None or not any(entry.key.startswith(keys.nodes) for entry in entries):
             raise click.ClickException(f"nobody runs job {job!r} any more; `swiftctl gc --yes` removes its records")
-        result, ours = _write_result(store, config, record, ResultRecord("stopped", reason))
+        result, ours = _write_result(store, config, record, ResultRecord("stopped", reason, cause="operator"))
         if not as_json:
             note = "" if ours else " (it had a result already)"
             click.echo(f"job {job}: {result.state}: {result.why}{note}")

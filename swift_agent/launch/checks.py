@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import signal
 from collections.abc import Mapping
 from typing import Literal
 
@@ -39,6 +40,12 @@ HEARTBEATS_S = (0.02, 5.0)
 
 # `--strategy`.
 STRATEGIES = ("auto", "replica", "log", "log+parallel", "checkpoint")
+
+# `--preempt-signal`, for: each signal ends the job.
+NO_NOTICE = "none"
+
+# The end of a worker; a fault of the process itself.
+_NO_NOTICES = {signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 # `--parallel-sum`.
 SUMS = ("ordered", "unordered")
@@ -95,6 +102,9 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
     ):
         if not value >= least:  # also true for NaN
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
+    if not 0 <= ns.preempt_grace < math.inf:
+        mistakes.append(f"--preempt-grace {ns.preempt_grace}: must be 0 or more; type for example --preempt-grace 20")
+    _check_preempt_signal(ns.preempt_signal, mistakes)
     _check_heartbeat(ns, mistakes)
     if ns.master_port is not None and not 0 <= ns.master_port < 1 << 16:
         mistakes.append(f"--master-port {ns.master_port}: not a port; type for example --master-port 29500")
@@ -103,6 +113,17 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--message-log-limit {limit}: must be above 0 GB; type for example --message-log-limit 50")
     if not 0 < ns.stop_deadline < math.inf:
         mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
+
+
+def _check_preempt_signal(text: str, mistakes: list[str]) -> None:
+    for name in text.split(",") if text != NO_NOTICE else ():
+        number = getattr(signal, name.strip(), None)
+        if not isinstance(number, signal.Signals):
+            mistakes.append(f"--preempt-signal {text}: there is no signal {name!r}; type names such as SIGTERM,SIGUSR1")
+        elif number in (signal.SIGKILL, signal.SIGSTOP):
+            mistakes.append(f"--preempt-signal {text}: nothing can catch {name.strip()}; leave it out")
+        elif number in _NO_NOTICES:
+            mistakes.append(f"--preempt-signal {text}: {name.strip()} has another meaning here; leave it out")
 
 
 def _log_groups(

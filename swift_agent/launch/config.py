@@ -64,7 +64,8 @@ class AgentConfig:
     copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
     which of the first nodes this one shall be. *log_groups*, *log_budget*: see `JobRecord`.
     *strategy*: how lost state comes back. *helpers*: see `JobRecord`; *parallel_sum*: how what they have computed is
-    put together. *profile*: the file for what the job was measured to cost.
+    put together. *preempt_grace_s*: how long a node that got a signal to go waits for a spare. *profile*: the file for
+    what the job was measured to cost.
     """
 
     launch: LaunchConfig
@@ -93,6 +94,7 @@ class AgentConfig:
     on_etcd_loss: OnEtcdLoss
     heartbeat_s: float
     stop_deadline_s: float
+    preempt_grace_s: float
     recovery: str
     log_groups: tuple[tuple[int, ...], ...]
     log_budget: str
@@ -184,6 +186,7 @@ class AgentConfig:
             on_etcd_loss=ns.on_etcd_loss,
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
+            preempt_grace_s=ns.preempt_grace,
             recovery=ns.recovery,
             log_groups=groups,
             log_budget=ns.log_budget,

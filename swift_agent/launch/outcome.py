@@ -17,6 +17,10 @@ from swift_rendezvous.roster.setbacks import MOST, PER_HOUR, WINDOW
 
 log = logging.getLogger(__name__)
 
+# Of `swift-run`, by the cause of `JobStopped`; the last two are EX_UNAVAILABLE and EX_TEMPFAIL of sysexits.h. None is
+# what a shell makes of a signal (128 and more), so that a container that was killed is told from one that has ended.
+EXIT_CODES = {"script": 1, "operator": 3, "infrastructure": 69, "preempted": 75}
+
 
 def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
     """Return if the job succeeded; otherwise raise. The root cause is the earliest failure, on whatever node it was."""
@@ -27,7 +31,8 @@ def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
         if result.advice:
             _append(failures[result.exits[0].rank], f"\n\n{result.why}\n{result.advice}")
         raise ChildFailedError(name=config.training_script, failures=failures)
-    raise JobStopped(f"job '{config.job_id}' {result.state}: {result.why}")
+    cause = "script" if result.state == "failed" else result.cause
+    raise JobStopped(f"job '{config.job_id}' {result.state}: {result.why}", cause)
 
 
 def _append(failure: ProcessFailure, text: str) -> None:

@@ -177,4 +177,4 @@ def test_a_node_that_begins_without_a_way_to_etcd_waits_for_one(
         outcome = agents.wait()
     assert outcome.exit_codes["a"] == outcome.exit_codes["b"] == 0, outcome.text()
     assert "trying for 30 s" in outcome.output["b"] and "joined job" in outcome.output["b"], outcome.text()
-    assert outcome.exit_codes["c"] != 0 and "joined job" not in outcome.output["c"], outcome.text()
+    assert outcome.exit_codes["c"] == 75 and "joined job" not in outcome.output["c"], outcome.text()

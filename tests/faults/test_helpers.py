@@ -194,7 +194,7 @@ def test_ctrl_c_while_helpers_repeat(make_agents: Callable[..., Agents]) -> None
     wait_for(both, 60.0, "two helpers that repeat iterations")
     agents.running["a"].send_signal(signal.SIGINT)
     outcome = agents.wait(45)
-    assert set(outcome.exit_codes.values()) == {1} and "SIGINT" in outcome.text(), outcome.text()
+    assert set(outcome.exit_codes.values()) == {3} and "SIGINT" in outcome.text(), outcome.text()
     _, alive = psutil.wait_procs(list(found.values()), timeout=10.0)
     assert not alive, outcome.text()
 

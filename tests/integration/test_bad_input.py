@@ -114,7 +114,7 @@ def test_unreachable_etcd(
     endpoint = f"127.0.0.1:{free_port()}"
     began_s = time.monotonic()
     done = run_swift("--nnodes", "2", "--rdzv-endpoint", endpoint, script="print('started')")
-    assert done.returncode == 1 and endpoint in done.stderr
+    assert done.returncode == 69 and endpoint in done.stderr
     assert "Traceback" not in done.stderr and "started" not in done.stdout
     assert time.monotonic() - began_s < 30
 
@@ -136,7 +136,7 @@ def test_wrong_password(run_swift: Callable[..., subprocess.CompletedProcess[str
             str(secret),
         )
         done = run_swift(*login, script="print('started')")
-        assert done.returncode == 1 and "Traceback" not in done.stderr and "started" not in done.stdout
+        assert done.returncode == 69 and "Traceback" not in done.stderr and "started" not in done.stdout
         assert "trainer" in done.stderr and "not-the-password" not in done.stderr
         secret.write_text("the-password\n")
         done = run_swift(*login, script="print('started')")
@@ -163,7 +163,7 @@ def test_two_jobs_with_one_id(
         try:
             assert output.readline().strip() == "up"
             second = run_swift(*job, "--nproc-per-node", "3", script="print('started')")
-            assert second.returncode == 1 and "same" in second.stderr and "--rdzv-id" in second.stderr
+            assert second.returncode == 69 and "same" in second.stderr and "--rdzv-id" in second.stderr
             assert "Traceback" not in second.stderr and "started" not in second.stdout
         finally:
             done_flag.touch()
@@ -246,7 +246,7 @@ def test_the_port_of_etcd_is_used_by_something_else(
         done = run_swift("--nnodes", "2", "--rdzv-endpoint", endpoint, script="print('started')")
         if kind == "http":
             server.shutdown()
-    assert done.returncode == 1 and endpoint in done.stderr and "etcd" in done.stderr, done.stderr
+    assert done.returncode == 69 and endpoint in done.stderr and "etcd" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "started" not in done.stdout
 
 

@@ -134,7 +134,7 @@ def test_stop_waits_until_the_nodes_have_left(endpoint: str, store: EtcdStore) -
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found == {"job": "gpt", "state": "stopped", "why": "maintenance", "stopped_by_us": True, "nodes_left": []}
-    assert seen == [ResultRecord("stopped", "maintenance")] and store.get(keys.job) is None
+    assert seen == [ResultRecord("stopped", "maintenance", cause="operator")] and store.get(keys.job) is None
 
 
 def test_stop_leaves_nothing_of_a_job_whose_last_node_dies_on_the_way(endpoint: str, store: EtcdStore) -> None:
@@ -309,7 +309,7 @@ def test_on_a_real_job(endpoint: str, store: EtcdStore, tmp_path: Path) -> None:
         assert stopped.exit_code == 0 and "all nodes have left" in stopped.stdout, stopped.output
         assert swiftctl(endpoint, "status", "real").exit_code == 1
         outcome = agents.wait(30)
-        assert set(outcome.exit_codes.values()) == {1}, outcome.text()
+        assert set(outcome.exit_codes.values()) == {3}, outcome.text()
         assert "the test is over" in outcome.output["a"], outcome.text()
     finally:
         agents.kill_all()

@@ -236,7 +236,7 @@ def test_too_small_a_role_is_one_clear_error(
     agents.start("a")
     outcome = agents.wait(30.0)
     text = outcome.output["a"]
-    assert outcome.exit_codes == {"a": 1} and "Traceback" not in text and outcome.pids == {}
+    assert outcome.exit_codes == {"a": 69} and "Traceback" not in text and outcome.pids == {}
     assert text.count("Error:") == 1 and "'swift-gpt'" in text and PASSWORD not in text
     assert f"etcdctl role grant-permission ROLE --prefix=true readwrite /swift/{job_id}/" in text
 
@@ -256,7 +256,7 @@ def wait_joined(agents: Agents, node: str) -> None:
 
 def turned_away(agents: Agents, node: str) -> str:
     """What a node said that did not get in; it is forgotten."""
-    assert agents.running.pop(node).wait(60) == 1
+    assert agents.running.pop(node).wait(60) == 69
     text = (agents.directory / f"agent.{node}.log").read_text()
     assert text.count("Error:") == 1 and "Traceback" not in text and "the job is not disturbed" in text, text
     assert "joined job" not in text and "trains" not in text and SECRET not in text and SECRET[::-1] not in text
@@ -359,4 +359,4 @@ def test_a_local_addr_that_is_not_of_this_machine(make_agents: Callable[..., Age
     agents.start("a")
     outcome = agents.wait(30)
     text = outcome.output["a"]
-    assert outcome.exit_codes == {"a": 1} and f"--local-addr {address}" in text and "Traceback" not in text, text
+    assert outcome.exit_codes == {"a": 69} and f"--local-addr {address}" in text and "Traceback" not in text, text

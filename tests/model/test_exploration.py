@@ -130,6 +130,13 @@ SEARCHES: dict[str, Callable[[], World]] = {
     "a drain, every order": lambda: training(faults=1, kinds=("drain",), ordered=False, target=2),
     "one failure, or the order taken back, on the way to a boundary": lambda: draining_until("pause", faults=1),
     "one failure in a handover": lambda: draining_until("handover", faults=1),
+    "a signal and a failure": lambda: training(faults=2, kinds=("signal", "kill", "crash")),
+    "a signal, every order": lambda: training(faults=1, kinds=("signal",), ordered=False, target=2),
+    "two nodes are told to go": lambda: training(faults=2, kinds=model.SIGNALS),
+    "all nodes are told to go": lambda: training(faults=3, kinds=model.SIGNALS),
+    "a signal in a recovery": lambda: recovering(faults=2, kinds=(*model.SIGNALS, "kill")),
+    "a signal on the way to a boundary": lambda: draining_until("pause", faults=2, kinds=model.SIGNALS),
+    "a signal in a handover": lambda: draining_until("handover", faults=2, kinds=model.SIGNALS),
     "one failure in a recovery, every order": lambda: recovering(faults=1, ordered=False),
     "two links are parted in training": lambda: training(faults=2, kinds=("part", "kill")),
     "a link is parted while a replacement has no state": lambda: joining(faults=1, kinds=("part",), ordered=False),
@@ -266,6 +273,10 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
         draining, "broken_handovers", "if slot not in view.taken and not is_alive(view, owner)", "if False",
         lambda: draining_until("handover", faults=1),
         "the job stands still, though ['n1', 'n2'] live"),
+    "the job ends when one node is told to go": (
+        draining, "all_told", "if slot not in lost:", "if slot not in lost and drain is not None:",
+        lambda: training(faults=2, kinds=("signal", "crash")),
+        "the job ends, though nobody has told"),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ Real are the cores (membership, lifecycle, planning, view), the transactions (th
 from __future__ import annotations
 
 import copy
+import math
 import signal
 from collections import deque
 from collections.abc import Sequence
@@ -80,6 +81,8 @@ ALARM = "alarm"
 OUTAGES = ("outage",)
 # An operator's, and taking it back: counted like failures.
 ORDERS = ("drain", "cancel")
+# To a node: it shall go, when there is a spare, or at once.
+SIGNALS = ("signal", "signal now")
 # Of people and strangers who write into the store: something that cannot be read, or remove it.
 INTRUSIONS = ("garble", "remove")
 GARBAGE = b"?"
@@ -96,6 +99,7 @@ RECORDS = (
     commands.WriteParked,
     commands.WriteHandover,
     commands.WriteTaken,
+    commands.WriteNotice,
     commands.ForgetSpare,
 )
 FALSE_ALARM = "a false alarm of long ago"
@@ -453,6 +457,8 @@ class World:
             drain = self.view.drains.get(node.name)
             if drain is None and "drain" in self.kinds and node.where == "up":
                 found.append(("drain", index, 0))
+            if node.state.notice is None and node.where == "up":
+                found += [(kind, index, 0) for kind in SIGNALS if kind in self.kinds]
             if drain is not None and "cancel" in self.kinds:
                 found.append(("cancel", index, 0))
             if "part" in self.kinds and node.runs:
@@ -489,7 +495,7 @@ class World:
         """Carry it out, and check."""
         what, index, other = action
         node = self.nodes[index] if what not in INTRUSIONS else self.nodes[0]
-        if what in (*FAULTS, *ORDERS, *INTRUSIONS, *OUTAGES, ALARM, STALE):
+        if what in (*FAULTS, *ORDERS, *SIGNALS, *INTRUSIONS, *OUTAGES, ALARM, STALE):
             self.faults -= 1
         match what:
             case "crash":
@@ -506,6 +512,9 @@ class World:
             case "drain":
                 order = Put(KEYS.drain(node.name), encode(DrainRecord(node.name, node.record.incarnation, "w", 0.0)))
                 self.store.transaction([Compare.exists(KEYS.node(node.name))], [order])
+            case "signal" | "signal now":
+                until_s = math.inf if what == "signal" else 0.0
+                self.handle(node, deque([msg.Noticed("SIGTERM", 0.0, until_s)]))
             case "cancel":
                 handing = self.view.generation.handover.values() if self.view.generation else ()
                 if all(owner.node_id != node.name for owner in handing):
@@ -988,6 +997,12 @@ class World:
         elif self.state == "failed":
             most = max((self.ends.count(rank) for rank in self.ranks), default=0)
             demand(self.max_restarts < 0 and most >= MOST, f"the job ends after failures of ranks {self.ends}")
+        elif self.state == "stopped" and any(node.state.notice for node in self.nodes):
+            generation = view.generation
+            owners = {owner.incarnation for owner in generation.slots} if generation else set()
+            stay = [n.name for n in self.nodes if n.where == "up" and n.record.incarnation in owners
+                    and n.state.notice is None]  # fmt: skip
+            demand(not stay, f"the job ends, though nobody has told {stay} to go")
         if b'"succeeded"' in value:
             demand(ended, f"succeeded, but only {sorted(view.exited)} have exited")
 

@@ -9,12 +9,15 @@ that no worker has passed and all reach: no iteration is cut, none is run twice.
 workers, parked with their state, until the new owner of its slot trains; then it leaves. Any failure on the way
 leads to an ordinary recovery, and the order, which stays until the node has gone, is carried out afterwards.
 
+A node that got a signal to go (an eviction, a drained machine) writes the order itself. If no spare comes in time it
+says that its slot is lost, and leaves (`swift_agent.agent.lifecycle.drain`). If all were told so, the job ends.
+
 This module must never read a clock, talk to a store or log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from swift_rendezvous.roster.records import GenerationRecord, NodeRecord, Owner
 from swift_rendezvous.roster.view import View
@@ -33,6 +36,24 @@ def ordered_slots(view: View) -> list[int]:
     """Slots whose owners were told to leave."""
     slots = view.generation.slots if view.generation else ()
     return [slot for slot, owner in enumerate(slots) if is_ordered(view, owner.node_id, owner.incarnation)]
+
+
+def all_told(view: View, lost: Collection[int], spares: Sequence[NodeRecord]) -> str:
+    """Why nobody is left to train: each node with a slot got a signal to go, or is *lost*, and none of *spares* can
+    take a slot. Empty if somebody is."""
+    generation = view.generation
+    if generation is None or view.released:
+        return ""
+    told = []
+    for slot, owner in enumerate(generation.slots):
+        drain = view.drains.get(owner.node_id)
+        if slot not in lost:
+            if drain is None or not drain.signal or drain.incarnation != owner.incarnation:
+                return ""
+            told.append(f"{owner.node_id} got {drain.signal}")
+    if not told or takers(generation, range(len(generation.slots)), spares):
+        return ""
+    return f"no node is left to train: {', '.join(told)}"
 
 
 def moves(view: View, spares: list[NodeRecord]) -> dict[int, NodeRecord]:

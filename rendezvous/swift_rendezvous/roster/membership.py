@@ -83,6 +83,9 @@ def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | Non
     if view.generation is None:
         return _start(view, rules, now_s, waiting_since_s)
     lost = losses(view)
+    why = draining.all_told(view, lost.nodes, spares(view))
+    if why:
+        return Decision((PublishResult(ResultRecord("stopped", why, cause="preempted")),), why=why)
     unread = mending.unread_records(view)
     if unread:
         lost = replace(lost, records=unread)

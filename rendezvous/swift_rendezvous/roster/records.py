@@ -12,8 +12,7 @@ from typing import Any, Literal
 # In the place of --max-restarts: a rank that fails again and again ends the job (see `setbacks`); a script that tracks
 # nothing has 0, torchrun's default.
 AS_LONG_AS_IT_ADVANCES = -1
-# In the place of --helpers.
-AS_MANY_AS_PAY = -1
+AS_MANY_AS_PAY = -1  # in the place of --helpers
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,8 @@ class JobRecord:
     """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
     *num_workers*: of the first node; of another one if its record says so.
 
-    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
-    *max_nodes*: where `--nnodes` is a range, of which *num_nodes* is the least (see `resizing`); 0: a job of one size.
-    *recovery*: what the planner is to do about half-done updates; a word of the room that plans.
+    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given. *max_nodes*: where `--nnodes` is a range, of which
+    *num_nodes* is the least; 0: a job of one size. *recovery*: of half-done updates; a word of the room that plans.
     *log_groups*: slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT,
     section 5.3). A slot that is in none is alone. *log_budget*: for which groups are chosen once the job is measured;
     *strategy*: the way to recover, '' for that which is best. *helpers*: of a lost rank, at most, or `AS_MANY_AS_PAY`.
@@ -221,7 +219,7 @@ FailureKind = Literal["node", "workers", "restart", "again"]
 class FailureRecord:
     """What was lost in one slot during one generation.
 
-    `node`: the whole node; *is_dead*: its kernel has closed the connection and refuses another one; *is_empty*: the
+    `node`: the whole node; *is_dead*: its kernel refuses connections, or it says so itself; *is_empty*: the
     reporter's workers hold no state. `workers`: processes of a healthy node. `restart`: the processes live, but the job
     cannot go on in place (a collective outside an iteration was cut, for example); *is_final*: the workers would come
     to the same, so that the job ends. `again`: nothing is lost, but processes could not be connected with each other.
@@ -302,22 +300,24 @@ class ExitedRecord(OfSlot):
 @dataclass(frozen=True)
 class ResultRecord:
     """How the job ended. *exits*: the root cause first, if a worker caused it. *advice*: what was tried, what is safe,
-    what to type; a line each."""
+    what to type; a line each. *cause*: what stopped it: want of a node or of etcd, a person, a signal to all nodes."""
 
     state: Literal["succeeded", "failed", "stopped"]
     why: str
     exits: tuple[WorkerExit, ...] = ()
     advice: str = ""
+    cause: Literal["infrastructure", "operator", "preempted"] = "infrastructure"
 
 
 @dataclass(frozen=True)
 class DrainRecord:
-    """An operator's order: this incarnation of a node shall leave the job without loss of work."""
+    """This incarnation of a node shall leave the job without loss of work: an operator's order, or it got *signal*."""
 
     node_id: str
     incarnation: str
     why: str
     time_s: float
+    signal: str = ""
 
 
 @dataclass(frozen=True)

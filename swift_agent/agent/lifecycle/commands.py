@@ -217,6 +217,13 @@ class WriteTaken:
 
 
 @dataclass(frozen=True)
+class WriteNotice:
+    """This node got *signal*: it shall be drained."""
+
+    signal: str
+
+
+@dataclass(frozen=True)
 class ForgetSpare:
     """A node without a slot is lost: it must not be chosen as a replacement."""
 
@@ -262,7 +269,8 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class LeaveJob:
-    """For good: workers of this node failed too often, and another node has its slot; or it was drained."""
+    """For good: workers of this node failed too often, and another node has its slot; or it was drained, or told to go.
+    """
 
     result: ResultRecord
 
@@ -301,6 +309,7 @@ Command = (
     | WriteParked
     | WriteHandover
     | WriteTaken
+    | WriteNotice
     | ForgetSpare
     | LookAgain
     | PauseWorkers

@@ -2,6 +2,7 @@
 
     pause/{g} --> SendPause --> promised --> ~position/{g}/{slot}
     its boundary --> SendBoundary --> parked --> ~parked/{g}/{slot}
+    a signal --> WriteNotice --> drained, or without a spare: WriteFailure, of itself, and LeaveJob
 
 See `swift_rendezvous.roster.draining` for the whole. Must never read a clock, touch a process, a socket or the store.
 """
@@ -11,11 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swift_agent.agent.lifecycle.commands import Command, SendBoundary, SendPause, WriteParked, WritePosition
-from swift_agent.agent.lifecycle.state import INSIDE, Worker
-from swift_rendezvous.roster.draining import is_ordered
-from swift_rendezvous.roster.losses import told_losses
-from swift_rendezvous.roster.records import GenerationRecord
+from swift_agent.agent.lifecycle.commands import (
+    Command,
+    LeaveJob,
+    SendBoundary,
+    SendPause,
+    WriteFailure,
+    WriteParked,
+    WritePosition,
+)
+from swift_agent.agent.lifecycle.state import INSIDE, Notice, Worker
+from swift_rendezvous.roster.draining import is_ordered, takers
+from swift_rendezvous.roster.losses import spares, told_losses
+from swift_rendezvous.roster.records import FailureRecord, GenerationRecord, ResultRecord
 from swift_rendezvous.roster.view import View
 
 
@@ -68,3 +77,34 @@ def reason_to_go(view: View, node_id: str, incarnation: str, workers: Mapping[in
         return ""
     owner = generation.slots[slot].node_id
     return f"node {node_id} was drained: {owner} has slot {slot} and its state; it leaves the job"
+
+
+def is_told(view: View, node_id: str, incarnation: str) -> bool:
+    """The others know that it got a signal."""
+    drain = view.drains.get(node_id)
+    return drain is not None and drain.incarnation == incarnation and bool(drain.signal)
+
+
+def end_of_notice(
+    view: View, node_id: str, incarnation: str, notice: Notice, now_s: float
+) -> tuple[Command, ...]:
+    """What a node does that got a signal to go and was not drained: nothing while it waits for that.
+
+    In the end it says that its slot is lost, since nobody knows it better, and leaves. A script that tracks nothing
+    has no state to hand over: its node leaves as soon as another one can take the slot.
+    """
+    generation, why = view.generation, f"node {node_id} got {notice.signal}"
+    slot = generation.slot_of(incarnation) if generation is not None else None
+    if generation is None or slot is None:
+        if generation is not None and slot_left(generation, incarnation) is not None:
+            return ()
+        return (LeaveJob(ResultRecord("stopped", f"{why}: it leaves the job", cause="preempted")),)
+    if view.released or view.pause is not None:
+        return ()
+    if now_s >= notice.until_s:
+        why += f", and no node took its slot within {notice.grace_s:g} s (--preempt-grace)"
+    elif view.tracked or not takers(generation, [slot], spares(view)):
+        return ()
+    lost = FailureRecord("node", slot, incarnation, (), why, node_id, is_dead=True)
+    result = ResultRecord("stopped", f"{why}: it leaves the job", cause="preempted")
+    return (WriteFailure(generation.number, lost), LeaveJob(result))

@@ -213,6 +213,16 @@ class StoodStill:
 
 
 @dataclass(frozen=True)
+class Noticed:
+    """A signal has told this node to go. *until_s*: how long it waits for a spare, on the clock of `on_event`;
+    *grace_s* from now on."""
+
+    signal: str
+    grace_s: float
+    until_s: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed. *holds*, *is_away*: see `isolation.pausing`; *why*: if it does not hold, for people."""
 
@@ -258,6 +268,7 @@ Event = (
     | PeerDoubted
     | PlaceReclaimed
     | StoodStill
+    | Noticed
     | Tick
     | PlaceRead
     | RateTick

@@ -25,6 +25,7 @@ from swift_agent.agent.lifecycle.commands import (
     Reclaim,
     Rejoin,
     ResumeWorkers,
+    WriteNotice,
     WriteTracked,
 )
 from swift_agent.agent.lifecycle.events import (
@@ -34,6 +35,7 @@ from swift_agent.agent.lifecycle.events import (
     HelperStarted,
     HelperUnfit,
     HelperWaits,
+    Noticed,
     PeerDoubted,
     PeerLost,
     PlaceRead,
@@ -62,6 +64,7 @@ from swift_agent.agent.lifecycle.state import (
     INSIDE,
     RECLAIM,
     AgentState,
+    Notice,
     Step,
     Suspicion,
     _is_registered,
@@ -203,6 +206,8 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             return replace(state, workers=later)
         case HelperStarted() | HelperWaits() | HelperUnfit() | HelperExited():
             return helping.fold(state, event)
+        case Noticed(signal, grace_s, until_s):
+            return replace(state, notice=Notice(signal, grace_s, until_s))
         case Tick() | PlaceRead() | RateTick() | WorkerAt():
             return state
 
@@ -262,8 +267,19 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
     if not lapsed and (slot is None or not registered):
         why = drain.reason_to_go(view, state.node_id, state.incarnation, state.workers)
         if why:
-            return _once(state, ("leave",), LeaveJob(ResultRecord("succeeded", why)))
+            end = ResultRecord("succeeded", why)
+            if state.notice is not None:
+                end = ResultRecord("stopped", why, cause="preempted")
+            return _once(state, ("leave",), LeaveJob(end))
     commands: list[Command] = []
+    if state.notice is not None:
+        last = drain.end_of_notice(view, state.node_id, state.incarnation, state.notice, now_s)
+        if last:
+            for command in last:
+                state = _issue(state, commands, ("last", type(command)), command)
+            return Step(state, tuple(commands))
+        if not drain.is_told(view, state.node_id, state.incarnation):
+            state = _issue(state, commands, ("notice",), WriteNotice(state.notice.signal))
     state = _age(state, commands, now_s)
     # Before the first generation all are spares, the coordinator as well: no other would notice that it is gone.
     state = _forget_lost_spares(state, commands)

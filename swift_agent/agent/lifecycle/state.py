@@ -139,6 +139,15 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """See `Noticed`."""
+
+    signal: str
+    grace_s: float
+    until_s: float
+
+
+@dataclass(frozen=True)
 class AgentState:
     """All that `reconcile` looks at. *workers* is keyed by local rank."""
 
@@ -157,6 +166,8 @@ class AgentState:
     store_started: int = 0
     paused: bool = False
     """Its workers stand still: another node may have their places."""
+    notice: Notice | None = None
+    """This node was told to go."""
     kept: Held | None = None
     """What a file of this node has, for a change of the job's size."""
     rate: rate.Meter = field(default_factory=rate.Meter)

@@ -280,6 +280,12 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--rdzv-endpoint", "a:port", "train.py"], r"port 'port' is not a number"),
     (["--rdzv-endpoint", "a", "--etcd-cert", "absent.pem", "train.py"], r"absent.pem"),
     (["--etcd-user", "ann", "train.py"], r"--etcd-\*: for which servers"),
+    (["--preempt-signal", "SIGTERM,SIGLATE", "train.py"], r"there is no signal 'SIGLATE'; type names such as"),
+    (["--preempt-signal", "SIGKILL", "train.py"], r"nothing can catch SIGKILL; leave it out"),
+    (["--preempt-signal", "SIGCHLD", "train.py"], r"SIGCHLD has another meaning here"),
+    (["--preempt-signal", "", "train.py"], r"there is no signal ''"),
+    (["--preempt-grace", "-1", "train.py"], r"--preempt-grace -1.0: must be 0 or more"),
+    (["--preempt-grace", "nan", "train.py"], r"--preempt-grace nan: must be 0 or more"),
 ]
 
 

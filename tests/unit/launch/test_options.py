@@ -28,6 +28,8 @@ TORCH_NAMES = {a.dest for a in TORCH_ACTIONS}
 OURS = {
     "spares": 0,
     "replacement_timeout": 300.0,
+    "preempt_signal": "SIGTERM,SIGUSR1,SIGUSR2",
+    "preempt_grace": 20.0,
     "lease_ttl": 5,
     "on_etcd_loss": "pause",
     "heartbeat": 0.1,

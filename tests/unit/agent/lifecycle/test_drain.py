@@ -103,6 +103,79 @@ def test_the_slot_comes_back(has_sent: bool) -> None:
     assert only(agent.change(plan=PlanRecord(3, Plan("copy", "w", 7).to_json(), "w"), store=STORE), cmd.SendGo)
 
 
+def noticed(agent: Agent) -> list[cmd.Command]:
+    return agent.tell(msg.Noticed("SIGTERM", 20.0, agent.now_s + 20.0))
+
+
+TOLD = {"n0": replace(ORDER["n0"], why="it got SIGTERM", signal="SIGTERM")}
+
+
+def test_a_signal_is_told_to_the_others_and_makes_a_drain() -> None:
+    agent = training()
+    agent.change(nodes={name: node(name) for name in ("n0", "n1", "n2")}, tracked=True)
+    assert noticed(agent) == [cmd.WriteNotice("SIGTERM")]
+    assert agent.tell(msg.Tick()) == []  # once
+    assert agent.change(drains=TOLD, pause=PauseRecord()) == [cmd.SendPause((0, 1), 1)]
+    agent.now_s += 30.0
+    assert agent.tell(msg.Tick()) == []  # on its way, it is not left
+
+
+def test_an_order_that_an_operator_has_given_becomes_a_notice() -> None:
+    agent = training()
+    agent.change(drains=ORDER, tracked=True)
+    assert noticed(agent) == [cmd.WriteNotice("SIGTERM")]
+
+
+def test_who_was_drained_because_of_a_signal_was_preempted() -> None:
+    agent = handing_over()
+    agent.change(drains=TOLD)
+    assert noticed(agent) == []
+    agent.change(plan=PlanRecord(2, HANDS_OVER, "w"), store=STORE)
+    gone = only(agent.change(taken={0: TakenRecord(0, "n2.1")}), cmd.LeaveJob).result
+    assert (gone.state, gone.cause) == ("stopped", "preempted") and "n0 was drained: n2 has slot 0" in gone.why
+
+
+def test_without_a_spare_it_says_in_the_end_that_it_is_lost() -> None:
+    agent = training()
+    agent.change(tracked=True)
+    noticed(agent)
+    agent.change(drains=TOLD)
+    agent.now_s += 19.9
+    assert agent.tell(msg.Tick()) == []
+    agent.now_s += 0.1
+    said, left = agent.tell(msg.Tick())
+    assert isinstance(said, cmd.WriteFailure) and isinstance(left, cmd.LeaveJob)
+    assert (said.failure.kind, said.failure.slot, said.failure.incarnation) == ("node", 0, "n0.1")
+    assert said.failure.is_dead and said.failure.reporter == "n0"
+    assert "no node took its slot within 20 s (--preempt-grace)" in said.failure.evidence
+    assert (left.result.state, left.result.cause) == ("stopped", "preempted")
+
+
+def test_a_script_that_tracks_nothing_has_nothing_to_hand_over() -> None:
+    agent = training()
+    assert none_of(noticed(agent), cmd.LeaveJob) is None
+    agent.change(drains=TOLD, tracked=False)
+    said, left = agent.change(nodes={name: node(name) for name in ("n0", "n1", "n2")})
+    assert isinstance(said, cmd.WriteFailure) and "n0 got SIGTERM" in said.failure.evidence
+    assert isinstance(left, cmd.LeaveJob)
+
+
+def test_a_spare_leaves_at_once() -> None:
+    agent = Agent("n2")
+    agent.see(view(names=("n0", "n1", "n2")))
+    left = only(noticed(agent), cmd.LeaveJob).result
+    assert left.cause == "preempted" and "n2 got SIGTERM: it leaves the job" in left.why
+
+
+def test_nothing_is_lost_any_more_once_the_workers_are_released() -> None:
+    agent = training()
+    agent.change(tracked=True, released=True)
+    noticed(agent)
+    agent.change(drains=TOLD)
+    agent.now_s += 60.0
+    none_of(agent.tell(msg.Tick()), cmd.LeaveJob, cmd.WriteFailure)
+
+
 def test_a_drained_node_whose_worker_dies_leaves_at_once() -> None:
     agent = handing_over()
     gone = only(agent.exit(1, -9), cmd.LeaveJob).result

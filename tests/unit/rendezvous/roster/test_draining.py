@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from swift_rendezvous.roster import draining
 from swift_rendezvous.roster.decision import (
     Decision,
@@ -61,6 +63,42 @@ def handing_over(**changes: Any) -> View:
     """Generation 2: n2 has slot 0, n0 still holds its state."""
     new = generation(2, "replace", ("n2", "n1"), lost={0: (0, 1)}, handover={0: owner("n0")})
     return view(names=ALL, generation=new, plan=None, drains=order("n0"), **changes)
+
+
+def told(*names: str) -> dict[str, DrainRecord]:
+    return {name: DrainRecord(name, f"{name}.1", "it got SIGTERM", 1.0, "SIGTERM") for name in names}
+
+
+# ---- all are told to go ----
+
+
+def test_the_job_ends_when_no_node_is_left_to_train() -> None:
+    end = ask(view(drains=told("n0", "n1"))).commands[-1]
+    assert isinstance(end, PublishResult)
+    assert (end.result.state, end.result.cause) == ("stopped", "preempted")
+    assert end.result.why == "no node is left to train: n0 got SIGTERM, n1 got SIGTERM"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drains": told("n0")},
+        {"drains": {**told("n0"), **order("n1")}},  # an operator's order waits for a spare
+        {"drains": {"n0": told("n0")["n0"], "n1": replace(told("n1")["n1"], incarnation="n1.0")}},
+        {"drains": told("n0", "n1"), "released": True},
+        {"drains": told("n0", "n1"), "names": ALL},  # a spare is there
+    ],
+)
+def test_and_not_before(changes: dict[str, Any]) -> None:
+    assert not any(isinstance(command, PublishResult) for command in ask(view(**changes)).commands)
+
+
+def test_a_spare_that_is_told_to_go_is_none_and_lost_nodes_do_not_count() -> None:
+    assert isinstance(ask(view(names=ALL, drains=told(*ALL))).commands[-1], PublishResult)
+    v = view(drains=told("n1"), failures={0: failure("node", 0)})
+    end = ask(v).commands[-1]
+    assert isinstance(end, PublishResult) and end.result.cause == "preempted"
+    assert not isinstance(ask(view(failures={0: failure("node", 0)})).commands[-1:], PublishResult)
 
 
 # ---- the steps ----

@@ -1,0 +1,188 @@
+"""A signal to one node (an eviction, a drained machine): it goes, and the job goes on.
+
+With a spare no iteration is cut, run twice or left out; without one the node is lost when its time is over, and a node
+that comes later takes its place. Parameters, buffers and optimizer state at the end are bit for bit those of an
+undisturbed run.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_drain import ITERATIONS, assert_unnoticed, free, owner, status, wait_until
+from tests.support.job import Agents
+from tests.tiers import in_soak
+
+PREEMPTED, STOPPED = 75, 3
+Start = Callable[..., Agents]
+
+
+@pytest.fixture
+def start(make_agents: Start) -> Start:
+    """Starts nodes and waits until all train; *options* of all."""
+
+    def begin(nodes: str, *options: str, script: Path | None = None, **orders: Any) -> Agents:
+        scripts = {} if script is None else {"script": script}
+        agents = make_agents(
+            orders={"iterations": ITERATIONS, "pace_s": 0.4, **orders}, max_restarts=None, options=options, **scripts
+        )
+        for node in nodes:
+            agents.start(node)
+        wait_until(agents, lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
+        return agents
+
+    return begin
+
+
+def end_of(agents: Agents, node: str) -> tuple[int | None, str]:
+    code = agents.running[node].wait(60)
+    return code, (agents.directory / f"agent.{node}.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", *in_soak("SIGUSR1", "SIGUSR2")])
+@pytest.mark.parametrize("slot", [0, *in_soak(1)])
+def test_a_spare_takes_its_place(slot: int, name: str, start: Start, undisturbed: Callable[..., str]) -> None:
+    number = signal.Signals[name]
+    agents = start("abc", "--spares", "1")
+    going = owner(agents, slot)
+    agents.running[going].send_signal(number)
+    agents.running[going].send_signal(number)  # some launchers signal a process and its group
+    code, words = end_of(agents, going)
+    assert code == PREEMPTED, words
+    assert f"node {going} got {number.name}: a spare takes its place" in words
+    taker = owner(agents, slot)
+    assert f"node {going} was drained: {taker} has slot {slot}" in words and "Traceback" not in words
+    outcome = free(agents)
+    assert [code for node, code in outcome.exit_codes.items() if node != going] == [0, 0], outcome.text()
+    assert_unnoticed(outcome, undisturbed(iterations=ITERATIONS), {2 * slot: 2, 2 * slot + 1: 2})
+
+
+def test_a_spare_that_comes_in_time_takes_its_place(start: Start, undisturbed: Callable[..., str]) -> None:
+    """Until then it trains on."""
+    agents = start("ab", "--spares", "1", "--preempt-grace", "60")
+    agents.running["a"].send_signal(signal.SIGTERM)
+    wait_until(agents, lambda: [drain["node"] for drain in status(agents)["drains"]] == ["a"])
+    trained = (agents.directory / "calls.0").read_text().count("\n")
+    wait_until(agents, lambda: (agents.directory / "calls.0").read_text().count("\n") > trained + 2)
+    agents.start("c")
+    assert end_of(agents, "a")[0] == PREEMPTED
+    slot = next(node["slot"] for node in status(agents)["nodes"] if node["node"] == "c")
+    assert_unnoticed(free(agents), undisturbed(iterations=ITERATIONS), {2 * slot: 2, 2 * slot + 1: 2})
+
+
+@pytest.mark.parametrize("slot", [0, *in_soak(1)])
+def test_without_a_spare_it_leaves_and_the_job_waits_for_another(
+    slot: int, start: Start, undisturbed: Callable[..., str]
+) -> None:
+    agents = start("ab", "--preempt-grace", "1")
+    going = owner(agents, slot)
+    agents.running[going].send_signal(signal.SIGTERM)
+    code, words = end_of(agents, going)
+    assert code == PREEMPTED and "no node took its slot within 1 s (--preempt-grace): it leaves the job" in words
+    wait_until(agents, lambda: "wait for a node" in agents.outcome(0.0).text())
+    assert status(agents)["state"] == "recovering", status(agents)
+    agents.start("c")
+    outcome = free(agents)
+    assert outcome.hashes == {undisturbed(iterations=ITERATIONS)}, outcome.text()
+    assert sorted(outcome.exit_codes.values()) == [0, 0, PREEMPTED]
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {2 * slot, 2 * slot + 1}
+
+
+def test_all_nodes_are_told_to_go(start: Start) -> None:
+    """As scancel does it, or a job that is preempted: it ends at once, and whoever may start it again can tell."""
+    agents = start("abc", "--spares", "1", "--preempt-grace", "600")
+    began_s = time.monotonic()
+    for agent in agents.running.values():
+        agent.send_signal(signal.SIGTERM)
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {PREEMPTED}, outcome.text()
+    assert time.monotonic() - began_s < 40
+    assert "no node is left to train" in outcome.text() and "Traceback" not in outcome.text()
+
+
+def test_another_signal_ends_the_job(start: Start) -> None:
+    agents = start("ab", "--preempt-grace", "600")
+    agents.running["a"].send_signal(signal.SIGTERM)
+    wait_until(agents, lambda: status(agents)["drains"])
+    agents.running["a"].send_signal(signal.SIGINT)
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {STOPPED}, outcome.text()
+    assert "node a got SIGINT: the job ends here" in outcome.output["a"]
+
+
+PLAIN = """
+import json, os, time
+import torch
+import torch.distributed as dist
+
+orders = json.loads(os.environ["FAULT_ORDERS"])
+directory, rank = orders["dir"], int(os.environ["RANK"])
+dist.init_process_group("gloo")
+open(f"{directory}/calls.{rank}", "a").close()
+with open(f"{directory}/pids.{rank}", "a") as file:
+    print(os.getpid(), file=file)
+while not os.path.exists(f"{directory}/free"):
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_knows_nothing_of_it_starts_again(start: Start, tmp_path: Path) -> None:
+    """Its node leaves at once where another one can take its place."""
+    script = tmp_path / "plain_train.py"
+    script.write_text(PLAIN)
+    agents = start("abc", "--spares", "1", "--preempt-grace", "600", script=script)
+    going = owner(agents, 1)
+    agents.running[going].send_signal(signal.SIGTERM)
+    code, words = end_of(agents, going)
+    assert code == PREEMPTED and f"node {going} got SIGTERM: it leaves the job" in words, words
+    wait_until(agents, lambda: all(len(pids) > 1 for pids in agents.outcome(0.0).pids.values()))
+    outcome = free(agents)
+    assert sorted(outcome.exit_codes.values()) == [0, 0, PREEMPTED], outcome.text()
+
+
+@pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
+def test_one_eviction_after_the_other_with_spares(seed: int, start: Start, undisturbed: Callable[..., str]) -> None:
+    """Of twenty random nodes with a place; each comes back as a spare."""
+    chance, moved = random.Random(seed), {rank: 1 for rank in range(4)}
+    agents = start("abc", "--spares", "1", pace_s=0.1)
+    for _ in range(20):
+        slot = chance.randrange(2)
+        going = owner(agents, slot)
+        agents.running[going].send_signal(signal.SIGTERM)
+        assert end_of(agents, going)[0] == PREEMPTED, agents.outcome(0.0).text()
+        agents.start(going)
+        for rank in (2 * slot, 2 * slot + 1):
+            moved[rank] += 1
+        wait_until(agents, lambda going=going: status(agents)["num_spares"] == 1)
+    assert_unnoticed(free(agents), undisturbed(iterations=ITERATIONS), moved)
+
+
+@pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
+def test_one_eviction_after_the_other_without_spares(seed: int, start: Start, undisturbed: Callable[..., str]) -> None:
+    """Of twenty random nodes; each is replaced by another one, once it has left."""
+    chance = random.Random(seed)
+    agents = start("ab", "--preempt-grace", "0", pace_s=0.1)
+    for _ in range(20):
+        slot = chance.randrange(2)
+        going = owner(agents, slot)
+        agents.running[going].send_signal(signal.SIGTERM)
+        assert end_of(agents, going)[0] == PREEMPTED, agents.outcome(0.0).text()
+        agents.start(going)
+        wait_until(agents, lambda slot=slot, going=going: owner_or_none(agents, slot) == going)
+        wait_until(agents, lambda: status(agents)["state"] == "training")
+    outcome = free(agents)
+    assert outcome.hashes == {undisturbed(iterations=ITERATIONS)}, outcome.text()
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+
+
+def owner_or_none(agents: Agents, slot: int) -> str | None:
+    return next((node["node"] for node in status(agents)["nodes"] if node["slot"] == slot), None)
