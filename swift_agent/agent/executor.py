@@ -108,7 +108,7 @@ class Executor:
             case commands.WriteFailure(generation, failure):
                 lost = "" if failure.kind == "again" else f"lost {failure.kind}: "
                 log.info("generation %d: %s%s", generation, lost, failure.evidence)
-            case commands.WriteNotice(received):
+            case commands.TellNotice(received):
                 log.warning(
                     "node %s got %s: a spare takes its place as soon as there is one; without one it leaves after "
                     "%g s (--preempt-grace). Another signal ends the job", presence.me.node_id, received,

@@ -99,7 +99,7 @@ RECORDS = (
     commands.WriteParked,
     commands.WriteHandover,
     commands.WriteTaken,
-    commands.WriteNotice,
+    commands.TellNotice,
     commands.ForgetSpare,
 )
 FALSE_ALARM = "a false alarm of long ago"

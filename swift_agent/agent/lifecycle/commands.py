@@ -217,7 +217,7 @@ class WriteTaken:
 
 
 @dataclass(frozen=True)
-class WriteNotice:
+class TellNotice:
     """This node got *signal*: it shall be drained."""
 
     signal: str
@@ -309,7 +309,7 @@ Command = (
     | WriteParked
     | WriteHandover
     | WriteTaken
-    | WriteNotice
+    | TellNotice
     | ForgetSpare
     | LookAgain
     | PauseWorkers

@@ -2,7 +2,7 @@
 
     pause/{g} --> SendPause --> promised --> ~position/{g}/{slot}
     its boundary --> SendBoundary --> parked --> ~parked/{g}/{slot}
-    a signal --> WriteNotice --> drained, or without a spare: WriteFailure, of itself, and LeaveJob
+    a signal --> TellNotice --> drained, or without a spare: WriteFailure, of itself, and LeaveJob
 
 See `swift_rendezvous.roster.draining` for the whole. Must never read a clock, touch a process, a socket or the store.
 """

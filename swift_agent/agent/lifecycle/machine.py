@@ -25,7 +25,7 @@ from swift_agent.agent.lifecycle.commands import (
     Reclaim,
     Rejoin,
     ResumeWorkers,
-    WriteNotice,
+    TellNotice,
     WriteTracked,
 )
 from swift_agent.agent.lifecycle.events import (
@@ -279,7 +279,7 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
                 state = _issue(state, commands, ("last", type(command)), command)
             return Step(state, tuple(commands))
         if not drain.is_told(view, state.node_id, state.incarnation):
-            state = _issue(state, commands, ("notice",), WriteNotice(state.notice.signal))
+            state = _issue(state, commands, ("notice",), TellNotice(state.notice.signal))
     state = _age(state, commands, now_s)
     # Before the first generation all are spares, the coordinator as well: no other would notice that it is gone.
     state = _forget_lost_spares(state, commands)

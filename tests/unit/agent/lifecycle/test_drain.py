@@ -113,7 +113,7 @@ TOLD = {"n0": replace(ORDER["n0"], why="it got SIGTERM", signal="SIGTERM")}
 def test_a_signal_is_told_to_the_others_and_makes_a_drain() -> None:
     agent = training()
     agent.change(nodes={name: node(name) for name in ("n0", "n1", "n2")}, tracked=True)
-    assert noticed(agent) == [cmd.WriteNotice("SIGTERM")]
+    assert noticed(agent) == [cmd.TellNotice("SIGTERM")]
     assert agent.tell(msg.Tick()) == []  # once
     assert agent.change(drains=TOLD, pause=PauseRecord()) == [cmd.SendPause((0, 1), 1)]
     agent.now_s += 30.0
@@ -123,7 +123,7 @@ def test_a_signal_is_told_to_the_others_and_makes_a_drain() -> None:
 def test_an_order_that_an_operator_has_given_becomes_a_notice() -> None:
     agent = training()
     agent.change(drains=ORDER, tracked=True)
-    assert noticed(agent) == [cmd.WriteNotice("SIGTERM")]
+    assert noticed(agent) == [cmd.TellNotice("SIGTERM")]
 
 
 def test_who_was_drained_because_of_a_signal_was_preempted() -> None:

@@ -154,7 +154,7 @@ def test_who_is_asked_to_end_wakes_no_worker_whose_place_may_be_anothers(
     )
     agent: Any = SimpleNamespace(
         _config=config, _state=state, _presence=presence, _crew=crew, _executor=executor,
-        _signals=SimpleNamespace(first=signal.SIGTERM, count=1),
+        _signals=SimpleNamespace(is_ending=True, is_in_hurry=False),
     )  # fmt: skip
     Agent._leave(agent, ResultRecord("stopped", "signal 15"))
     assert graces == [pytest.approx(lives_s, abs=0.5)] and woken == ([signal.SIGCONT] if lives_s else [])
