@@ -64,6 +64,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "faults/test_notices.py": (
         "test_a_spare_takes_its_place[0-SIGTERM]",
         "test_without_a_spare_it_leaves_and_the_job_waits_for_another[0]",
+        "test_all_are_told_to_go_and_nothing_is_lost[ab-0.0]",
     ),
     "faults/test_demo.py": ("test_demo_notices_one_different_bit",),
     # ---- models ----

@@ -95,8 +95,8 @@ class Executor:
                 node_file.remove(self._directory)
             case commands.SendPause(local_ranks, generation):
                 self._channels.send(local_ranks, wire.Pause(generation))
-            case commands.SendBoundary(local_ranks, generation, iteration):
-                self._channels.send(local_ranks, wire.Boundary(generation, iteration))
+            case commands.SendBoundary(local_ranks, generation, iteration, saves):
+                self._channels.send(local_ranks, wire.Boundary(generation, iteration, saves))
             case commands.SendLogGroup(local_ranks, ranks):
                 self._channels.send(local_ranks, wire.LogGroup(ranks))
             case commands.AskIteration(local_ranks):
@@ -108,13 +108,13 @@ class Executor:
             case commands.WriteFailure(generation, failure):
                 lost = "" if failure.kind == "again" else f"lost {failure.kind}: "
                 log.info("generation %d: %s%s", generation, lost, failure.evidence)
-            case commands.TellNotice(received):
+            case commands.TellNotice(received, grace_s):
                 log.warning(
                     "node %s got %s: a spare takes its place as soon as there is one; without one it leaves after "
-                    "%g s (--preempt-grace). Another signal ends the job", presence.me.node_id, received,
-                    0 if state.notice is None else state.notice.grace_s,
+                    "%g s (--preempt-grace). Another signal ends the job", presence.me.node_id, received, grace_s,
                 )  # fmt: skip
-                transaction = transactions.notice(self._keys, state.view, presence.me, received, time.time())
+                notice = transactions.notice(self._keys, state.view, presence.me, received, grace_s, time.time())
+                self._write(notice)
             case commands.ForgetSpare(node_id, incarnation):
                 if incarnation in state.lost_peers:
                     log.info("spare node %s is lost: %s", node_id, state.lost_peers[incarnation].evidence)

@@ -77,8 +77,8 @@ def transaction_of(command: commands.Command, keys: Keys, view: View, me: NodeRe
             what, key, value = "finished", keys.finished(generation, finished.slot), encode(finished)
         case commands.WriteExited(generation, slot):
             what, key, value = "exited", keys.exited(generation, slot), encode(ExitedRecord(slot, me.incarnation))
-        case commands.WritePosition(generation, slot, iteration):
-            position = PositionRecord(slot, me.incarnation, iteration)
+        case commands.WritePosition(generation, slot, iteration, saves):
+            position = PositionRecord(slot, me.incarnation, iteration, saves)
             what, key, value = "position", keys.position(generation, slot), encode(position)
         case commands.WriteParked(generation, slot):
             what, key, value = "parked", keys.parked(generation, slot), encode(ParkedRecord(slot, me.incarnation))
@@ -102,9 +102,9 @@ def transaction_of(command: commands.Command, keys: Keys, view: View, me: NodeRe
     return Transaction(what, fence(keys, view, me), [Put(key, value)], lost_peer)
 
 
-def notice(keys: Keys, view: View, me: NodeRecord, signal: str, at_s: float) -> Transaction:
-    """This node shall be drained, since it got *signal*. *at_s*: Unix time."""
-    order = DrainRecord(me.node_id, me.incarnation, f"it got {signal}", at_s, signal)
+def notice(keys: Keys, view: View, me: NodeRecord, signal: str, grace_s: float, at_s: float) -> Transaction:
+    """This node shall be drained in *grace_s*, since it got *signal*. *at_s*: Unix time."""
+    order = DrainRecord(me.node_id, me.incarnation, f"it got {signal}", at_s, signal, grace_s)
     return Transaction("notice", fence(keys, view, me), [Put(keys.drain(me.node_id), encode(order))])
 
 

@@ -207,8 +207,8 @@ class WorkerChannels:
                 self._on_event(msg.WorkerMeasured(local_rank, pid, generation, measured))
             case wire.Finished(generation, end):
                 self._on_event(msg.WorkerFinished(local_rank, pid, generation, end))
-            case wire.Promised(generation, iteration):
-                self._on_event(msg.WorkerPromised(local_rank, pid, generation, iteration))
+            case wire.Promised(generation, iteration, saves):
+                self._on_event(msg.WorkerPromised(local_rank, pid, generation, iteration, saves))
             case wire.Parked(generation):
                 self._on_event(msg.WorkerParked(local_rank, pid, generation))
             case wire.Kept(iteration, sections):

@@ -66,10 +66,11 @@ class Pause:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Stop before *iteration*, as all workers do that were paused."""
+    """Stop before *iteration*, as all workers do that were paused. *saves*: after a checkpoint of what is before it."""
 
     generation: int
     iteration: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Promised:
-    """The answer to `Pause`: this worker begins no iteration from *iteration* on."""
+    """The answer to `Pause`: this worker begins no iteration from *iteration* on. *saves*: it takes checkpoints."""
 
     generation: int
     iteration: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)

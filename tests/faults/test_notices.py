@@ -8,6 +8,7 @@ undisturbed run.
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.test_drain import ITERATIONS, assert_unnoticed, free, owner, status, wait_until
+from tests.faults.test_drain import ITERATIONS, PIPELINE, assert_unnoticed, free, owner, status, wait_until
 from tests.support.job import Agents
+from tests.support.pipelines import References
 from tests.tiers import in_soak
 
 PREEMPTED, STOPPED = 75, 3
@@ -105,6 +107,50 @@ def test_all_nodes_are_told_to_go(start: Start) -> None:
     assert set(outcome.exit_codes.values()) == {PREEMPTED}, outcome.text()
     assert time.monotonic() - began_s < 40
     assert "no node is left to train" in outcome.text() and "Traceback" not in outcome.text()
+
+
+@pytest.mark.parametrize("late_s", [0.0, *in_soak(0.3)])
+@pytest.mark.parametrize("nodes", ["ab", *in_soak("abc")])
+def test_all_are_told_to_go_and_nothing_is_lost(
+    late_s: float, nodes: str, start: Start, undisturbed: Callable[..., str]
+) -> None:
+    """With a last checkpoint, also where a spare was about to take a place: no iteration is run twice."""
+    agents = start(nodes, "--spares", str(len(nodes) - 2), checkpoint=1000)
+    wait_until(agents, lambda: (agents.directory / "calls.0").read_text().count("\n") > 5)
+    for agent in agents.running.values():
+        agent.send_signal(signal.SIGTERM)
+        time.sleep(late_s)
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {PREEMPTED}, outcome.text()
+    told = re.search(r"all that was trained is in the checkpoint of iteration (\d+)", outcome.text())
+    assert told, outcome.text()
+    for node in nodes:
+        agents.start(node)
+    outcome = free(agents)
+    assert f"all ranks begin with the checkpoint of iteration {told[1]}" in outcome.text()
+    num_processes = {rank: len(pids) for rank, pids in outcome.pids.items()}
+    assert_unnoticed(outcome, undisturbed(iterations=ITERATIONS), num_processes)
+
+
+def test_stages_of_a_pipeline_are_told_to_go(make_agents: Start, undisturbed_pipelines: References) -> None:
+    orders = {"iterations": 40, "pace_s": 0.2, "checkpoint": 1000}
+    agents = make_agents(num_nodes=4, num_workers=1, script=PIPELINE, orders=orders)
+    for node in "abcd":
+        agents.start(node)
+    wait_until(agents, lambda: (agents.directory / "losses.3").exists())
+    wait_until(agents, lambda: len((agents.directory / "losses.3").read_text().splitlines()) > 6)
+    for agent in agents.running.values():
+        agent.send_signal(signal.SIGUSR1)
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {PREEMPTED}, outcome.text()
+    told = re.search(r"all that was trained is in the checkpoint of iteration (\d+)", outcome.text())
+    assert told, outcome.text()
+    for node in "abcd":
+        agents.start(node)
+    outcome = free(agents)
+    assert f"all ranks begin with the checkpoint of iteration {told[1]}" in outcome.text()
+    for rank, result in undisturbed_pipelines("Schedule1F1B", iterations=40).results.items():
+        assert outcome.results[rank]["hash"] == result["hash"], outcome.text()
 
 
 def test_another_signal_ends_the_job(start: Start) -> None:

@@ -274,9 +274,13 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
         lambda: draining_until("handover", faults=1),
         "the job stands still, though ['n1', 'n2'] live"),
     "the job ends when one node is told to go": (
-        draining, "all_told", "if slot not in lost:", "if slot not in lost and drain is not None:",
+        draining, "all_told", "if slot not in lost]", "if slot not in lost and owner.node_id in view.drains]",
         lambda: training(faults=2, kinds=("signal", "crash")),
         "the job ends, though nobody has told"),
+    "the last checkpoint is waited for for ever": (
+        membership, "_told_to_go", "if draining.all_parked(view) or not all", "if not all",
+        lambda: training(faults=3, kinds=("signal",), target=9),
+        "nobody is left to train, and the job has not ended"),
 }  # fmt: skip
 
 

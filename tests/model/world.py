@@ -18,7 +18,6 @@ Real are the cores (membership, lifecycle, planning, view), the transactions (th
 from __future__ import annotations
 
 import copy
-import math
 import signal
 from collections import deque
 from collections.abc import Sequence
@@ -337,7 +336,7 @@ class Hands(Executor):
                 node.proc = replace(proc, go=number, plan=plan, status=status, leaves=message.leaves)
             case wire.Pause(generation):
                 node.proc = replace(proc, asked=generation, promised=proc.iteration, boundary=-1)
-                self._events.append(msg.WorkerPromised(0, proc.pid, generation, proc.iteration))
+                self._events.append(msg.WorkerPromised(0, proc.pid, generation, proc.iteration, saves=True))
             case wire.Boundary(generation, iteration):
                 demand(proc.iteration <= iteration, "a worker has passed the boundary")
                 node.proc = proc = replace(proc, boundary=iteration)
@@ -513,8 +512,8 @@ class World:
                 order = Put(KEYS.drain(node.name), encode(DrainRecord(node.name, node.record.incarnation, "w", 0.0)))
                 self.store.transaction([Compare.exists(KEYS.node(node.name))], [order])
             case "signal" | "signal now":
-                until_s = math.inf if what == "signal" else 0.0
-                self.handle(node, deque([msg.Noticed("SIGTERM", 0.0, until_s)]))
+                for_s = 1e9 if what == "signal" else 0.0
+                self.handle(node, deque([msg.Noticed("SIGTERM", for_s, for_s)]))
             case "cancel":
                 handing = self.view.generation.handover.values() if self.view.generation else ()
                 if all(owner.node_id != node.name for owner in handing):
@@ -1027,6 +1026,8 @@ class World:
         """Nothing more can happen: the job has ended, or waits for nodes that do not exist."""
         living = [node for node in self.nodes if node.here]
         demand(all(node.where == "up" for node in living), "somebody is still away")
+        if living and all(node.state.notice for node in living) and self.view.generation is not None:
+            raise Violation(f"nobody is left to train, and the job has not ended: {self.describe()}")
         # Who was told to leave counts for nothing: the job may wait for another.
         living = [node for node in living if node.name not in self.view.drains]
         if len(living) >= self.num_slots:

@@ -39,21 +39,26 @@ def ordered_slots(view: View) -> list[int]:
 
 
 def all_told(view: View, lost: Collection[int], spares: Sequence[NodeRecord]) -> str:
-    """Why nobody is left to train: each node with a slot got a signal to go, or is *lost*, and none of *spares* can
-    take a slot. Empty if somebody is."""
+    """Why nobody is left to train: each node with a slot, or that could have one back, got a signal to go, or is
+    *lost*, and none of *spares* can take a slot. Empty if somebody is."""
     generation = view.generation
     if generation is None or view.released:
         return ""
     told = []
-    for slot, owner in enumerate(generation.slots):
+    there = [owner for slot, owner in enumerate(generation.slots) if slot not in lost]
+    for owner in (*there, *open_handovers(view).values()):
         drain = view.drains.get(owner.node_id)
-        if slot not in lost:
-            if drain is None or not drain.signal or drain.incarnation != owner.incarnation:
-                return ""
-            told.append(f"{owner.node_id} got {drain.signal}")
+        if drain is None or not drain.signal or drain.incarnation != owner.incarnation:
+            return ""
+        told.append(f"{owner.node_id} got {drain.signal}")
     if not told or takers(generation, range(len(generation.slots)), spares):
         return ""
     return f"no node is left to train: {', '.join(told)}"
+
+
+def least_grace_s(view: View) -> float:
+    """How long those that got a signal may stay, all of them."""
+    return min((drain.grace_s for drain in view.drains.values() if drain.signal), default=0.0)
 
 
 def moves(view: View, spares: list[NodeRecord]) -> dict[int, NodeRecord]:
@@ -86,12 +91,14 @@ def is_settled(view: View) -> bool:
 
 
 def boundary(view: View) -> int | None:
-    """The iteration before which all stop, once all slots have said where they are."""
+    """The iteration before which all stop, once all slots have said where they are. A checkpoint is taken at the point
+    before an iteration, which who waits for the boundary is past: so one more iteration comes before that."""
     assert view.generation is not None
     slots = range(len(view.generation.slots))
     if any(slot not in view.positions for slot in slots):
         return None
-    return max(view.positions[slot].iteration for slot in slots)
+    saves = view.pause is not None and view.pause.saves
+    return max(view.positions[slot].iteration for slot in slots) + (1 if saves else 0)
 
 
 def all_parked(view: View) -> bool:

@@ -83,9 +83,9 @@ def _decide(view: View, rules: Rules, now_s: float, waiting_since_s: float | Non
     if view.generation is None:
         return _start(view, rules, now_s, waiting_since_s)
     lost = losses(view)
-    why = draining.all_told(view, lost.nodes, spares(view))
-    if why:
-        return Decision((PublishResult(ResultRecord("stopped", why, cause="preempted")),), why=why)
+    told = _told_to_go(view, lost, rules, now_s, waiting_since_s)
+    if told is not None:
+        return told
     unread = mending.unread_records(view)
     if unread:
         lost = replace(lost, records=unread)
@@ -128,6 +128,36 @@ def _start(view: View, rules: Rules, now_s: float, waiting_since_s: float | None
         recovery=job.recovery,
     )
     return Decision((PublishGeneration(generation), PublishPlan()), why=why)
+
+
+def _told_to_go(
+    view: View, lost: Losses, rules: Rules, now_s: float, waiting_since_s: float | None
+) -> Decision | None:
+    """All nodes got a signal to go: the job ends; if the script takes checkpoints, with one of all that was trained."""
+    why, pause = draining.all_told(view, lost.nodes, spares(view)), view.pause
+    if not why:
+        return None
+    saves = pause is not None and pause.saves
+    if saves and draining.all_parked(view):
+        why = f"{why}; all workers have stopped before iteration {pause.boundary}"  # type: ignore[union-attr]
+    end = Decision((PublishResult(ResultRecord("stopped", why, cause="preempted")),), why=why)
+    deadline_s = (now_s if waiting_since_s is None else waiting_since_s) + draining.least_grace_s(view)
+    if lost or not view.tracked or now_s >= deadline_s:
+        return end
+    if pause is not None and saves:
+        at = draining.boundary(view)
+        if draining.all_parked(view) or not all(position.saves for position in view.positions.values()):
+            return end
+        step = Decision()
+        if at is not None and pause.boundary is None:
+            at_last = PublishPause(replace(pause, boundary=at))
+            step = Decision((at_last,), why=f"the last checkpoint is that of iteration {at}")
+    elif pause is None and draining.is_settled(view):
+        asked = PublishPause(PauseRecord(saves=True))
+        step = Decision((asked,), why=f"{why}: a last checkpoint is taken, if the script takes any")
+    else:
+        step = _advance(view, rules, now_s, waiting_since_s)  # what is under way comes to its end first
+    return replace(step, waiting=f"{why}: the last checkpoint", deadline_s=deadline_s)
 
 
 def _grow(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision | None:
@@ -197,7 +227,8 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         at = draining.boundary(view)
         if at is None:
             return Decision(waiting="not all slots have said where they are")
-        return Decision((PublishPause(PauseRecord(at)),), why=f"all workers stop before iteration {at}")
+        stop = PublishPause(replace(view.pause, boundary=at))
+        return Decision((stop,), why=f"all workers stop before iteration {at}")
     if not draining.all_parked(view):
         return Decision(waiting=f"not all workers have come to iteration {view.pause.boundary}")
     grown = None if moves else resizing.grown(view, spares(view))

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# In the place of --max-restarts: a rank that fails again and again ends the job (see `setbacks`); a script that tracks
-# nothing has 0, torchrun's default.
+# In the place of --max-restarts: see `setbacks`; a script that tracks nothing has 0, torchrun's default.
 AS_LONG_AS_IT_ADVANCES = -1
 AS_MANY_AS_PAY = -1  # in the place of --helpers
 
@@ -37,7 +36,6 @@ class NodeRecord:
 class JobRecord:
     """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
     *num_workers*: of the first node; of another one if its record says so.
-
     *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given. *max_nodes*: where `--nnodes` is a range, of which
     *num_nodes* is the least; 0: a job of one size. *recovery*: of half-done updates; a word of the room that plans.
     *log_groups*: slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT,
@@ -255,9 +253,8 @@ class ProgressRecord(OfSlot):
 
 @dataclass(frozen=True)
 class StoreRecord:
-    """Where the c10d stores of one generation listen: *port* is torch's own, for scripts that call
-    `init_process_group`; *session_port* serves workers that call `swift_agent.init()` and know the token, which follows
-    from the job's key and the public *nonce*."""
+    """Where the c10d stores of a generation listen: *port*, torch's own, for `init_process_group`; *session_port*, for
+    `swift_agent.init()` and its token, which follows from the job's key and the public *nonce*."""
 
     host: str
     port: int
@@ -267,8 +264,7 @@ class StoreRecord:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """How a generation gets its state. *content* is the recovery room's business; this room only carries it.
-    *restart*: it cannot; all workers have to be started again."""
+    """How a generation gets its state: *content*, for the recovery room. *restart*: all workers have to start again."""
 
     generation: int
     content: dict[str, Any]
@@ -311,27 +307,31 @@ class ResultRecord:
 
 @dataclass(frozen=True)
 class DrainRecord:
-    """This incarnation of a node shall leave the job without loss of work: an operator's order, or it got *signal*."""
+    """That incarnation of a node shall leave the job without loss of work: by order, or in *grace_s* after *signal*."""
 
     node_id: str
     incarnation: str
     why: str
     time_s: float
     signal: str = ""
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PauseRecord:
-    """All workers of a generation stop before iteration *boundary*; while it is None they are asked where they are."""
+    """All workers of a generation stop before iteration *boundary*, after a last checkpoint if it *saves*; while it is
+    None they are asked where they are."""
 
     boundary: int | None = None
+    saves: bool = False
 
 
 @dataclass(frozen=True)
 class PositionRecord(OfSlot):
-    """No worker of a slot begins iteration *iteration* before the boundary is known."""
+    """No worker of a slot begins iteration *iteration* before the boundary is known. *saves*: they take checkpoints."""
 
     iteration: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -346,8 +346,8 @@ class TakenRecord(OfSlot):
 
 @dataclass(frozen=True)
 class RateRecord:
-    """How fast the job trains, as rank 0's node sees it; under that node's lease. *iteration*: the first that was not
-    begun; *per_s*: iterations per second, None where it was seen only once."""
+    """How fast the job trains, by rank 0's node; under its lease. *iteration*: the first that was not begun; *per_s*:
+    iterations per second, None where it was seen only once."""
 
     iteration: int
     per_s: float | None
@@ -368,8 +368,8 @@ class ProfileRecord:
 
     *content*: a profile as people write them. *lines*: the ways to recover, compared, for people; *way*: that which is
     taken. *log_groups*: of slots, see `JobRecord`, where the job has a budget for logs; they hold from now on.
-    *helpers*: by slot, how many of them pay for a rank of it: each number is better than all smaller ones. *errors*:
-    by way, how many times as long as predicted the last one took."""
+    *helpers*: by slot, how many pay for a rank of it, each better than all smaller ones. *errors*: by way, how many
+    times as long as predicted the last one took."""
     content: dict[str, Any]
     lines: tuple[str, ...]
     way: str

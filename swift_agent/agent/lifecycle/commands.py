@@ -100,11 +100,12 @@ class SendPause:
 
 @dataclass(frozen=True)
 class SendBoundary:
-    """They stop before *iteration*."""
+    """They stop before *iteration*; *saves*: after a checkpoint."""
 
     local_ranks: tuple[int, ...]
     generation: int
     iteration: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ class WritePosition:
     generation: int
     slot: int
     iteration: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,9 +220,10 @@ class WriteTaken:
 
 @dataclass(frozen=True)
 class TellNotice:
-    """This node got *signal*: it shall be drained."""
+    """This node got *signal*: it shall be drained, in *grace_s*."""
 
     signal: str
+    grace_s: float
 
 
 @dataclass(frozen=True)

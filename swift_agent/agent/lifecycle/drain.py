@@ -39,7 +39,7 @@ def messages(view: View, workers: Mapping[int, Worker]) -> Iterator[tuple[tuple[
         yield unasked, {"asked": number}, SendPause(unasked, number)
     untold = tuple(sorted(w.local_rank for w in here if w.told < number))
     if untold and pause.boundary is not None:
-        yield untold, {"told": number}, SendBoundary(untold, number, pause.boundary)
+        yield untold, {"told": number}, SendBoundary(untold, number, pause.boundary, pause.saves)
 
 
 def writes(view: View, slot: int, workers: Mapping[int, Worker]) -> Iterator[tuple[str, Command]]:
@@ -49,7 +49,8 @@ def writes(view: View, slot: int, workers: Mapping[int, Worker]) -> Iterator[tup
         return
     number, local = generation.number, list(workers.values())
     if all(w.promised_in == number for w in local):
-        yield "position", WritePosition(number, slot, max(w.promised for w in local))
+        saves = all(w.saves for w in local)
+        yield "position", WritePosition(number, slot, max(w.promised for w in local), saves)
     if pause.boundary is not None and all(w.parked == number for w in local):
         yield "parked", WriteParked(number, slot)
 

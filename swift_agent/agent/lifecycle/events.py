@@ -77,12 +77,13 @@ class WorkerFinished:
 
 @dataclass(frozen=True)
 class WorkerPromised:
-    """It begins no iteration beyond *iteration* before it knows the boundary."""
+    """It begins no iteration beyond *iteration* before it knows the boundary. *saves*: it takes checkpoints."""
 
     local_rank: int
     pid: int
     generation: int
     iteration: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,8 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             if worker is None or generation != worker.current or worker.phase not in INSIDE:
                 return state
             return _update(state, local_rank, pid, finished=end)
-        case WorkerPromised(local_rank, pid, generation, iteration):
-            return _update(state, local_rank, pid, promised_in=generation, promised=iteration)
+        case WorkerPromised(local_rank, pid, generation, iteration, saves):
+            return _update(state, local_rank, pid, promised_in=generation, promised=iteration, saves=saves)
         case WorkerParked(local_rank, pid, generation):
             return _update(state, local_rank, pid, parked=generation)
         case WorkerKept(local_rank, pid, iteration, sections):
@@ -272,14 +272,15 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
                 end = ResultRecord("stopped", why, cause="preempted")
             return _once(state, ("leave",), LeaveJob(end))
     commands: list[Command] = []
-    if state.notice is not None:
-        last = drain.end_of_notice(view, state.node_id, state.incarnation, state.notice, now_s)
+    notice = state.notice
+    if notice is not None:
+        last = drain.end_of_notice(view, state.node_id, state.incarnation, notice, now_s)
         if last:
             for command in last:
                 state = _issue(state, commands, ("last", type(command)), command)
             return Step(state, tuple(commands))
         if not drain.is_told(view, state.node_id, state.incarnation):
-            state = _issue(state, commands, ("notice",), TellNotice(state.notice.signal))
+            state = _issue(state, commands, ("notice",), TellNotice(notice.signal, notice.grace_s))
     state = _age(state, commands, now_s)
     # Before the first generation all are spares, the coordinator as well: no other would notice that it is gone.
     state = _forget_lost_spares(state, commands)

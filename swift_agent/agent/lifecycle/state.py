@@ -69,6 +69,8 @@ class Worker:
     promised_in: int = 0
     promised: int = 0
     """The first iteration that it does not begin."""
+    saves: bool = False
+    """It takes checkpoints."""
     told: int = 0
     """In which it was told the boundary."""
     parked: int = 0

@@ -64,6 +64,9 @@ class Supervisor(Fence):
         self.pausing = False
         self._pause_in = 0
         self._promised = 0
+        self.takes_checkpoints = False
+        self.saves_at: int | None = None
+        """All have to go: a last checkpoint is to be taken before that iteration."""
         self.log_group: frozenset[int] = frozenset()
         """The ranks to which messages are not logged, from the next iteration on."""
         self._boundary: int | None = None
@@ -176,16 +179,19 @@ class Supervisor(Fence):
                 self._patience_s -= CONFIRM_SLICE_S
             return self.interrupted
 
-    def hold(self, iteration: int) -> None:
-        """*iteration* is about to begin: return once it may, or once this generation is stopped."""
+    def hold(self, iteration: int, *, is_end: bool = False) -> None:
+        """*iteration* is about to begin, or would be, where the run *is_end*: return once it may, or once this
+        generation is stopped."""
         with self.changed:
-            while self.pausing and not self.interrupted and self._is_due(iteration):
+            while self.pausing and not self.interrupted and self._is_due(iteration, is_end):
                 self.changed.wait()
 
-    def _is_due(self, iteration: int) -> bool:
+    def _is_due(self, iteration: int, is_end: bool) -> bool:
         """Whether a worker before *iteration* has to wait; says so where that is the boundary. Under the lock."""
         if self._boundary is None:
             return iteration >= self._promised
+        if is_end and self.saves_at is not None:
+            return False  # what is complete is not saved to be completed
         if iteration >= self._boundary and not self._parked:
             self._parked = True
             self.send(msg.Parked(self._entered))
@@ -197,7 +203,7 @@ class Supervisor(Fence):
         with self.changed:
             while not (self._released or self.interrupted):
                 if self.pausing:
-                    self._is_due(iteration)
+                    self._is_due(iteration, is_end=True)
                 self.changed.wait()
             return self._released
 
@@ -282,10 +288,10 @@ class Supervisor(Fence):
                     self._patience_s = CONFIRM_TIMEOUT_S
             case msg.Pause(generation):
                 self._on_pause(generation)
-            case msg.Boundary(generation, iteration):
+            case msg.Boundary(generation, iteration, saves):
                 with self.changing():
                     if self._pause_in == generation:
-                        self._boundary = iteration
+                        self._boundary, self.saves_at = iteration, iteration if saves else None
             case msg.LogGroup(ranks):
                 self.log_group = frozenset(ranks)
             case msg.Where():
@@ -307,11 +313,11 @@ class Supervisor(Fence):
 
     def _on_pause(self, generation: int) -> None:
         with self.changing():
-            self._pause_in, self._boundary, self._parked = generation, None, False
+            self._pause_in, self._boundary, self._parked, self.saves_at = generation, None, False, None
             # Before looking where the main thread is: it says that it begins an iteration, then looks at this.
             self.pausing = generation == self._entered
             self._promised = self._position()
-        self.send(msg.Promised(generation, self._promised))
+        self.send(msg.Promised(generation, self._promised, self.takes_checkpoints))
 
     def _on_stop(self, generation: int, why: str) -> None:
         with self.stopping(generation, lambda: self._abort(why, generation)):

@@ -1,16 +1,18 @@
 """The training thread's part in checkpoints: which one all begin with, when the next is due, what goes into it.
 
-It must never write or wait for a file itself while iterations run; `writer` has a thread for that.
+It must never write or wait for a file itself while iterations run; `writer` has a thread for that. The last one, where
+all nodes were told to go, is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from swift_agent.errors import SwiftError, UsageError
 from swift_agent.worker.groups.process_groups import ProcessGroups
+from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.checkpoint import timelines
@@ -27,14 +29,14 @@ class UnusableCheckpoints(SwiftError, CheckpointError):
 
 
 class Checkpointing:
-    """One per worker whose script has asked for checkpoints. *note* tells people."""
+    """One per worker whose script has asked for checkpoints."""
 
     def __init__(
-        self, checkpoints: Checkpoints, place: Place, tracked: Tracked, groups: ProcessGroups,
-        note: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, checkpoints: Checkpoints, place: Place, tracked: Tracked, groups: ProcessGroups, supervisor: Supervisor
+    ) -> None:
         self._checkpoints, self._place, self._tracked = checkpoints, place, tracked
-        self._groups, self._note = groups, note
+        self._groups, self._supervisor, self._note = groups, supervisor, supervisor.note
+        supervisor.takes_checkpoints = True
         self._waited_s, self._next_note_s = 0.0, _FIRST_NOTE_S
 
     def find(self) -> tuple[int, int]:
@@ -107,15 +109,37 @@ class Checkpointing:
         number = place.here.iteration
         if tracked.messages is not None and checkpoints.newest > tracked.messages.checkpoint:
             tracked.messages.checkpointed(checkpoints.newest)
-        if number >= checkpoints.due:
-            store = self._groups.store
-            # On all ranks, or they gather other things next: an evaluation may have left whole parameters behind.
-            tracked.reset_shards()
-            generation = self._groups.generation
-            counts = self._counts() if place.rank != tracked.replicas[0] else None
-            checkpoints.take(
-                number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT), generation, counts=counts
-            )
+        last = self._supervisor.saves_at
+        if last is not None and number >= last:
+            self._take_last(number)
+        elif number >= checkpoints.due:
+            self._take(number)
+
+    def _take_last(self, number: int) -> None:
+        """All have to go: of all that was trained, and it is waited for."""
+        self._supervisor.saves_at = None
+        if self._is_written() and self._checkpoints.newest < number:
+            self._take(number)
+        if self._is_written() and self._place.rank == 0 and self._checkpoints.newest == number:
+            self._note(f"all that was trained is in the checkpoint of iteration {number}")
+
+    def _is_written(self) -> bool:
+        """Whether none is under way any more; False if a failure comes first."""
+        while not self._checkpoints.wait(0.05):
+            if self._supervisor.interrupted:
+                return False
+        return True
+
+    def _take(self, number: int) -> None:
+        place, tracked, checkpoints = self._place, self._tracked, self._checkpoints
+        store = self._groups.store
+        # On all ranks, or they gather other things next: an evaluation may have left whole parameters behind.
+        tracked.reset_shards()
+        generation = self._groups.generation
+        counts = self._counts() if place.rank != tracked.replicas[0] else None
+        checkpoints.take(
+            number, tracked.state, self._extra, lambda: store.clone(_CONNECT_TIMEOUT), generation, counts=counts
+        )
 
     def _extra(self) -> dict[str, Any]:
         """What belongs to a checkpoint besides the state. Raises `NotNow`."""

@@ -50,7 +50,7 @@ class _Loop:
         self.tracked = tracked
         self.checkpointing: Checkpointing | None = None
         if tracked.checkpoints is not None:
-            self.checkpointing = Checkpointing(tracked.checkpoints, place, tracked, groups, supervisor.note)
+            self.checkpointing = Checkpointing(tracked.checkpoints, place, tracked, groups, supervisor)
         self.comparison: Comparison | None = None
         if len(tracked.replicas) > 1:
             self.comparison = Comparison(place, supervisor, groups, tracked, out.tell_deviation)

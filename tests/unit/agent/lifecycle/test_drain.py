@@ -113,7 +113,7 @@ TOLD = {"n0": replace(ORDER["n0"], why="it got SIGTERM", signal="SIGTERM")}
 def test_a_signal_is_told_to_the_others_and_makes_a_drain() -> None:
     agent = training()
     agent.change(nodes={name: node(name) for name in ("n0", "n1", "n2")}, tracked=True)
-    assert noticed(agent) == [cmd.TellNotice("SIGTERM")]
+    assert noticed(agent) == [cmd.TellNotice("SIGTERM", 20.0)]
     assert agent.tell(msg.Tick()) == []  # once
     assert agent.change(drains=TOLD, pause=PauseRecord()) == [cmd.SendPause((0, 1), 1)]
     agent.now_s += 30.0
@@ -123,7 +123,7 @@ def test_a_signal_is_told_to_the_others_and_makes_a_drain() -> None:
 def test_an_order_that_an_operator_has_given_becomes_a_notice() -> None:
     agent = training()
     agent.change(drains=ORDER, tracked=True)
-    assert noticed(agent) == [cmd.TellNotice("SIGTERM")]
+    assert noticed(agent) == [cmd.TellNotice("SIGTERM", 20.0)]
 
 
 def test_who_was_drained_because_of_a_signal_was_preempted() -> None:
@@ -222,8 +222,8 @@ class Line:
         self.agent.send({"op": "pause", "generation": generation})
         return self.agent.receive()
 
-    def tell(self, boundary: int) -> None:
-        self.agent.send({"op": "boundary", "generation": 1, "iteration": boundary})
+    def tell(self, boundary: int, *, saves: bool = False) -> None:
+        self.agent.send({"op": "boundary", "generation": 1, "iteration": boundary, "saves": saves})
 
     def holding(self, iteration: int) -> threading.Thread:
         """The main thread, before *iteration*."""
@@ -246,7 +246,7 @@ def line() -> Iterator[Line]:
 
 def test_a_worker_goes_no_further_than_it_has_promised_and_parks_at_the_boundary(line: Line) -> None:
     line.supervisor.wait_go()
-    assert line.ask() == {"op": "promised", "generation": 1, "iteration": 5}
+    assert line.ask() == {"op": "promised", "generation": 1, "iteration": 5, "saves": False}
     line.holding(4).join(5.0)  # begun before it was asked: free to go
     waits = line.holding(5)
     line.tell(6)
@@ -267,6 +267,22 @@ def test_a_stop_frees_who_waits_for_a_boundary(line: Line) -> None:
     line.stop()
     waits.join(5.0)
     assert not waits.is_alive()
+
+
+def test_a_last_checkpoint_is_to_be_taken_at_the_boundary(line: Line) -> None:
+    line.supervisor.wait_go()
+    line.supervisor.takes_checkpoints = True
+    assert line.ask()["saves"] is True
+    ends = threading.Thread(target=line.supervisor.hold, args=(5,), kwargs={"is_end": True}, daemon=True)
+    ends.start()
+    line.tell(6, saves=True)
+    ends.join(5.0)
+    assert not ends.is_alive() and line.supervisor.saves_at == 6
+    waits = line.holding(6)
+    assert line.agent.receive() == {"op": "parked", "generation": 1}
+    line.stop()
+    waits.join(5.0)
+    line.supervisor.hold(6, is_end=True)  # of a run that is complete nothing is saved
 
 
 def test_who_waits_at_its_end_is_parked_there(line: Line) -> None:

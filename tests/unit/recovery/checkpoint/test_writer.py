@@ -303,7 +303,7 @@ def test_rank_0_says_now_and_then_that_the_end_waits() -> None:
     for rank in (0, 1):
         waiting = Checkpointing(
             cast(Checkpoints, done), cast(Place, SimpleNamespace(rank=rank)), cast(Any, None), cast(Any, None),
-            notes.append,
+            cast(Any, SimpleNamespace(note=notes.append)),
         )  # fmt: skip
         assert not any(waiting.is_over(0.5) for _ in range(100))  # 50 s
         assert len(notes) == 4  # after 5, 10, 20 and 40 s, and nobody else

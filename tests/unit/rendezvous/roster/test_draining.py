@@ -66,14 +66,14 @@ def handing_over(**changes: Any) -> View:
 
 
 def told(*names: str) -> dict[str, DrainRecord]:
-    return {name: DrainRecord(name, f"{name}.1", "it got SIGTERM", 1.0, "SIGTERM") for name in names}
+    return {name: DrainRecord(name, f"{name}.1", "it got SIGTERM", 1.0, "SIGTERM", 10.0) for name in names}
 
 
 # ---- all are told to go ----
 
 
 def test_the_job_ends_when_no_node_is_left_to_train() -> None:
-    end = ask(view(drains=told("n0", "n1"))).commands[-1]
+    end = ask(view(drains=told("n0", "n1"), tracked=False)).commands[-1]
     assert isinstance(end, PublishResult)
     assert (end.result.state, end.result.cause) == ("stopped", "preempted")
     assert end.result.why == "no node is left to train: n0 got SIGTERM, n1 got SIGTERM"
@@ -94,11 +94,58 @@ def test_and_not_before(changes: dict[str, Any]) -> None:
 
 
 def test_a_spare_that_is_told_to_go_is_none_and_lost_nodes_do_not_count() -> None:
-    assert isinstance(ask(view(names=ALL, drains=told(*ALL))).commands[-1], PublishResult)
+    assert isinstance(ask(view(names=ALL, drains=told(*ALL), tracked=False)).commands[-1], PublishResult)
     v = view(drains=told("n1"), failures={0: failure("node", 0)})
     end = ask(v).commands[-1]
     assert isinstance(end, PublishResult) and end.result.cause == "preempted"
     assert not isinstance(ask(view(failures={0: failure("node", 0)})).commands[-1:], PublishResult)
+
+
+def last_step(waiting_since_s: float | None = 95.0, **changes: Any) -> Decision:
+    v = view(drains=told("n0", "n1"), **changes)
+    return decide(v, Rules(30.0), now_s=100.0, waiting_since_s=waiting_since_s)
+
+
+def at(*iterations: int, saves: bool = True) -> dict[int, PositionRecord]:
+    return {slot: PositionRecord(slot, f"n{slot}.1", number, saves) for slot, number in enumerate(iterations)}
+
+
+def test_a_last_checkpoint_is_taken_after_one_more_iteration() -> None:
+    asked = last_step()
+    assert asked.commands == (PublishPause(PauseRecord(None, saves=True)),) and asked.deadline_s == 105.0
+    pause = PauseRecord(None, saves=True)
+    assert last_step(pause=pause, positions=at(7)).commands == ()
+    told_where = last_step(pause=pause, positions=at(7, 9))
+    assert told_where.commands == (PublishPause(PauseRecord(10, saves=True)),)
+    pause = PauseRecord(10, saves=True)
+    parked = {0: ParkedRecord(0, "n0.1")}
+    waits = last_step(pause=pause, positions=at(7, 9), parked=parked)
+    assert waits.commands == () and waits.waiting and waits.deadline_s == 105.0
+    end = last_step(pause=pause, positions=at(7, 9), parked={**parked, 1: ParkedRecord(1, "n1.1")}).commands[-1]
+    assert isinstance(end, PublishResult) and end.result.cause == "preempted"
+    assert end.result.why.endswith("all workers have stopped before iteration 10")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"waiting_since_s": 90.0},  # its time is over
+        {"pause": PauseRecord(None, saves=True), "positions": at(7, 9, saves=False)},  # there are no checkpoints
+        {"tracked": False},
+        {"failures": {0: failure("workers", 0, (1,))}},
+    ],
+)
+def test_the_job_ends_without_it(changes: dict[str, Any]) -> None:
+    assert isinstance(last_step(**changes).commands[-1], PublishResult)
+
+
+def test_what_is_under_way_comes_to_its_end_before_it() -> None:
+    recovering = last_step(generation=generation(2, "replace"), plan=None)
+    assert recovering.commands == () and recovering.deadline_s == 105.0
+    pause = PauseRecord(None)
+    assert last_step(pause=pause, positions=at(7, 9)).commands == (PublishPause(PauseRecord(9)),)  # that of a drain
+    ends = {slot: ExitedRecord(slot, f"n{slot}.1") for slot in (0, 1)}
+    assert last_step(exited=ends).commands[-1].result.state == "succeeded"  # type: ignore[union-attr]
 
 
 # ---- the steps ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,5 +23,5 @@ def test_checkpoints_of_no_use_end_the_script_with_an_error_of_the_package(tmp_p
     )
     unused = cast(Any, None)
     with pytest.raises(SwiftError, match="a directory or bucket that all nodes can read and write") as told:
-        Checkpointing(checkpoints, unused, unused, unused, lambda line: None).find()
+        Checkpointing(checkpoints, unused, unused, unused, cast(Any, SimpleNamespace(note=None))).find()
     assert isinstance(told.value, CheckpointError)
