@@ -12,7 +12,7 @@ import argparse
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -32,7 +32,7 @@ from swift_agent.launch import secret
 from swift_agent.launch.checks import NO_NOTICE, ConfigError
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
-from swift_agent.launch.outcome import EXIT_CODES
+from swift_agent.launch.outcome import EXIT_CODES, write_result
 from swift_agent.launch.signals import CaughtSignals, Signalled
 from swift_rendezvous.errors import RendezvousError
 
@@ -111,19 +111,23 @@ def main(args: list[str] | None = None) -> None:
 
 def _launch(**options: Any) -> None:
     # As under torchrun: 1 with the traceback and the summary of a ChildFailedError, 2 for a wrong command line.
+    ns, why, cause = argparse.Namespace(**options), "", "script"
     try:
-        record(partial(run, all_children_are_ours=True))(argparse.Namespace(**options))
+        record(partial(run, all_children_are_ours=True))(ns)
+        cause = "succeeded"
     except ConfigError as error:
-        _end(error, 2)
+        cause, why = "usage", str(error)
     except (JobStopped, Signalled) as error:
-        _end(error, EXIT_CODES[error.cause])
+        cause, why = error.cause, str(error)
     except RendezvousError as error:
-        _end(error, EXIT_CODES["infrastructure"])
-
-
-def _end(why: Exception, exit_code: int) -> NoReturn:
-    click.ClickException(str(why)).show()
-    raise click.exceptions.Exit(exit_code)
+        cause, why = "infrastructure", str(error)
+    except BaseException as error:
+        write_result(ns, cause, str(error))
+        raise
+    write_result(ns, cause, why)
+    if why:
+        click.ClickException(why).show()
+        raise click.exceptions.Exit(EXIT_CODES[cause])
 
 
 cli = LaunchCommand(

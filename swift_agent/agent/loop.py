@@ -110,7 +110,7 @@ class Agent:
                 log.warning("the job has ended; this agent could not close all that it had opened", exc_info=True)
             assert self._end is not None
             if self._end.state == "stopped" and self._end.cause != "infrastructure":
-                self._signals.raise_caught(self._end.why)
+                self._signals.raise_caught(self._end.why, self._end.cause)
             raise_outcome(self._end, self._config)
 
     def _run(self) -> None:
@@ -163,7 +163,7 @@ class Agent:
         if self._signals.is_ending:
             is_told = self._executor.stop(end) or is_told
         elif self._state.notice is not None and not is_told:
-            grace_s = 0.0  # another node has its place, or may have it from now on
+            grace_s = 0.0  # another node has its place, or may have it once this is written
             self._executor.flush()
         if self._config.on_etcd_loss == "pause":
             left_s = self._presence.acts_until_s() - time.monotonic()

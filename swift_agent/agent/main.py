@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.agent.loop import Agent
 from swift_agent.agent.processes.linux import many_descriptors
-from swift_agent.launch import host, secret, torch_range
+from swift_agent.launch import host, secret, slurm, torch_range
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.console import show_decisions
 from swift_agent.launch.directories import Directories
@@ -49,6 +50,9 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
         show_decisions(config.node_id)
         if raised:
             log.info("%s", raised)
+        of_slurm = slurm.describe(os.environ, config.max_nodes + config.spares)
+        if of_slurm:
+            log.info("%s", of_slurm)
         for warning in (secret.warning(config.key), torch_range.warning(importlib.metadata.version("torch"))):
             if warning:
                 log.warning("%s", warning)

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import determine_local_world_size
 
 from swift_agent.errors import SwiftError
+from swift_agent.launch import slurm
 from swift_agent.torch_private import launcher as torch_launcher
 from swift_logging_store.stores.contract import StoreUnknown
 from swift_logging_store.stores.open import check_url
@@ -103,7 +104,7 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         if not value >= least:  # also true for NaN
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
     if not 0 <= ns.preempt_grace < math.inf:
-        mistakes.append(f"--preempt-grace {ns.preempt_grace}: must be 0 or more; type for example --preempt-grace 20")
+        mistakes.append(f"--preempt-grace {ns.preempt_grace}: must be 0 or more; type for example --preempt-grace 15")
     _check_preempt_signal(ns.preempt_signal, mistakes)
     _check_heartbeat(ns, mistakes)
     if ns.master_port is not None and not 0 <= ns.master_port < 1 << 16:
@@ -113,6 +114,24 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--message-log-limit {limit}: must be above 0 GB; type for example --message-log-limit 50")
     if not 0 < ns.stop_deadline < math.inf:
         mistakes.append(f"--stop-deadline {ns.stop_deadline}: must be above 0; type for example --stop-deadline 10")
+
+
+def _node_of_slurm(ns: argparse.Namespace, environ: Mapping[str, str], mistakes: list[str]) -> str:
+    """The name of this node in the step of Slurm that this is; '' outside of one."""
+    step = slurm.step_of(environ)
+    if step is None or ns.standalone:
+        return ""
+    if step.num_tasks > step.num_nodes and not (ns.node_id or environ.get("SWIFT_NODE_ID")):
+        mistakes.append(
+            f"this step of Slurm has {step.num_tasks} tasks on {step.num_nodes} nodes, and swift-run is started once "
+            "for each node, which starts --nproc-per-node workers; type srun --ntasks-per-node=1"
+        )
+    if ns.spares >= step.num_nodes and ns.nnodes == str(step.num_nodes - ns.spares):
+        mistakes.append(
+            f"--spares {ns.spares}: this step of Slurm has {step.num_nodes} nodes, and spares are some of them; type "
+            f"--spares {step.num_nodes - 1}, or fewer"
+        )
+    return step.node
 
 
 def _check_preempt_signal(text: str, mistakes: list[str]) -> None:
@@ -357,16 +376,18 @@ def _etcd(ns: argparse.Namespace, nnodes: int, environ: Mapping[str, str], mista
         return None
     if config is None:
         if nnodes + max(ns.spares, 0) > 1:
-            mistakes.append(_no_endpoint(ns, nnodes))
+            mistakes.append(_no_endpoint(ns, nnodes, environ))
         elif any((ns.etcd_user, ns.etcd_password_file, ns.etcd_cacert, ns.etcd_cert, ns.etcd_key)):
             mistakes.append("--etcd-*: for which servers? type --rdzv-endpoint HOST:2379, or leave them out")
     return config
 
 
-def _no_endpoint(ns: argparse.Namespace, nnodes: int) -> str:
+def _no_endpoint(ns: argparse.Namespace, nnodes: int, environ: Mapping[str, str]) -> str:
     counts = [(nnodes, "node"), (ns.spares, "spare")]
     nodes = " and ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in counts if number > 0)
     text = f"{nodes} need an etcd to meet at; type --rdzv-endpoint HOST:2379, or set SWIFT_ETCD_ENDPOINTS"
-    if ns.master_port is not None or ns.node_rank != 0:
+    if slurm.step_of(environ) is not None:
+        text += "; deploy/slurm/train.sbatch starts one on the nodes of the job"
+    elif ns.master_port is not None or ns.node_rank != 0:
         text += " (at --master-addr and --master-port workers meet, later)"
     return text

@@ -32,6 +32,7 @@ from swift_agent.launch.checks import (
     _etcd,
     _join_timeouts_s,
     _log_groups,
+    _node_of_slurm,
     _num_nodes,
     _num_workers,
     _preload,
@@ -137,7 +138,8 @@ class AgentConfig:
             mistakes.append(f"--on-etcd-loss {ns.on_etcd_loss}: there is no such way; type {ways}")
         etcd = _etcd(ns, max_nodes, environ, mistakes)
         host = socket.gethostname()
-        node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or f"{host}-{os.getpid()}"
+        of_slurm = _node_of_slurm(ns, environ, mistakes)
+        node_id = ns.node_id or environ.get("SWIFT_NODE_ID") or of_slurm or f"{host}-{os.getpid()}"
         _check_name("--node-id", node_id, mistakes)
         # As torchrun: a job that no other node can join gets an id of its own, so that two of them never meet.
         own_id = ns.standalone or (etcd is None and ns.rdzv_id == "none")

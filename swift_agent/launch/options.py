@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser as get_torchs_parser
+
+from swift_agent.launch import slurm
 
 SWIFT_BACKEND = "swift-etcd"
 
@@ -37,6 +39,10 @@ _NOTES = {
     "master_port": f"With {SWIFT_BACKEND}: any free port by default.",
     "node_rank": f"With {SWIFT_BACKEND}: the order of the first nodes; 0 for the one at --master-addr.",
 }
+
+
+# Options that a step of Slurm answers, and torch's defaults.
+_FROM_SLURM: dict[str, Any] = {"nnodes": "1:1", "rdzv_id": "none", "node_rank": 0}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,7 +89,7 @@ def _add_ours(parser: _Parser) -> None:
     add("--spares", "N", 0, "Number of nodes beyond --nnodes that wait, warm, to take the place of a lost one.", int)
     add("--replacement-timeout", "S", 300.0, "Seconds that the job waits for a node to take a vacant place.", float)
     add("--preempt-signal", "NAMES", "SIGTERM,SIGUSR1,SIGUSR2", "These tell a node to go; the job goes on. Or none.")
-    add("--preempt-grace", "S", 20.0, "Seconds that it then waits for a spare to take its place.", float)
+    add("--preempt-grace", "S", 15.0, "Seconds that it then waits for a spare to take its place.", float)
     add("--lease-ttl", "S", 5, "Seconds after which a node that etcd hears nothing of is taken for lost.", int)
     add("--on-etcd-loss", "WHAT", "pause", "If another node may have got the places of this one: pause, or train.")
     add("--heartbeat", "S", 0.1, "Seconds between two signs of life; a dead machine is noticed after 5 to 7.", float)
@@ -91,6 +97,7 @@ def _add_ours(parser: _Parser) -> None:
     add("--standbys", "N", 1, "Number of warm worker processes on an active node; a spare keeps --nproc-per-node.", int)
     add("--stop-deadline", "S", 10.0, "Seconds that a worker has to stop for a recovery, else it is replaced.", float)
     add("--recovery", "WAY", "exact", "What becomes of a half-done update: exact, immediate-rollback, lossy-forward.")
+    add("--result", "FILE", None, "How it ended is written there, as JSON: the exit code, its cause and why.")
     add("--node-id", "NAME", None, "Name of this node, unique in the job. Default: $SWIFT_NODE_ID, else host-pid.")
     add("--job-secret-file", "FILE", None, "File that holds the job's secret, the same on all its nodes.")
     add("--journal", "DIR", None, "Write every event and decision of the agent into a file there. Or $SWIFT_JOURNAL.")
@@ -136,8 +143,10 @@ def build_parser(ctx: click.Context | None) -> _Parser:
         raise click.UsageError(f"{', '.join(culprits) or error}: a switch takes 0 or 1.", ctx) from None
     if "PET_RDZV_BACKEND" not in os.environ:
         parser.set_defaults(rdzv_backend=SWIFT_BACKEND)
-    if "PET_MAX_RESTARTS" not in os.environ:
-        parser.set_defaults(max_restarts=None)
+    for name in ("max_restarts", *_FROM_SLURM):
+        # Of those of `_FROM_SLURM` only the command asks Slurm.
+        if f"PET_{name.upper()}" not in os.environ and (name == "max_restarts" or ctx is not None):
+            parser.set_defaults(**{name: None})
     _add_ours(parser)
     return parser
 
@@ -157,6 +166,7 @@ class LaunchCommand(click.Command):
         ctx.params = vars(build_parser(ctx).parse_args(args))
         if ctx.params["max_restarts"] is None and ctx.params["rdzv_backend"] != SWIFT_BACKEND:
             ctx.params["max_restarts"] = 0  # torch's own
+        _fill_in(ctx.params, os.environ)
         return []
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -172,6 +182,21 @@ class LaunchCommand(click.Command):
             records = [record for option in options if (record := option.get_help_record(ctx))]
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _fill_in(params: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """What was not said: by the step of Slurm that this is, else by torch's defaults."""
+    step = slurm.step_of(environ)
+    if step is not None and params["rdzv_backend"] == SWIFT_BACKEND and not params["standalone"]:
+        if params["nnodes"] is None:
+            params["nnodes"] = str(step.num_nodes - max(params["spares"], 0))
+        if params["rdzv_id"] is None:
+            params["rdzv_id"] = step.name
+        if params["node_rank"] is None:
+            params["node_rank"] = step.node_number
+    for name, default in _FROM_SLURM.items():
+        if params[name] is None:
+            params[name] = default
 
 
 def _parameters(parser: _Parser) -> tuple[list[click.Option], list[click.Option], list[click.Argument]]:

@@ -5,7 +5,11 @@ It must never decide how a job ends: that is in the records by then.
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -17,9 +21,9 @@ from swift_rendezvous.roster.setbacks import MOST, PER_HOUR, WINDOW
 
 log = logging.getLogger(__name__)
 
-# Of `swift-run`, by the cause of `JobStopped`; the last two are EX_UNAVAILABLE and EX_TEMPFAIL of sysexits.h. None is
+# Of `swift-run`, by the cause; the last two are EX_UNAVAILABLE and EX_TEMPFAIL of sysexits.h. None is
 # what a shell makes of a signal (128 and more), so that a container that was killed is told from one that has ended.
-EXIT_CODES = {"script": 1, "operator": 3, "infrastructure": 69, "preempted": 75}
+EXIT_CODES = {"succeeded": 0, "script": 1, "usage": 2, "operator": 3, "infrastructure": 69, "preempted": 75}
 
 
 def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
@@ -33,6 +37,18 @@ def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
         raise ChildFailedError(name=config.training_script, failures=failures)
     cause = "script" if result.state == "failed" else result.cause
     raise JobStopped(f"job '{config.job_id}' {result.state}: {result.why}", cause)
+
+
+def write_result(ns: argparse.Namespace, cause: str, why: str) -> None:
+    """Into the file of `--result`, if there is one, as JSON: for whom no exit code reaches."""
+    if not ns.result:
+        return
+    found = {"exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id}
+    try:
+        Path(f"{ns.result}.new").write_text(json.dumps(found) + "\n")
+        os.replace(f"{ns.result}.new", ns.result)
+    except OSError as error:
+        log.warning("--result %s cannot be written: %s", ns.result, error)
 
 
 def _append(failure: ProcessFailure, text: str) -> None:

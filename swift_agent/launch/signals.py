@@ -93,11 +93,11 @@ class CaughtSignals:
         """Somebody does not want to wait for that end."""
         return self._last is not None and self._last.meaning == "hurry"
 
-    def raise_caught(self, why: str = "") -> None:
-        """Raise `Signalled`, torch's `SignalException`, if a signal came; *why*: in the place of its own text."""
+    def raise_caught(self, why: str = "", cause: Literal["operator", "preempted"] | None = None) -> None:
+        """Raise `Signalled`, torch's `SignalException`, if a signal came; *why*, *cause*: in the place of its own."""
         found = self.exception
         if found is not None:
-            raise found if not why else Signalled(why, found.sigval, found.cause)
+            raise Signalled(why or str(found), found.sigval, cause or found.cause)
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[signal.Signals, Meaning], None]) -> Iterator[None]:

@@ -278,7 +278,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Callable[[], World], str]] = {
         lambda: training(faults=2, kinds=("signal", "crash")),
         "the job ends, though nobody has told"),
     "the last checkpoint is waited for for ever": (
-        membership, "_told_to_go", "if draining.all_parked(view) or not all", "if not all",
+        membership, "_told_to_go", "is_saved = saves and draining.all_parked(view)", "is_saved = False",
         lambda: training(faults=3, kinds=("signal",), target=9),
         "nobody is left to train, and the job has not ended"),
 }  # fmt: skip

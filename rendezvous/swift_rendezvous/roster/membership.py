@@ -135,29 +135,37 @@ def _told_to_go(
 ) -> Decision | None:
     """All nodes got a signal to go: the job ends; if the script takes checkpoints, with one of all that was trained."""
     why, pause = draining.all_told(view, lost.nodes, spares(view)), view.pause
-    if not why:
+    if not why or (_is_complete(view) and not lost):
         return None
-    saves = pause is not None and pause.saves
-    if saves and draining.all_parked(view):
-        why = f"{why}; all workers have stopped before iteration {pause.boundary}"  # type: ignore[union-attr]
-    end = Decision((PublishResult(ResultRecord("stopped", why, cause="preempted")),), why=why)
     deadline_s = (now_s if waiting_since_s is None else waiting_since_s) + draining.least_grace_s(view)
-    if lost or not view.tracked or now_s >= deadline_s:
-        return end
-    if pause is not None and saves:
-        at = draining.boundary(view)
-        if draining.all_parked(view) or not all(position.saves for position in view.positions.values()):
-            return end
+    saves = pause is not None and pause.saves
+    is_saved = saves and draining.all_parked(view)
+    takes_none = not view.tracked or (saves and not all(position.saves for position in view.positions.values()))
+    if pause is not None and is_saved:
+        why = f"{why}; all workers have stopped"
+    elif not takes_none and (lost or now_s >= deadline_s):
+        why = f"{why}; there was no time for a last checkpoint, or workers were lost in it"
+    if lost or takes_none or is_saved or now_s >= deadline_s:
+        return Decision((PublishResult(ResultRecord("stopped", why, cause="preempted")),), why=why)
+    at = draining.boundary(view)
+    if pause is not None and saves and not view.finished:
         step = Decision()
         if at is not None and pause.boundary is None:
             at_last = PublishPause(replace(pause, boundary=at))
-            step = Decision((at_last,), why=f"the last checkpoint is that of iteration {at}")
+            step = Decision((at_last,), why=f"the last checkpoint comes before iteration {at}, or at the next batch")
     elif pause is None and draining.is_settled(view):
         asked = PublishPause(PauseRecord(saves=True))
         step = Decision((asked,), why=f"{why}: a last checkpoint is taken, if the script takes any")
     else:
         step = _advance(view, rules, now_s, waiting_since_s)  # what is under way comes to its end first
     return replace(step, waiting=f"{why}: the last checkpoint", deadline_s=deadline_s)
+
+
+def _is_complete(view: View) -> bool:
+    """All have come to the end of their scripts."""
+    generation = view.generation
+    slots = range(len(generation.slots)) if generation is not None else ()
+    return bool(slots) and all(slot in view.finished or slot in view.exited for slot in slots)
 
 
 def _grow(view: View, rules: Rules, now_s: float, waiting_since_s: float | None) -> Decision | None:
@@ -207,7 +215,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):
         return Decision((PublishResult(ResultRecord("succeeded", "all workers exited with code 0")),), why="all done")
-    if not view.released and all(slot in view.finished or slot in view.exited for slot in slots):
+    if not view.released and _is_complete(view):
         return _release(view)
     return _grow(view, rules, now_s, waiting_since_s) or _drain(view, generation)
 

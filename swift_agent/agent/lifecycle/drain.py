@@ -9,6 +9,7 @@ See `swift_rendezvous.roster.draining` for the whole. Must never read a clock, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,11 @@ from swift_rendezvous.roster.draining import is_ordered, takers
 from swift_rendezvous.roster.losses import spares, told_losses
 from swift_rendezvous.roster.records import FailureRecord, GenerationRecord, ResultRecord
 from swift_rendezvous.roster.view import View
+
+# So long after its time a node leaves a last checkpoint that does not come to its end.
+LATE_S = 2.0
+# So far apart are the signals of a launcher that sends one to all nodes.
+OTHERS_S = 2.0
 
 
 def messages(view: View, workers: Mapping[int, Worker]) -> Iterator[tuple[tuple[int, ...], dict[str, Any], Command]]:
@@ -92,19 +98,21 @@ def end_of_notice(
     """What a node does that got a signal to go and was not drained: nothing while it waits for that.
 
     In the end it says that its slot is lost, since nobody knows it better, and leaves. A script that tracks nothing
-    has no state to hand over: its node leaves as soon as another one can take the slot.
+    has no state to hand over: its node leaves as soon as another one can take the slot, and has not been told as well.
     """
-    generation, why = view.generation, f"node {node_id} got {notice.signal}"
+    generation, why, told_s = view.generation, f"node {node_id} got {notice.signal}", notice.until_s - notice.grace_s
     slot = generation.slot_of(incarnation) if generation is not None else None
     if generation is None or slot is None:
         if generation is not None and slot_left(generation, incarnation) is not None:
             return ()
         return (LeaveJob(ResultRecord("stopped", f"{why}: it leaves the job", cause="preempted")),)
-    if view.released or view.pause is not None:
+    # A drain that has begun comes to its end. Not so a last checkpoint: if nobody ends that, etcd is away.
+    pause_s = 0.0 if view.pause is None else LATE_S if view.pause.saves else math.inf
+    if view.released or (view.pause is not None and now_s < notice.until_s + pause_s):
         return ()
     if now_s >= notice.until_s:
         why += f", and no node took its slot within {notice.grace_s:g} s (--preempt-grace)"
-    elif view.tracked or not takers(generation, [slot], spares(view)):
+    elif view.tracked or now_s < told_s + OTHERS_S or not takers(generation, [slot], spares(view)):
         return ()
     lost = FailureRecord("node", slot, incarnation, (), why, node_id, is_dead=True)
     result = ResultRecord("stopped", f"{why}: it leaves the job", cause="preempted")

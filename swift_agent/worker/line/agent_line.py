@@ -179,19 +179,18 @@ class Supervisor(Fence):
                 self._patience_s -= CONFIRM_SLICE_S
             return self.interrupted
 
-    def hold(self, iteration: int, *, is_end: bool = False) -> None:
-        """*iteration* is about to begin, or would be, where the run *is_end*: return once it may, or once this
-        generation is stopped."""
+    def hold(self, iteration: int) -> None:
+        """*iteration* is about to begin: return once it may, or once this generation is stopped."""
         with self.changed:
-            while self.pausing and not self.interrupted and self._is_due(iteration, is_end):
+            while self.pausing and not self.interrupted and self._is_due(iteration):
                 self.changed.wait()
 
-    def _is_due(self, iteration: int, is_end: bool) -> bool:
+    def _is_due(self, iteration: int) -> bool:
         """Whether a worker before *iteration* has to wait; says so where that is the boundary. Under the lock."""
         if self._boundary is None:
             return iteration >= self._promised
-        if is_end and self.saves_at is not None:
-            return False  # what is complete is not saved to be completed
+        if self.saves_at is not None:
+            return False  # no point has come yet at which that could be done; at the end of the run there is none
         if iteration >= self._boundary and not self._parked:
             self._parked = True
             self.send(msg.Parked(self._entered))
@@ -203,7 +202,7 @@ class Supervisor(Fence):
         with self.changed:
             while not (self._released or self.interrupted):
                 if self.pausing:
-                    self._is_due(iteration, is_end=True)
+                    self._is_due(iteration)
                 self.changed.wait()
             return self._released
 

@@ -117,6 +117,8 @@ class Checkpointing:
 
     def _take_last(self, number: int) -> None:
         """All have to go: of all that was trained, and it is waited for."""
+        if not self._is_settled(number):
+            return  # after the next iteration
         self._supervisor.saves_at = None
         if self._is_written() and self._checkpoints.newest < number:
             self._take(number)
@@ -144,12 +146,15 @@ class Checkpointing:
     def _extra(self) -> dict[str, Any]:
         """What belongs to a checkpoint besides the state. Raises `NotNow`."""
         tracked, number = self._tracked, self._place.here.iteration
-        if not all(keeper.is_settled(number) for keeper in tracked.keepers):
+        if not self._is_settled(number):
             raise NotNow("DistributedDataParallel rebuilds its buckets in the next iteration")
         if tracked.messages is not None:
             tracked.messages.begin_checkpoint(number)
         seed = self._place.seeds.number
         return {"place": self._place.offer(), "layouts": tracked.layouts_for(number), "seed": seed}
+
+    def _is_settled(self, number: int) -> bool:
+        return all(keeper.is_settled(number) for keeper in self._tracked.keepers)
 
     def _counts(self) -> Any:
         """What a rank whose state another one writes has to say of its messages."""

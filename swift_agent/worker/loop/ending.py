@@ -34,7 +34,7 @@ def end_without_loop(place: Place, supervisor: Supervisor, lookout: Lookout | No
         if supervisor.interrupted:
             supervisor.wait_for_end()  # the agent starts all workers again
         if supervisor.pausing:
-            supervisor.hold(place.here.iteration, is_end=True)
+            supervisor.hold(place.here.iteration)
             if supervisor.interrupted:
                 continue
         if _is_released(place, supervisor, lookout, {}):
@@ -69,7 +69,7 @@ class Ending:
             if self._recovery.is_untold:
                 self._recovery.tell_resumed()
             if supervisor.pausing:
-                supervisor.hold(place.here.iteration, is_end=True)
+                supervisor.hold(place.here.iteration)
                 if supervisor.interrupted:
                     continue
             if not self._last_checkpoint_is_over() or not self._last_comparison_is_over():

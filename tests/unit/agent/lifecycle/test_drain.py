@@ -118,6 +118,8 @@ def test_a_signal_is_told_to_the_others_and_makes_a_drain() -> None:
     assert agent.change(drains=TOLD, pause=PauseRecord()) == [cmd.SendPause((0, 1), 1)]
     agent.now_s += 30.0
     assert agent.tell(msg.Tick()) == []  # on its way, it is not left
+    said, left = agent.change(pause=PauseRecord(saves=True))  # which somebody should have ended by now
+    assert isinstance(said, cmd.WriteFailure) and isinstance(left, cmd.LeaveJob)
 
 
 def test_an_order_that_an_operator_has_given_becomes_a_notice() -> None:
@@ -155,6 +157,9 @@ def test_a_script_that_tracks_nothing_has_nothing_to_hand_over() -> None:
     agent = training()
     assert none_of(noticed(agent), cmd.LeaveJob) is None
     agent.change(drains=TOLD, tracked=False)
+    agent.now_s += 1.0
+    none_of(agent.change(nodes={name: node(name) for name in ("n0", "n1", "n2")}), cmd.LeaveJob)  # all may be told
+    agent.now_s += 2.0
     said, left = agent.change(nodes={name: node(name) for name in ("n0", "n1", "n2")})
     assert isinstance(said, cmd.WriteFailure) and "n0 got SIGTERM" in said.failure.evidence
     assert isinstance(left, cmd.LeaveJob)
@@ -273,16 +278,16 @@ def test_a_last_checkpoint_is_to_be_taken_at_the_boundary(line: Line) -> None:
     line.supervisor.wait_go()
     line.supervisor.takes_checkpoints = True
     assert line.ask()["saves"] is True
-    ends = threading.Thread(target=line.supervisor.hold, args=(5,), kwargs={"is_end": True}, daemon=True)
-    ends.start()
+    waits = line.holding(5)
     line.tell(6, saves=True)
-    ends.join(5.0)
-    assert not ends.is_alive() and line.supervisor.saves_at == 6
-    waits = line.holding(6)
+    waits.join(5.0)
+    assert not waits.is_alive() and line.supervisor.saves_at == 6
+    line.holding(6).join(5.0)  # until it is taken, which may be later, or never at the end of a run
+    line.supervisor.saves_at = None
+    waits = line.holding(7)
     assert line.agent.receive() == {"op": "parked", "generation": 1}
     line.stop()
     waits.join(5.0)
-    line.supervisor.hold(6, is_end=True)  # of a run that is complete nothing is saved
 
 
 def test_who_waits_at_its_end_is_parked_there(line: Line) -> None:

@@ -123,7 +123,7 @@ def test_a_last_checkpoint_is_taken_after_one_more_iteration() -> None:
     assert waits.commands == () and waits.waiting and waits.deadline_s == 105.0
     end = last_step(pause=pause, positions=at(7, 9), parked={**parked, 1: ParkedRecord(1, "n1.1")}).commands[-1]
     assert isinstance(end, PublishResult) and end.result.cause == "preempted"
-    assert end.result.why.endswith("all workers have stopped before iteration 10")
+    assert end.result.why.endswith("n1 got SIGTERM; all workers have stopped")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,11 @@ def test_a_last_checkpoint_is_taken_after_one_more_iteration() -> None:
     ],
 )
 def test_the_job_ends_without_it(changes: dict[str, Any]) -> None:
-    assert isinstance(last_step(**changes).commands[-1], PublishResult)
+    end = last_step(**changes).commands[-1]
+    assert isinstance(end, PublishResult)
+    assert ("no time for a last checkpoint" in end.result.why) == (
+        "tracked" not in changes and "positions" not in changes
+    )
 
 
 def test_what_is_under_way_comes_to_its_end_before_it() -> None:
@@ -146,6 +150,16 @@ def test_what_is_under_way_comes_to_its_end_before_it() -> None:
     assert last_step(pause=pause, positions=at(7, 9)).commands == (PublishPause(PauseRecord(9)),)  # that of a drain
     ends = {slot: ExitedRecord(slot, f"n{slot}.1") for slot in (0, 1)}
     assert last_step(exited=ends).commands[-1].result.state == "succeeded"  # type: ignore[union-attr]
+
+
+def test_a_run_that_is_complete_has_succeeded() -> None:
+    """Its workers do not park: there is no iteration before which they could."""
+    pause = PauseRecord(10, saves=True)
+    ends = {slot: FinishedRecord(slot, f"n{slot}.1") for slot in (0, 1)}
+    one = last_step(pause=pause, positions=at(7, 9), finished={0: ends[0]})
+    assert one.commands == () and one.deadline_s == 105.0
+    for since_s in (95.0, 0.0):
+        assert last_step(since_s, pause=pause, positions=at(7, 9), finished=ends).commands == (PublishRelease(),)
 
 
 # ---- the steps ----
