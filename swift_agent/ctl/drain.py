@@ -114,7 +114,7 @@ def _cancel(store: KeyValueStore, keys: Keys, view: View, node: str) -> Outcome:
     if drain is None:
         raise click.ClickException(f"node {node!r} of job {keys.job_id!r} is not being drained")
     if drain.signal:
-        raise click.ClickException(f"node {node!r} {drain.why}: it goes in any case")
+        raise click.ClickException(f"node {node!r}: {drain.why}, and goes in any case")
     if generation is not None and any(owner.node_id == node for owner in generation.handover.values()):
         raise click.ClickException(f"it is too late: node {node!r} has handed its slot over already")
     guards = [

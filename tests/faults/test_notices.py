@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.test_drain import ITERATIONS, PIPELINE, assert_unnoticed, free, owner, status, wait_until
+from tests.faults.test_drain import ITERATIONS, PIPELINE, assert_unnoticed, ctl, free, owner, status, wait_until
 from tests.support.job import Agents
 from tests.support.pipelines import References
 from tests.tiers import in_soak
@@ -130,6 +130,75 @@ def test_all_are_told_to_go_and_nothing_is_lost(
     assert f"all ranks begin with the checkpoint of iteration {told[1]}" in outcome.text()
     num_processes = {rank: len(pids) for rank, pids in outcome.pids.items()}
     assert_unnoticed(outcome, undisturbed(iterations=ITERATIONS), num_processes)
+
+
+def test_a_run_that_is_complete_is_not_stopped(start: Start, undisturbed: Callable[..., str]) -> None:
+    """All are told to go in its last iteration."""
+    waits = [{"at": "forward", "iteration": ITERATIONS - 1, "rank": rank, "scope": "wait"} for rank in range(4)]
+    agents = start("ab", checkpoint=1000, faults=waits)
+    (agents.directory / "free").touch()
+    wait_until(agents, lambda: len(list(agents.directory.glob("fired.*"))) == 4)
+    for agent in agents.running.values():
+        agent.send_signal(signal.SIGTERM)
+    wait_until(agents, lambda: "the last checkpoint comes before" in agents.outcome(0.0).text())
+    for index in range(4):
+        (agents.directory / f"go.{index}").touch()
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+    assert outcome.hashes == {undisturbed(iterations=ITERATIONS)}
+
+
+BETWEEN_POINTS = """
+import json, os, time
+import torch
+import swift_agent as swift
+
+directory, rank = json.loads(os.environ["FAULT_ORDERS"])["dir"], int(os.environ["RANK"])
+job = swift.init("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+job.checkpoint(f"{directory}/checkpoints", every=1000)
+job.track(model=model, optimizer=optimizer)
+
+@job.iteration
+def train():
+    print(job.iteration_number, file=calls)
+    time.sleep(0.05)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+with open(f"{directory}/calls.{rank}", "a", buffering=1) as calls:
+    for _ in job.iterations(20):
+        for _ in range(10):
+            train()
+"""
+
+
+def test_the_last_checkpoint_waits_for_the_next_batch(start: Start, tmp_path: Path) -> None:
+    """Where several iterations are made with each."""
+    script = tmp_path / "between_points_train.py"
+    script.write_text(BETWEEN_POINTS)
+    agents = start("ab", script=script)
+    wait_until(agents, lambda: (agents.directory / "calls.0").read_text().count("\n") > 12)
+    for agent in agents.running.values():
+        agent.send_signal(signal.SIGTERM)
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {PREEMPTED}, outcome.text()
+    made = [(agents.directory / f"calls.{rank}").read_text().count("\n") for rank in range(4)]
+    assert len(set(made)) == 1 and made[0] % 10 == 0, made
+    assert f"all that was trained is in the checkpoint of iteration {made[0]}" in outcome.text()
+
+
+def test_somebody_else_ends_the_job(start: Start) -> None:
+    """The exit code says why it ended, on a node that was told to go, too."""
+    agents = start("ab", "--preempt-grace", "600")
+    agents.running["a"].send_signal(signal.SIGTERM)
+    wait_until(agents, lambda: status(agents)["drains"])
+    assert ctl(agents, "drain", "a", "--cancel")[0] == 1  # it goes in any case
+    assert ctl(agents, "stop")[0] == 0
+    outcome = agents.wait(60)
+    assert set(outcome.exit_codes.values()) == {STOPPED}, outcome.text()
 
 
 def test_stages_of_a_pipeline_are_told_to_go(make_agents: Start, undisturbed_pipelines: References) -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swift_agent.ctl.main import cli
+from swift_recovery.strategy import simulation
 
 ROOT = Path(__file__).parents[3]
 VIT = str(ROOT / "examples" / "profiles" / "vit.json")
@@ -95,7 +96,8 @@ def test_a_sweep_of_checkpoints() -> None:
     assert min(of, key=lambda every: of[every]) in (50, 100) and of[12] > of[25] > of[50] and of[800] > of[200]
 
 
-def test_a_sweep_to_where_nothing_ends() -> None:
+def test_a_sweep_to_where_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "MAX_FAILURES", 10_000)
     args = ("--hours", "100", "--runs", "1", "--sweep")
     output = simulate(VIT, *args, "mtbf=0.003,17").output
     line = next(line for line in output.splitlines() if line.startswith("global checkpoints "))
