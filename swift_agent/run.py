@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import click
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args as torchs_config_from_args
 from torch.distributed.run import (
@@ -121,8 +121,12 @@ def _launch(**options: Any) -> None:
         cause, why = error.cause, str(error)
     except RendezvousError as error:
         cause, why = "infrastructure", str(error)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        write_result(ns, cause, f"rank {rank}: {failure.message}", error.failures)
+        raise
     except BaseException as error:
-        write_result(ns, cause, str(error))
+        write_result(ns, cause, f"{type(error).__name__}: {error}")
         raise
     write_result(ns, cause, why)
     if why:

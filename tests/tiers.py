@@ -61,6 +61,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_signal_ends_the_whole_job[SIGTERM to all]",
         "test_workers_die_with_their_agent",
     ),
+    "integration/test_result_file.py": ("test_how_it_ended[raises]",),
     "faults/test_slurm.py": ("test_srun_needs_no_option_of_the_rendezvous[plain]",),
     "faults/test_notices.py": (
         "test_a_spare_takes_its_place[0-SIGTERM]",

@@ -9,7 +9,9 @@ import argparse
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -39,11 +41,19 @@ def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
     raise JobStopped(f"job '{config.job_id}' {result.state}: {result.why}", cause)
 
 
-def write_result(ns: argparse.Namespace, cause: str, why: str) -> None:
-    """Into the file of `--result`, if there is one, as JSON: for whom no exit code reaches."""
+def write_result(
+    ns: argparse.Namespace, cause: str, why: str, failures: Mapping[int, ProcessFailure] = MappingProxyType({})
+) -> None:
+    """Into the file of `--result`, if there is one, as JSON: for whom no exit code reaches. *failures*: by rank."""
     if not ns.result:
         return
-    found = {"exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id}
+    by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    found = {
+        "exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id,
+        "failures": [
+            {"rank": rank, "pid": one.pid, "exit_code": one.exitcode, "message": one.message} for rank, one in by_time
+        ],
+    }  # fmt: skip
     try:
         Path(f"{ns.result}.new").write_text(json.dumps(found) + "\n")
         os.replace(f"{ns.result}.new", ns.result)

@@ -194,7 +194,9 @@ def describe_exit(exit_: WorkerExit) -> str:
     """One clause for people: which rank, where, and how."""
     if exit_.pid == 0:
         return f"rank {exit_.rank} on {exit_.host}: {exit_.message}"
-    return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how_it_ended(exit_)}"
+    # A process that was killed has no traceback: what is said of it is one clause of ours.
+    why = f": {exit_.message}" if exit_.exit_code < 0 and exit_.message and "\n" not in exit_.message else ""
+    return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how_it_ended(exit_)}{why}"
 
 
 def how_it_ended(exit_: WorkerExit) -> str:

@@ -15,10 +15,12 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle.state import AgentState, describe_exit, how_it_ended
 from swift_agent.agent.processes.late_starts import LateStarts, NotStarted
+from swift_agent.agent.processes.memory_kills import MemoryKills
 from swift_agent.agent.processes.output import recorded_in
 from swift_agent.agent.processes.standby import StandbyServer
 from swift_agent.agent.processes.workers import WorkerProcess, Workers
@@ -48,7 +50,7 @@ class Crew:
     ) -> None:  # fmt: skip
         self._config, self._workers, self._selector, self._event_log = config, workers, selector, event_log
         self._state, self._on_event, self._on_end = state, on_event, on_end
-        self._late_starts = LateStarts()
+        self._late_starts, self._memory_kills = LateStarts(), MemoryKills()
         self._insist: list[tuple[float, WorkerProcess]] = []
         """Processes that were asked to end, and when each is killed; that is put off while it cannot hear."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
@@ -123,6 +125,7 @@ class Crew:
     # ---- time ----
 
     def tick(self, now_s: float) -> None:
+        self._memory_kills.look(now_s)
         self._workers.check_server(now_s)
         self._workers.reap_orphans()
         self._start_late()
@@ -279,6 +282,9 @@ class Crew:
         self._on_end(process.local_rank)
         if share_of(process.local_rank):
             return self._on_helpers_exit(process, end)
+        worker = self._state().workers.get(process.local_rank)
+        if end.exit_code == -signal.SIGKILL and not end.message and worker is not None and not worker.killed:
+            end = replace(end, message=self._memory_kills.evidence(time.monotonic()))
         if end.exit_code != 0:
             self._event_log.waits()
             log.info("%s", describe_exit(end))

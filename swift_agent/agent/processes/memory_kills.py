@@ -1,0 +1,76 @@
+"""Whether the kernel has killed processes for want of memory: the usual reason of a SIGKILL that nobody has sent.
+
+The kernel counts such kills for each cgroup (`memory.events` of version 2, `memory.oom_control` of version 1) and for
+the machine (`/proc/vmstat`). It does not say there which process it was, so a kill is evidence for a while only.
+
+Must never raise: a counter that cannot be read is none.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+# A worker whose end is seen so long after a kill was counted, or sooner, may have died of it.
+RECENT_S = 5.0
+
+
+class MemoryKills:
+    """Of the cgroup of this process, in which its children are, too. *root*: of the file system."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._counters = _counters(root)
+        self._counts = {what: _count(path) for what, path in self._counters.items()}
+        self._seen_s, self._what = -math.inf, ""
+
+    def look(self, now_s: float) -> None:
+        """Now and then, so that a kill of some other process is not taken for that of a worker much later."""
+        for what, path in self._counters.items():
+            before, now = self._counts[what], _count(path)
+            if now > before and (now_s > self._seen_s or not self._what):
+                self._seen_s, self._what = now_s, f"oom_kill of {what} has gone from {before} to {now}"
+            self._counts[what] = now
+
+    def evidence(self, now_s: float) -> str:
+        """One clause, if a process was killed just now; else ''."""
+        self.look(now_s)
+        if now_s - self._seen_s > RECENT_S:
+            return ""
+        return f"the kernel has killed a process for want of memory ({self._what})"
+
+
+def _counters(root: Path) -> dict[str, Path]:
+    """By what they count for, the nearest first."""
+    found = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        # In a container the name may be one that only the host has: then the root is the container's own.
+        for path in (name.strip("/"), ""):
+            if number == "0" and not controllers:
+                files = [root / "sys/fs/cgroup" / path / "memory.events"]
+            elif "memory" in controllers.split(","):
+                files = [root / "sys/fs/cgroup/memory" / path / "memory.oom_control"]
+            else:
+                break
+            there = [file for file in files if file.is_file()]
+            if there:
+                found[f"the cgroup /{path}"] = there[0]
+                break
+    found["this machine"] = root / "proc/vmstat"
+    return found
+
+
+def _count(path: Path) -> int:
+    for line in _text(path).splitlines():
+        name, _, number = line.partition(" ")
+        if name == "oom_kill" and number.strip().isdecimal():
+            return int(number)
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
