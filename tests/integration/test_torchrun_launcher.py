@@ -247,7 +247,7 @@ def test_a_port_that_is_taken_ends_the_job_at_once(tmp_path: Path, forks: ForkSe
         port = taken.getsockname()[1]
         script = write(tmp_path, MEETING)
         done, _ = launch(SWIFT_RUN, ["--master-port", str(port), script.name, "env://"], script, forks=forks)
-    assert done.returncode == 1
+    assert done.returncode == 69
     assert f"--master-port {port}: nothing can listen at 127.0.0.1:{port}" in done.stderr
 
 
