@@ -75,7 +75,7 @@ class Incarnations:
                 # Another node of this name; the store is away, or takes no writes; no descriptor is left.
                 log.warning("cannot come back yet: %s", error)
                 self._wait_for_signal(RETRY_S)
-        return ResultRecord("stopped", "stopped while it was away from the job", cause="operator")
+        return ResultRecord("stopped", "stopped while it was away from the job", cause=self._signals.exception.cause)
 
     def _enter(self, known_job: int | None) -> Presence:
         config = self._config

@@ -116,6 +116,8 @@ class Supervisor(Fence):
             self._entered = go.generation
             self.interrupted = False
             self.pausing = self._pause_in == self._entered
+            if not self.pausing:
+                self.saves_at = None  # a failure has come first; on the replacement of who is lost it was never set
             return True
 
     def peek_go(self) -> Go:

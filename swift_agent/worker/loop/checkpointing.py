@@ -116,13 +116,14 @@ class Checkpointing:
             self._take(number)
 
     def _take_last(self, number: int) -> None:
-        """All have to go: of all that was trained, and it is waited for."""
-        if not self._is_settled(number):
-            return  # after the next iteration
-        self._supervisor.saves_at = None
+        """All have to go: of all that was trained. It is waited for; if it does not count, which all hear alike, it is
+        taken again after the next iteration."""
         if self._is_written() and self._checkpoints.newest < number:
             self._take(number)
-        if self._is_written() and self._place.rank == 0 and self._checkpoints.newest == number:
+        if not self._is_written() or self._checkpoints.newest < number:
+            return
+        self._supervisor.saves_at = None
+        if self._place.rank == 0:
             self._note(f"all that was trained is in the checkpoint of iteration {number}")
 
     def _is_written(self) -> bool:
@@ -146,15 +147,12 @@ class Checkpointing:
     def _extra(self) -> dict[str, Any]:
         """What belongs to a checkpoint besides the state. Raises `NotNow`."""
         tracked, number = self._tracked, self._place.here.iteration
-        if not self._is_settled(number):
+        if not all(keeper.is_settled(number) for keeper in tracked.keepers):
             raise NotNow("DistributedDataParallel rebuilds its buckets in the next iteration")
         if tracked.messages is not None:
             tracked.messages.begin_checkpoint(number)
         seed = self._place.seeds.number
         return {"place": self._place.offer(), "layouts": tracked.layouts_for(number), "seed": seed}
-
-    def _is_settled(self, number: int) -> bool:
-        return all(keeper.is_settled(number) for keeper in self._tracked.keepers)
 
     def _counts(self) -> Any:
         """What a rank whose state another one writes has to say of its messages."""

@@ -220,7 +220,10 @@ class Line:
         self.at = 5
         self.supervisor.start(wire.Hello(0, 1), dict, lambda why, generation: None, lambda: self.at)
         assert self.agent.receive()["op"] == "hello"
-        self.agent.send({"op": "go", "generation": 1, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
+        self.go(1)
+
+    def go(self, generation: int) -> None:
+        self.agent.send({"op": "go", "generation": generation, "plan": Plan("fresh", "w").to_json(), "world_size": 1,
                          "store": {"host": "h", "port": 1, "session_port": 2, "token": ""}})  # fmt: skip
 
     def ask(self, generation: int = 1) -> dict[str, Any]:
@@ -288,6 +291,18 @@ def test_a_last_checkpoint_is_to_be_taken_at_the_boundary(line: Line) -> None:
     assert line.agent.receive() == {"op": "parked", "generation": 1}
     line.stop()
     waits.join(5.0)
+
+
+def test_a_failure_ends_the_wait_for_a_last_checkpoint(line: Line) -> None:
+    """Its replacement knows nothing of it, and no rank may take one alone."""
+    line.supervisor.wait_go()
+    line.ask()
+    line.tell(6, saves=True)
+    line.holding(5).join(5.0)
+    line.stop()
+    line.go(2)
+    line.supervisor.wait_go()
+    assert line.supervisor.saves_at is None and not line.supervisor.pausing
 
 
 def test_who_waits_at_its_end_is_parked_there(line: Line) -> None:
