@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.faults.test_drain import ITERATIONS, PIPELINE, assert_unnoticed, ctl, free, owner, status, wait_until
-from tests.support.job import Agents
+from tests.support.job import Agents, Outcome
 from tests.support.pipelines import References
 from tests.tiers import in_soak
 
@@ -170,24 +170,54 @@ def train():
 
 with open(f"{directory}/calls.{rank}", "a", buffering=1) as calls:
     for _ in job.iterations(20):
-        for _ in range(10):
+        open(f"{directory}/here.{rank}", "a").close()
+        while not os.path.exists(f"{directory}/go"):
+            time.sleep(0.02)
+        for _ in range(int(os.environ["EACH"])):
             train()
 """
 
 
-def test_the_last_checkpoint_waits_for_the_next_batch(start: Start, tmp_path: Path) -> None:
-    """Where several iterations are made with each."""
-    script = tmp_path / "between_points_train.py"
-    script.write_text(BETWEEN_POINTS)
-    agents = start("ab", script=script)
-    wait_until(agents, lambda: (agents.directory / "calls.0").read_text().count("\n") > 12)
+def told_to_go(agents: Agents) -> Outcome:
     for agent in agents.running.values():
         agent.send_signal(signal.SIGTERM)
+    wait_until(agents, lambda: "the last checkpoint comes before" in agents.outcome(0.0).text())
+    (agents.directory / "go").touch()
     outcome = agents.wait(60)
     assert set(outcome.exit_codes.values()) == {PREEMPTED}, outcome.text()
+    return outcome
+
+
+@pytest.fixture
+def between_points(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Agents]:
+    """A job that makes so many iterations with each batch, and waits for the file `go` before the first."""
+    script = tmp_path / "between_points_train.py"
+    script.write_text(BETWEEN_POINTS)
+
+    def begin(each: int) -> Agents:
+        monkeypatch.setenv("EACH", str(each))
+        agents = start("ab", script=script)
+        wait_until(agents, lambda: len(list(agents.directory.glob("here.*"))) == 4)
+        return agents
+
+    return begin
+
+
+def test_the_last_checkpoint_waits_for_the_next_batch(between_points: Callable[[int], Agents]) -> None:
+    agents = between_points(10)
+    (agents.directory / "go").touch()
+    wait_until(agents, lambda: (agents.directory / "calls.0").read_text().count("\n") > 12)
+    outcome = told_to_go(agents)
     made = [(agents.directory / f"calls.{rank}").read_text().count("\n") for rank in range(4)]
     assert len(set(made)) == 1 and made[0] % 10 == 0, made
     assert f"all that was trained is in the checkpoint of iteration {made[0]}" in outcome.text()
+
+
+def test_told_before_ddp_has_its_buckets(between_points: Callable[[int], Agents]) -> None:
+    """No checkpoint can be taken after the first iteration; all take it after the next one."""
+    text = told_to_go(between_points(1)).text()
+    assert "the last checkpoint comes before iteration 1," in text and "no checkpoint of iteration 1: " in text
+    assert "all that was trained is in the checkpoint of iteration 2" in text
 
 
 def test_somebody_else_ends_the_job(start: Start) -> None:

@@ -22,7 +22,8 @@ from swift_agent.agent.lifecycle.commands import (
     WriteParked,
     WritePosition,
 )
-from swift_agent.agent.lifecycle.state import INSIDE, Notice, Worker
+from swift_agent.agent.lifecycle.events import Noticed
+from swift_agent.agent.lifecycle.state import INSIDE, Worker
 from swift_rendezvous.roster.draining import is_ordered, takers
 from swift_rendezvous.roster.losses import spares, told_losses
 from swift_rendezvous.roster.records import FailureRecord, GenerationRecord, ResultRecord
@@ -93,7 +94,7 @@ def is_told(view: View, node_id: str, incarnation: str) -> bool:
 
 
 def end_of_notice(
-    view: View, node_id: str, incarnation: str, notice: Notice, now_s: float
+    view: View, node_id: str, incarnation: str, notice: Noticed, now_s: float
 ) -> tuple[Command, ...]:
     """What a node does that got a signal to go and was not drained: nothing while it waits for that.
 

@@ -64,7 +64,6 @@ from swift_agent.agent.lifecycle.state import (
     INSIDE,
     RECLAIM,
     AgentState,
-    Notice,
     Step,
     Suspicion,
     _is_registered,
@@ -206,8 +205,8 @@ def _fold(state: AgentState, event: Event, now_s: float) -> AgentState:
             return replace(state, workers=later)
         case HelperStarted() | HelperWaits() | HelperUnfit() | HelperExited():
             return helping.fold(state, event)
-        case Noticed(signal, grace_s, until_s):
-            return replace(state, notice=Notice(signal, grace_s, until_s))
+        case Noticed():
+            return replace(state, notice=event)
         case Tick() | PlaceRead() | RateTick() | WorkerAt():
             return state
 

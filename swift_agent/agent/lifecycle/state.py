@@ -14,6 +14,7 @@ from swift_agent.agent.lifecycle import rate
 from swift_agent.agent.lifecycle.commands import (
     Command,
 )
+from swift_agent.agent.lifecycle.events import Noticed
 from swift_recovery.planning.resize import Held
 from swift_rendezvous.roster.records import (
     GenerationRecord,
@@ -141,15 +142,6 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
-class Notice:
-    """See `Noticed`."""
-
-    signal: str
-    grace_s: float
-    until_s: float
-
-
-@dataclass(frozen=True)
 class AgentState:
     """All that `reconcile` looks at. *workers* is keyed by local rank."""
 
@@ -168,7 +160,7 @@ class AgentState:
     store_started: int = 0
     paused: bool = False
     """Its workers stand still: another node may have their places."""
-    notice: Notice | None = None
+    notice: Noticed | None = None
     """This node was told to go."""
     kept: Held | None = None
     """What a file of this node has, for a change of the job's size."""

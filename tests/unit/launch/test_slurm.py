@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NU
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentConfig]:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -36,20 +37,20 @@ def test_a_step() -> None:
     assert slurm.step_of(JOB) is None and slurm.step_of({}) is None
 
 
-def test_srun_needs_no_other_option(run) -> None:  # type: ignore[no-untyped-def]
+def test_srun_needs_no_other_option(run: Callable[..., AgentConfig]) -> None:
     found = run(STEP, "--spares", "1")
     assert (found.nnodes, found.max_nodes, found.spares) == (2, 2, 1)
     assert (found.job_id, found.node_id, found.node_rank) == ("lab-17", "n3", 2)
 
 
-def test_what_the_user_says_counts(run) -> None:  # type: ignore[no-untyped-def]
+def test_what_the_user_says_counts(run: Callable[..., AgentConfig]) -> None:
     found = run(STEP, "--nnodes", "1:4", "--rdzv-id", "gpt", "--node-rank", "0", "--node-id", "me")
     assert (found.nnodes, found.max_nodes, found.job_id, found.node_id, found.node_rank) == (1, 4, "gpt", "me", 0)
     found = run({**STEP, "PET_NNODES": "2", "PET_RDZV_ID": "bert", "PET_NODE_RANK": "1", "SWIFT_NODE_ID": "you"})
     assert (found.nnodes, found.job_id, found.node_id, found.node_rank) == (2, "bert", "you", 1)
 
 
-def test_a_step_for_each_node_has_the_number_of_nodes_from_its_caller(run) -> None:  # type: ignore[no-untyped-def]
+def test_a_step_for_each_node_has_the_number_of_nodes_from_its_caller(run: Callable[..., AgentConfig]) -> None:
     alone = {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
     found = run(alone, "--nnodes", "2", "--spares", "1")
     assert (found.nnodes, found.spares, found.job_id, found.node_id) == (2, 1, "lab-17", "n3")
@@ -63,12 +64,12 @@ def test_a_step_for_each_node_has_the_number_of_nodes_from_its_caller(run) -> No
         ({"SWIFT_ETCD_ENDPOINTS": ""}, [], "need an etcd.*deploy/slurm/train.sbatch starts one"),
     ],
 )
-def test_mistakes(environ: dict[str, str], args: list[str], said: str, run) -> None:  # type: ignore[no-untyped-def]
+def test_mistakes(environ: dict[str, str], args: list[str], said: str, run: Callable[..., AgentConfig]) -> None:
     with pytest.raises(ConfigError, match=said):
         run({**STEP, **environ}, *args)
 
 
-def test_outside_of_a_step_and_for_torchs_own_launcher_nothing_changes(run) -> None:  # type: ignore[no-untyped-def]
+def test_outside_of_a_step_and_for_torchs_own_launcher_nothing_changes(run: Callable[..., AgentConfig]) -> None:
     found = run(JOB)
     assert (found.nnodes, found.node_rank) == (1, 0) and found.job_id != "lab-17" and "n1" not in found.node_id
     run(STEP)
