@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from swift_agent.agent.processes import standby_server
@@ -34,9 +36,13 @@ class ServerFork:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() >= deadline_s:
+                    raise subprocess.TimeoutExpired("standby server", timeout_s or 0.0)
+                time.sleep(0.001)
 
 
 class StandbyForks:

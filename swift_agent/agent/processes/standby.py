@@ -28,6 +28,8 @@ ANSWER_TIMEOUT_S = 15.0
 READY_TIMEOUT_S = 120.0
 # The longest that a server which is stopped can keep the agent, when its socket is full.
 SEND_TIMEOUT_S = 2.0
+# So long it has to end by itself; it may be importing.
+CLOSE_TIMEOUT_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,11 @@ class StandbyServer:
         self._process.kill()
 
     def close(self) -> None:
-        self.kill()
+        """It ends with its channel, and ends the import that it tries, whose group is not known here; if it is busy it
+        tries none, and is killed."""
         self._channel.close()
-        self._process.wait()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()

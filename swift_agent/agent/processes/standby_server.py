@@ -81,7 +81,14 @@ class Nursery:
         """Serve until the agent closes the control channel."""
         failed = import_all(PRELOAD)
         self._freeze()
-        self._say(orders.Ready(failed))
+        try:
+            self._say(orders.Ready(failed))
+            self._serve()
+        finally:
+            if self._trial is not None:
+                self._trial.end()
+
+    def _serve(self) -> None:
         while True:
             self._refill()
             heard: list[Channel | Trial] = [self._control, *(standby.channel for standby in self._standbys)]
@@ -256,6 +263,7 @@ def main() -> None:
     os.setsid()
     with contextlib.suppress(ChannelClosed):  # the agent has ended
         Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()
+    os._exit(0)  # at once: the agent waits for it, and what is imported here may take its time to end
 
 
 if __name__ == "__main__":

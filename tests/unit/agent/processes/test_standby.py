@@ -461,6 +461,24 @@ def wanted_of(modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in modules if name in ("exits_ahead", "fails_ahead", "csv_ahead"))
 
 
+def test_nothing_is_left_of_an_import_that_is_tried_at_the_end(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a process group of its own, which the agent does not know: the server ends it."""
+    begun = tmp_path / "begun"
+    (tmp_path / "hangs_ahead.py").write_text(
+        f"import os, time; os.symlink(str(os.getpid()), {str(begun)!r}); time.sleep(1000)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    for _ in range(5):
+        bench.workers.prepare(1, ("hangs_ahead",))
+        bench.wait(begun.is_symlink)
+        trial = int(os.readlink(begun))
+        begun.unlink()
+        bench.workers.close()
+        assert not psutil.pid_exists(trial)
+
+
 def test_orders_are_served_while_an_import_hangs(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
