@@ -122,8 +122,7 @@ def _launch(**options: Any) -> None:
     except RendezvousError as error:
         cause, why = "infrastructure", str(error)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        write_result(ns, cause, f"rank {rank}: {failure.message}", error.failures)
+        write_result(ns, cause, why, error)
         raise
     except BaseException as error:
         write_result(ns, cause, f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from string import Template
 from typing import Any, Literal, get_args
 
 from torch.distributed.launcher.api import LaunchConfig
@@ -158,7 +159,10 @@ class AgentConfig:
 
         # torch warns about --master-addr when it sees no endpoint; a private etcd has none yet.
         endpoint = ",".join(etcd.endpoints) if etcd else "localhost:0"
-        changes = {"rdzv_endpoint": endpoint, "rdzv_id": job_id, "max_restarts": ns.max_restarts or 0}
+        log_dir = ns.log_dir and Template(ns.log_dir).safe_substitute(host=host, node_id=node_id)
+        changes = {
+            "rdzv_endpoint": endpoint, "rdzv_id": job_id, "max_restarts": ns.max_restarts or 0, "log_dir": log_dir,
+        }  # fmt: skip
         resolved = argparse.Namespace(**{**vars(ns), **changes})
         try:
             launch, entrypoint, entry_args = config_from_args(resolved)

@@ -9,9 +9,8 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping
+import signal
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -36,29 +35,55 @@ def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
         failures = {exit_.rank: _failure(exit_) for exit_ in result.exits}
         if result.advice:
             _append(failures[result.exits[0].rank], f"\n\n{result.why}\n{result.advice}")
-        raise ChildFailedError(name=config.training_script, failures=failures)
+        failed = ChildFailedError(name=config.training_script, failures=failures)
+        failed.exits = result.exits  # type: ignore[attr-defined]  # for `write_result`
+        raise failed
     cause = "script" if result.state == "failed" else result.cause
     raise JobStopped(f"job '{config.job_id}' {result.state}: {result.why}", cause)
 
 
-def write_result(
-    ns: argparse.Namespace, cause: str, why: str, failures: Mapping[int, ProcessFailure] = MappingProxyType({})
-) -> None:
-    """Into the file of `--result`, if there is one, as JSON: for whom no exit code reaches. *failures*: by rank."""
+def write_result(ns: argparse.Namespace, cause: str, why: str, failed: ChildFailedError | None = None) -> None:
+    """Into the file of `--result`, if there is one, as JSON: for whom no exit code reaches. *failed*: the workers."""
     if not ns.result:
         return
-    by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    found = {
-        "exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id,
-        "failures": [
-            {"rank": rank, "pid": one.pid, "exit_code": one.exitcode, "message": one.message} for rank, one in by_time
-        ],
-    }  # fmt: skip
+    failures = [] if failed is None else _failures_of(failed)
+    if failures:
+        why = f"rank {failures[0]['rank']}: {failures[0]['message']}"
+    found = {"exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id, "failures": failures}
     try:
         Path(f"{ns.result}.new").write_text(json.dumps(found) + "\n")
         os.replace(f"{ns.result}.new", ns.result)
     except OSError as error:
         log.warning("--result %s cannot be written: %s", ns.result, error)
+
+
+def _failures_of(failed: ChildFailedError) -> list[dict[str, Any]]:
+    """The first one first. *message*: its last line, which names the exception; *details*: a traceback, or what the
+    worker wrote last to its standard error."""
+    exits: tuple[WorkerExit, ...] = getattr(failed, "exits", ())
+    if not exits:  # of torch's own launcher
+        return [
+            {"rank": rank, "pid": one.pid, "exit_code": one.exitcode, "message": str(one.message)}
+            for rank, one in sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
+        ]
+    return [
+        {
+            "rank": one.rank, "local_rank": one.local_rank, "host": one.host, "pid": one.pid, "time_s": one.timestamp_s,
+            "exit_code": one.exit_code, "signal": _signal_name(one.exit_code), "message": _line_of(one),
+            "details": one.message, "generation": one.generation,
+        }
+        for one in exits
+    ]  # fmt: skip
+
+
+def _line_of(exit_: WorkerExit) -> str:
+    """The line of a traceback that says it, or what the kernel said."""
+    lines = exit_.message.splitlines() or [_signal_name(exit_.exit_code) or f"exited with code {exit_.exit_code}"]
+    return lines[0] if lines[0].startswith("the kernel") else lines[-1]
+
+
+def _signal_name(exit_code: int) -> str | None:
+    return signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else None
 
 
 def _append(failure: ProcessFailure, text: str) -> None:

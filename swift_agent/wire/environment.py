@@ -199,6 +199,7 @@ def _visible_device(visible: str | None, local_rank: int) -> str:
     return devices[local_rank].strip()
 
 
-def log_prefix(template: str, role: str, rank: int, local_rank: int) -> str:
-    """A console line prefix, as `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE` describes it."""
-    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+def log_prefix(template: str, role: str, rank: int, local_rank: int, **ours: str | int) -> str:
+    """A console line prefix, as `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE` describes it. *ours*: names that torch's
+    launcher does not know."""
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, **ours)

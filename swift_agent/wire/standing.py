@@ -46,7 +46,7 @@ class Standings:
     place that could be lost."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
-        self._num_workers = num_workers
+        self._num_workers, self.directory = num_workers, directory
         self._numbers = _map(os.path.join(directory, NAME), os.O_CREAT | os.O_EXCL, num_workers)
 
     def vouch(self, until_s: float) -> None:

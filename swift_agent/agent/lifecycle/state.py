@@ -6,6 +6,7 @@ All values are frozen: a change makes new ones. This module must never decide wh
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -186,14 +187,24 @@ def describe_exit(exit_: WorkerExit) -> str:
     """One clause for people: which rank, where, and how."""
     if exit_.pid == 0:
         return f"rank {exit_.rank} on {exit_.host}: {exit_.message}"
-    # A process that was killed has no traceback: what is said of it is one clause of ours.
-    why = f": {exit_.message}" if exit_.exit_code < 0 and exit_.message and "\n" not in exit_.message else ""
+    # What is said of a process that was killed begins with one clause of ours, if the kernel knows more.
+    first = exit_.message.partition("\n")[0]
+    why = f": {first}" if exit_.exit_code < 0 and first.startswith("the kernel") else ""
     return f"rank {exit_.rank} on {exit_.host} (pid {exit_.pid}) {how_it_ended(exit_)}{why}"
 
 
 def how_it_ended(exit_: WorkerExit) -> str:
     """In words, of a process that has run."""
-    return f"killed by signal {-exit_.exit_code}" if exit_.exit_code < 0 else f"exited with code {exit_.exit_code}"
+    code = exit_.exit_code
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def signal_name(number: int) -> str:
+    """`signal 9 (SIGKILL)`."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
 
 
 def _rank(generation: GenerationRecord, slot: int, worker: Worker) -> int:

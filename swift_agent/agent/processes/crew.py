@@ -15,12 +15,11 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle.state import AgentState, describe_exit, how_it_ended
+from swift_agent.agent.processes.kernel_evidence import KernelLog, MemoryKills
 from swift_agent.agent.processes.late_starts import LateStarts, NotStarted
-from swift_agent.agent.processes.memory_kills import MemoryKills
 from swift_agent.agent.processes.output import recorded_in
 from swift_agent.agent.processes.standby import StandbyServer
 from swift_agent.agent.processes.workers import WorkerProcess, Workers
@@ -50,7 +49,7 @@ class Crew:
     ) -> None:  # fmt: skip
         self._config, self._workers, self._selector, self._event_log = config, workers, selector, event_log
         self._state, self._on_event, self._on_end = state, on_event, on_end
-        self._late_starts, self._memory_kills = LateStarts(), MemoryKills()
+        self._late_starts, self._memory_kills, self._kernel_log = LateStarts(), MemoryKills(), KernelLog()
         self._insist: list[tuple[float, WorkerProcess]] = []
         """Processes that were asked to end, and when each is killed; that is put off while it cannot hear."""
         self._modules: tuple[str, ...] | None = None  # that a worker of this node has imported
@@ -191,6 +190,7 @@ class Crew:
 
     def close(self) -> None:
         """Kill what is left, the standby server too."""
+        self._kernel_log.close()
         self._workers.close()
 
     # ---- standbys ----
@@ -291,12 +291,18 @@ class Crew:
         if share_of(process.local_rank):
             return self._on_helpers_exit(process, end)
         worker = self._state().workers.get(process.local_rank)
-        if end.exit_code == -signal.SIGKILL and not end.message and worker is not None and not worker.killed:
-            end = replace(end, message=self._memory_kills.evidence(time.monotonic()))
+        if end.exit_code != 0 and not end.message and worker is not None and not worker.killed:
+            end = self._workers.output.explained(end, process.error_file, self._kernel_says(end))
         if end.exit_code != 0:
             self._event_log.waits()
             log.info("%s", describe_exit(end))
         self._on_event(msg.WorkerExited(end))
+
+    def _kernel_says(self, end: WorkerExit) -> str:
+        """Of that end, just now."""
+        now_s = time.monotonic()
+        killed = self._memory_kills.evidence(now_s) if end.exit_code == -signal.SIGKILL else ""
+        return "; ".join(clause for clause in (killed, self._kernel_log.evidence(now_s)) if clause)
 
     def _on_helpers_exit(self, process: WorkerProcess, end: WorkerExit) -> None:
         number = process.local_rank

@@ -10,6 +10,7 @@ import builtins
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,8 +20,11 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+from swift_agent.agent.processes.error_streams import KEPT, ErrorStreams
 from swift_agent.launch.config import AgentConfig
 from swift_agent.wire.environment import Placement, log_prefix, share_of
+from swift_agent.wire.root_cause import last_words
+from swift_rendezvous.roster.records import WorkerExit
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +35,9 @@ MESSAGE_CHARS = 8000
 class Output:
     """Of all workers of a node."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        self._config = config
+    def __init__(self, config: AgentConfig, directory: str) -> None:
+        """*directory*: for what passes between processes."""
+        self._config, self._streams = config, ErrorStreams(directory)
         self._dest: LogsDest | None = None
         self._dest_attempt = -1
         self._tails: list[TailLog] = []
@@ -46,9 +51,10 @@ class Output:
         return self._opened().stdouts.get(local_rank, "")
 
     def stderr(self, local_rank: int) -> str:
+        """The file, or the pipe, of the next worker of that rank; '' is the agent's own."""
         if share_of(local_rank):
             return self._helpers[local_rank][1]
-        return self._opened().stderrs.get(local_rank, "")
+        return self._opened().stderrs.get(local_rank) or self._streams.path(local_rank)
 
     def _opened(self) -> LogsDest:
         assert self._dest is not None
@@ -131,7 +137,13 @@ class Output:
         template = launch.log_line_prefix_template
         prefixes = None
         if template:
-            prefixes = {r: log_prefix(template, place.role, place.rank(r), r) for r in range(place.num_workers)}
+            prefixes = {
+                local_rank: log_prefix(
+                    template, place.role, place.rank(local_rank), local_rank, host=socket.gethostname(),
+                    node_id=self._config.node_id, attempt=place.generation,
+                )
+                for local_rank in range(place.num_workers)
+            }  # fmt: skip
         self._tails = [
             TailLog(place.role, dest.tee_stdouts, sys.stdout, prefixes),
             TailLog(place.role, dest.tee_stderrs, sys.stderr, prefixes),
@@ -151,12 +163,49 @@ class Output:
             self.close()
             raise
 
+    def explained(self, end: WorkerExit, error_file: str, evidence: str) -> WorkerExit:
+        """*end*, of a worker that has recorded nothing of its failure, with what is known of it: *evidence*, a clause,
+        and what it said last. That is also in *error_file*, as if the worker had recorded it."""
+        said = last_words(self._last_of(end.local_rank))
+        if evidence:
+            said = "\n".join(part for part in (evidence, said) if part)
+        elif not said and end.exit_code > 0:
+            said = f"exited with code {end.exit_code}, and wrote nothing to its standard error"
+        if not said:
+            return end
+        extra = {"py_callstack": said, "timestamp": str(end.timestamp_s)}
+        recorded = {"message": {"message": said.splitlines()[-1], "extraInfo": extra}}
+        try:
+            if error_file:
+                with builtins.open(error_file, "w") as stream:
+                    json.dump(recorded, stream)
+        except OSError:
+            error_file = ""
+        return replace(end, message=_shortened(said), error_file=error_file)
+
+    def _last_of(self, local_rank: int) -> str:
+        """The end of its standard error, wherever that went."""
+        path = self._opened().stderrs.get(local_rank, "") if self._dest is not None else ""
+        if not path:
+            return self._streams.last(local_rank)
+        try:
+            with builtins.open(path, "rb") as stream:
+                stream.seek(max(0, os.fstat(stream.fileno()).st_size - KEPT))
+                return stream.read(KEPT).decode(errors="replace")
+        except (OSError, ValueError):
+            return ""
+
     def close(self) -> None:
+        """Of this attempt. The pipes stay: see `end`."""
         for tail in self._tails:
             tail.stop()
         for stream in self._filtered:
             stream.close()
         self._tails, self._filtered = [], []
+
+    def end(self) -> None:
+        self.close()
+        self._streams.close()
 
 
 def _contains_any(needles: Sequence[str]) -> Callable[[str], bool]:

@@ -246,7 +246,7 @@ def become_worker(assignment: orders.Assignment) -> None:
     for fd, path in ((1, assignment.stdout), (2, assignment.stderr)):
         if path:
             try:
-                target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
             except OSError as error:  # it went a moment ago; the agent's own output is no reason to end
                 os.write(2, f"no output is written to {path}: {error}\n".encode())
                 continue

@@ -71,7 +71,7 @@ class Workers:
         self.host = host
         self._orphans = Orphans(all_are_ours)
         self._standings = standings
-        self._output = Output(config)
+        self.output = Output(config, standings.directory)
         self._guard = Guard()
         self.processes: dict[int, WorkerProcess] = {}
         self.server: StandbyServer | None = None
@@ -93,7 +93,7 @@ class Workers:
         envs = {rank: worker_env(place, rank, os.environ) for rank in range(place.num_workers)}
         started: list[WorkerProcess | NotStarted] = []
         try:
-            self._output.open(place, envs, {rank for rank, one in self.processes.items() if one.exit_code is None})
+            self.output.open(place, envs, {rank for rank, one in self.processes.items() if one.exit_code is None})
             no_logs: Exception | None = None
         except (OSError, RuntimeError) as error:  # the latter: there is no thread for them
             no_logs = error
@@ -103,7 +103,7 @@ class Workers:
                 self.forget(old)
             self._standings.clear(local_rank)
             if no_logs is None:
-                self._output.check(local_rank, envs[local_rank])
+                self.output.check(local_rank, envs[local_rank])
             if no_logs is not None:
                 started.append(self._not_started(place, local_rank, no_logs, asked_warm))
             elif not (warm and self._order_warm(place, local_rank, envs[local_rank])):
@@ -116,7 +116,7 @@ class Workers:
         old = self.processes.pop(number, None)
         if old is not None:
             self.forget(old)
-        self._output.open_helper(place, number, env)
+        self.output.open_helper(place, number, env)
         if self.can_fork and self._order_warm(place, number, env):
             return []
         return [self._try_cold(place, number, env, warm=True)]
@@ -159,7 +159,7 @@ class Workers:
         command = _bind_to_numa_node(command, helped_by(local_rank), config.launch.numa_options)
         # The kernel ends the worker if the agent dies in a way that leaves it no time.
         command = self._guard.wrap(command)
-        stdout, stderr = _open(self._output.stdout(local_rank)), _open(self._output.stderr(local_rank))
+        stdout, stderr = _open(self.output.stdout(local_rank)), _open(self.output.stderr(local_rank))
         try:
             popen = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
         finally:
@@ -180,8 +180,8 @@ class Workers:
         target = config.training_script
         assignment = orders.Assignment(
             env={**env, ENV_STARTED: repr(time.time())},
-            stdout=self._output.stdout(local_rank),
-            stderr=self._output.stderr(local_rank),
+            stdout=self.output.stdout(local_rank),
+            stderr=self.output.stderr(local_rank),
             cwd=os.getcwd(),
             kind=config.entry_kind,
             target=target if config.entry_kind == "module" else os.path.abspath(target),
@@ -368,7 +368,7 @@ class Workers:
             self.server.close()
             self.server = None
         self._orphans.end(KILL_TIMEOUT_S)
-        self._output.close()
+        self.output.end()
 
     def _wait_ends(self, processes: Sequence[WorkerProcess], timeout_s: float, in_hurry: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + timeout_s

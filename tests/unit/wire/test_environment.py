@@ -119,3 +119,5 @@ def test_virtual_local_rank_gives_each_worker_one_device() -> None:
 def test_log_prefix() -> None:
     assert log_prefix("[${role_name}${rank}/${local_rank}]:", "t", 17, 1) == "[t17/1]:"
     assert log_prefix("${unknown} $rank", "t", 17, 1) == "${unknown} 17"
+    ours = log_prefix("$host/$node_id/$attempt", "t", 17, 1, host="h", node_id="n", attempt=3)
+    assert ours == "h/n/3"

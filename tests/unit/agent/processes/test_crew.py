@@ -108,7 +108,7 @@ def test_a_helper_is_no_worker_to_anybody(caplog: pytest.LogCaptureFixture) -> N
         (0, "", False, ["helper 1 of rank 3 (pid 77) has done its share"]),
         (1, "ValueError at t.py:3", False,
          ["helper 1 of rank 3 (pid 77) exited with code 1 (ValueError at t.py:3); the others go on without it"]),
-        (-9, "", False, ["helper 1 of rank 3 (pid 77) killed by signal 9; the others go on without it"]),
+        (-9, "", False, ["helper 1 of rank 3 (pid 77) killed by signal 9 (SIGKILL); the others go on without it"]),
         (-9, "", True, []),
     ],
 )  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from swift_agent.agent.processes.memory_kills import RECENT_S, MemoryKills
+from swift_agent.agent.processes.kernel_evidence import RECENT_S, XID_RECENT_S, KernelLog, MemoryKills
 
 V1 = "4:memory:/job\n3:cpuset:/\n0::/\n"
 V2 = "0::/job\n"
@@ -68,7 +69,7 @@ def test_without_counters_there_is_no_evidence(tmp_path: Path) -> None:
 SCRIPT = """
 import os, subprocess, sys, time
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from swift_agent.agent.processes.memory_kills import MemoryKills
+from swift_agent.agent.processes.kernel_evidence import MemoryKills
 kills = MemoryKills()
 code = subprocess.run([sys.executable, "-S", "-c", "x = bytearray(1 << 30)"]).returncode
 print(code, kills.evidence(time.monotonic()))
@@ -105,3 +106,28 @@ def test_a_process_that_the_kernel_kills(small_cgroup: Path) -> None:
         done.stdout + done.stderr
     )
     assert small_cgroup.name in done.stdout and "has gone from 0 to 1" in done.stdout
+
+
+@pytest.mark.skipif(not os.access("/dev/kmsg", os.R_OK | os.W_OK), reason="needs root and the kernel's log, /dev/kmsg")
+def test_an_error_of_a_gpu_is_a_line_of_the_kernels_log() -> None:
+    """A real line, in the real log: as the driver writes it."""
+    log = KernelLog()
+    assert log.evidence(time.monotonic()) == ""
+    line = f"NVRM: Xid (PCI:0000:3b:00): 79, pid={os.getpid()}, name=python, GPU has fallen off the bus."
+    with open("/dev/kmsg", "w") as kernel:
+        kernel.write("<4>something else\n")
+    with open("/dev/kmsg", "w") as kernel:
+        kernel.write(f"<4>{line}\n")
+    assert log.evidence(time.monotonic()) == f"the kernel's log says: {line}"
+    assert log.evidence(time.monotonic() + 2 * XID_RECENT_S) == ""
+    log.close()
+    # One that begins later knows nothing of it.
+    later = KernelLog()
+    assert later.evidence(time.monotonic()) == ""
+    later.close()
+
+
+def test_a_log_that_cannot_be_read_says_nothing() -> None:
+    log = KernelLog("/nowhere")
+    assert log.evidence(0.0) == ""
+    log.close()

@@ -1,18 +1,27 @@
-"""Whether the kernel has killed processes for want of memory: the usual reason of a SIGKILL that nobody has sent.
+"""What the kernel knows of the end of a process: kills for want of memory, the usual reason of a SIGKILL that nobody
+has sent, and errors of GPUs (Xid), which end a process with whatever its libraries make of them.
 
 The kernel counts such kills for each cgroup (`memory.events` of version 2, `memory.oom_control` of version 1) and for
-the machine (`/proc/vmstat`). It does not say there which process it was, so a kill is evidence for a while only.
+the machine (`/proc/vmstat`). It does not say there which process it was, so a kill is evidence for a while only. An
+Xid is a line of its log, `/dev/kmsg`, which a container may not see.
 
 Must never raise: a counter that cannot be read is none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import re
 from pathlib import Path
 
 # A worker whose end is seen so long after a kill was counted, or sooner, may have died of it.
 RECENT_S = 5.0
+# A library may wait for a GPU that is gone before it gives up.
+XID_RECENT_S = 60.0
+# `4,1234,5678901,-;NVRM: Xid (PCI:0000:3b:00): 79, ...`: priority, number, microseconds since the machine started.
+_XID = re.compile(r"^\d+,\d+,(?P<us>\d+),[^;]*;(?P<line>NVRM: Xid [^\n]*)")
 
 
 class MemoryKills:
@@ -37,6 +46,38 @@ class MemoryKills:
         if now_s - self._seen_s > RECENT_S:
             return ""
         return f"the kernel has killed a process for want of memory ({self._what})"
+
+
+class KernelLog:
+    """What it says of GPUs from now on."""
+
+    def __init__(self, path: str = "/dev/kmsg") -> None:
+        self._fd = -1
+        self._last_s, self._line = -math.inf, ""
+        with contextlib.suppress(OSError):
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+
+    def evidence(self, now_s: float) -> str:
+        """One clause, if a GPU of this machine had an error just now; else ''. *now_s*: monotonic."""
+        while self._fd >= 0:
+            try:
+                record = os.read(self._fd, 8192).decode(errors="replace")
+            except BrokenPipeError:  # records were dropped before they were read
+                continue
+            except OSError:  # nothing is there
+                break
+            if not record:
+                break
+            found = _XID.match(record)
+            if found:
+                self._last_s, self._line = int(found["us"]) / 1e6, found["line"].strip()
+        return f"the kernel's log says: {self._line}" if now_s - self._last_s <= XID_RECENT_S else ""
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _counters(root: Path) -> dict[str, Path]:
