@@ -14,14 +14,29 @@ from typing import Any
 
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
 
+# Of numactl, which torch has put before the command of a worker.
+BOUND = "--physcpubind="
+
 
 def bind_command_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:
-    """The command of a worker with torch's `--numa-binding` applied, as its own launcher does."""
+    """The command of a worker with torch's `--numa-binding` applied, as its own launcher does; without *options* as it
+    is."""
+    if options is None:
+        return command
     from torch.numa import binding
 
     bind: Callable[..., tuple[str, ...]] = binding._maybe_wrap_command_args_with_numa_binding
     index = "device_index" if "device_index" in inspect.signature(bind).parameters else "gpu_index"  # before torch 2.14
     return list(bind(tuple(command), numa_options=options, **{index: local_rank}))
+
+
+def numa_cpus(local_rank: int, options: Any) -> tuple[int, ...]:
+    """The processors that the same binds a worker to, for a process that is there already; () for none."""
+    for word in bind_command_to_numa_node([], local_rank, options):
+        if word.startswith(BOUND):
+            ranges = [part.partition("-")[::2] for part in word.removeprefix(BOUND).split(",")]
+            return tuple(cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1))
+    return ()
 
 
 def parse_rendezvous_config(text: str) -> dict[str, str]:

@@ -27,6 +27,8 @@ class Assignment:
     """"script" or "module"."""
     target: str
     args: tuple[str, ...]
+    cpus: tuple[int, ...] = ()
+    """The processors that it runs on; (): all."""
 
 
 # ---- to the server ----

@@ -243,6 +243,8 @@ def become_worker(assignment: orders.Assignment) -> None:
 
     os.environ.clear()
     os.environ.update(assignment.env)
+    if assignment.cpus:
+        os.sched_setaffinity(0, assignment.cpus)  # before it has other threads
     for fd, path in ((1, assignment.stdout), (2, assignment.stderr)):
         if path:
             try:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, assert_never
+from typing import IO, assert_never
 
 from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
@@ -144,10 +144,8 @@ class Workers:
 
     @property
     def can_fork(self) -> bool:
-        """A fork runs a script or module in this very interpreter, and is bound to no NUMA node."""
-        config = self._config
-        is_python = config.entry_kind in ("script", "module") and "PYTHON_EXEC" not in os.environ
-        return is_python and config.launch.numa_options is None
+        """A fork runs a script or module in this very interpreter."""
+        return self._config.entry_kind in ("script", "module") and "PYTHON_EXEC" not in os.environ
 
     def _start_cold(self, place: Placement, local_rank: int, env: dict[str, str]) -> WorkerProcess:
         config = self._config
@@ -156,7 +154,7 @@ class Workers:
             command = [sys.executable, "-u", "-c", _RUN_PATH, *args]
         else:
             command = [config.entrypoint, *args]
-        command = _bind_to_numa_node(command, helped_by(local_rank), config.launch.numa_options)
+        command = torch_launcher.bind_command_to_numa_node(command, helped_by(local_rank), config.launch.numa_options)
         # The kernel ends the worker if the agent dies in a way that leaves it no time.
         command = self._guard.wrap(command)
         stdout, stderr = _open(self.output.stdout(local_rank)), _open(self.output.stderr(local_rank))
@@ -186,6 +184,7 @@ class Workers:
             kind=config.entry_kind,
             target=target if config.entry_kind == "module" else os.path.abspath(target),
             args=tuple(args),
+            cpus=torch_launcher.numa_cpus(helped_by(local_rank), config.launch.numa_options),
         )
         server = self.start_server()
         if server is None:
@@ -392,9 +391,3 @@ def _open(path: str | None) -> IO[bytes] | None:
 def _warn_of(not_imported: Mapping[str, str]) -> None:
     for name, why in not_imported.items():
         log.warning("%s is not imported ahead: %s", name, why)
-
-
-def _bind_to_numa_node(command: list[str], local_rank: int, options: Any) -> list[str]:
-    if options is None:
-        return command
-    return torch_launcher.bind_command_to_numa_node(command, local_rank, options)

@@ -20,12 +20,12 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.numa import binding
 
 from swift_agent.agent.lifecycle.state import Worker, describe_exit
 from swift_agent.agent.processes import linux as process_module
 from swift_agent.agent.processes import output
 from swift_agent.agent.processes import standby as standby_module
-from swift_agent.agent.processes import workers as workers_module
 from swift_agent.agent.processes.late_starts import TRY_S, LateStarts, NotStarted
 from swift_agent.agent.processes.linux import become_subreaper, reap
 from swift_agent.agent.processes.orders import Preloaded, Started
@@ -178,18 +178,39 @@ def test_what_the_server_has_imported_stays_frozen_in_its_forks(cold_bench: Benc
 @pytest.mark.parametrize(
     ("bench", "forks"),
     [((), [False, True]), (("--start-method", "forkserver"), [True, True]),
-     (("--start-method", "forkserver", "--no-python"), [False, False]), (("--numa-binding", "node"), [False, False])],
-    ids=["as torchrun", "forkserver", "no python", "bound"], indirect=["bench"],
+     (("--start-method", "forkserver", "--no-python"), [False, False])],
+    ids=["as torchrun", "forkserver", "no python"], indirect=["bench"],
 )  # fmt: skip
-def test_which_workers_are_forks(bench: Bench, forks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_workers_are_forks(bench: Bench, forks: list[bool]) -> None:
     """A first worker, and one that replaces another."""
-    # Only a machine with GPUs can be asked which nodes they are at.
-    monkeypatch.setattr(workers_module, "_bind_to_numa_node", lambda command, *_: command)
     for local_rank, warm in enumerate((False, True)):
         bench.start(local_rank, warm=warm)
     bench.wait(lambda: len(bench.started) == 2)
     assert sorted(bench.ends()) == [(0, 7), (1, 7)]
     assert [process.popen is None for process in sorted(bench.started, key=lambda p: p.local_rank)] == forks
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+@pytest.mark.parametrize("bench", [("--numa-binding", "node")], ids=["bound"], indirect=True)
+def test_a_fork_is_bound_as_a_first_worker_is(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first one by numactl, as torch's launcher does it; a replacement by itself, and it is warm."""
+    cpu = max(os.sched_getaffinity(0))
+    # Only a machine with GPUs can be asked which nodes they are at.
+    monkeypatch.setattr(binding, "_get_validated_logical_cpus_to_bind_to", lambda **_: {cpu})
+    numactl = tmp_path / "bin" / "numactl"
+    numactl.parent.mkdir()
+    numactl.write_text('#!/bin/sh\ncpus=${1#--physcpubind=}\nshift\nexec taskset -c "$cpus" "$@"\n')
+    numactl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{numactl.parent}:{os.environ['PATH']}")
+    Path(bench.out.parent, "train.py").write_text(
+        "import os, sys\nprint(os.environ['RANK'], sorted(os.sched_getaffinity(0)), file=open(sys.argv[1], 'a'))\n"
+    )
+    for local_rank, warm in enumerate((False, True)):
+        bench.start(local_rank, warm=warm)
+    bench.wait(lambda: len(bench.started) == 2)
+    assert sorted(bench.ends()) == [(0, 0), (1, 0)]
+    assert [process.popen is None for process in sorted(bench.started, key=lambda p: p.local_rank)] == [False, True]
+    assert sorted(bench.out.read_text().splitlines()) == [f"{bench.place().rank(rank)} [{cpu}]" for rank in (0, 1)]
 
 
 def test_modules_in_the_current_directory_are_not_those_of_the_server(
