@@ -97,7 +97,7 @@ class Agent:
             is_away=lambda: self._presence.is_away(), lease_until_s=lambda: self._presence.acts_until_s(),
             num_standbys=lambda: self._crew.num_standbys,
         )  # fmt: skip
-        self._state = state.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
+        self._state = state.AgentState(config.node_id, "")
         self._end: ResultRecord | None = None
         self._listened_s = math.inf
         self._last_tick_s = 0.0
@@ -157,6 +157,7 @@ class Agent:
         self._state = state.AgentState(
             config.node_id, presence.me.incarnation, config.max_restarts, config.stop_deadline_s,
             restarts_used=self._state.restarts_used, notice=self._state.notice,
+            restarts_window_s=config.restarts_window_s, restarted_s=self._state.restarted_s,
         )  # fmt: skip
         self._meters.enters("runs")
         if presence.journal is not None:

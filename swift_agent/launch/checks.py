@@ -105,6 +105,11 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
             mistakes.append(f"{flag} {value}: must be {least} or more; type {flag} {least} or more")
     if not 0 <= ns.preempt_grace < math.inf:
         mistakes.append(f"--preempt-grace {ns.preempt_grace}: must be 0 or more; type for example --preempt-grace 15")
+    window = ns.max_restarts_window
+    if window is not None and not 0 < window < math.inf:
+        mistakes.append(f"--max-restarts-window {window}: must be above 0; type for example --max-restarts-window 3600")
+    elif window is not None and not ns.max_restarts:
+        mistakes.append(f"--max-restarts-window {window}: of how many? type --max-restarts N, 1 or more, as well")
     _check_preempt_signal(ns.preempt_signal, mistakes)
     _check_heartbeat(ns, mistakes)
     for flag, port, example in (("--master-port", ns.master_port, 29500), ("--metrics-port", ns.metrics_port, 9108)):

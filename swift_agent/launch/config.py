@@ -58,7 +58,8 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
-    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given.
+    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given; *restarts_window_s*: for how long one counts, 0: for
+    ever.
     *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
     `swift_rendezvous.roster.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the
     directory for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own;
@@ -83,6 +84,7 @@ class AgentConfig:
     nproc: int
     spares: int
     max_restarts: int
+    restarts_window_s: float
     etcd: EtcdConfig | None
     node_id: str
     local_addr: str | None
@@ -181,6 +183,7 @@ class AgentConfig:
             nproc=nproc,
             spares=ns.spares,
             max_restarts=AS_LONG_AS_IT_ADVANCES if ns.max_restarts is None else ns.max_restarts,
+            restarts_window_s=ns.max_restarts_window or 0.0,
             etcd=etcd,
             node_id=node_id,
             local_addr=ns.local_addr,

@@ -110,8 +110,9 @@ def limit_of(config: AgentConfig) -> str:
     end = "ends the job, unless a spare node takes over" if config.spares else "ends the job"
     if number == 0:
         return f"--max-restarts 0: the first worker that fails {end}. Without the option it would be replaced in place"
+    window = f", within {config.restarts_window_s:g} s" if config.restarts_window_s else ""
     return (
-        f"--max-restarts {number}: so many times the workers of a node that have failed are replaced in place; "
+        f"--max-restarts {number}{window}: so many times the workers of a node that have failed are replaced in place; "
         f"the next failure {end}. A lost node does not count. Without the option only those without progress count"
     )
 

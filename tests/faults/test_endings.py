@@ -150,3 +150,16 @@ def test_restarts_used_up(make_agents: Callable[..., Agents]) -> None:
     assert set(outcome.exit_codes.values()) == {1}, outcome.text()
     assert ("ChildFailedError" in outcome.text() and "SIGKILL" in outcome.text()) or "Signal 9" in outcome.text()
     assert os.path.exists(agents.directory)
+
+
+def test_restarts_that_are_long_ago_do_not_count(
+    make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
+) -> None:
+    faults = [{"at": "forward", "iteration": i, "rank": 1, "scope": "worker"} for i in (2, 4)]
+    agents = make_agents(orders={"faults": faults}, max_restarts=1, options=("--max-restarts-window", "0.001"))
+    for node in ("a", "b"):
+        agents.start(node)
+    outcome = agents.wait(60)
+    assert outcome.fired == {0, 1} and set(outcome.exit_codes.values()) == {0}, outcome.text()
+    assert outcome.hashes == {undisturbed()}
+    assert "--max-restarts 1, within 0.001 s: so many times" in outcome.text()

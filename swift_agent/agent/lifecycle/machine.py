@@ -77,6 +77,7 @@ from swift_agent.agent.lifecycle.state import (
 from swift_agent.agent.lifecycle.steps import (
     _count_restart,
     _forget_lost_spares,
+    _forget_restarts,
     _host_store,
     _keep,
     _pause,
@@ -280,7 +281,7 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
             return Step(state, tuple(commands))
         if not drain.is_told(view, state.node_id, state.incarnation):
             state = _issue(state, commands, ("notice",), TellNotice(notice.signal, notice.grace_s))
-    state = _age(state, commands, now_s)
+    state = _forget_restarts(_age(state, commands, now_s), now_s)
     # Before the first generation all are spares, the coordinator as well: no other would notice that it is gone.
     state = _forget_lost_spares(state, commands)
     if lapsed:
@@ -306,7 +307,7 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
                 return _once(state, ("leave",), LeaveJob(ResultRecord("failed", why, failed)), commands)
             return _once(state, ("rejoin",), Rejoin(why), commands)
         return Step(state, tuple(commands))
-    state = _count_restart(state, generation, slot)
+    state = _count_restart(state, generation, slot, now_s)
     if any(worker.hello for worker in state.workers.values()) and not view.tracked:
         state = _issue(state, commands, ("tracked",), WriteTracked())
     state = _host_store(state, generation, slot, commands)

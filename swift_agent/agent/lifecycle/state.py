@@ -158,6 +158,10 @@ class AgentState:
     """By incarnation."""
     restarts_used: int = 0
     restarts_counted_in: int = 0
+    restarts_window_s: float = 0.0
+    """A restart counts for so long; 0: for ever."""
+    restarted_s: tuple[float, ...] = ()
+    """When the restarts were that count, if they do so for a time."""
     store_started: int = 0
     paused: bool = False
     """Its workers stand still: another node may have their places."""

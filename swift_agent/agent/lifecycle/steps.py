@@ -56,14 +56,26 @@ from swift_rendezvous.roster.resizing import is_elastic
 from swift_rendezvous.roster.view import View
 
 
-def _count_restart(state: AgentState, generation: GenerationRecord, slot: int) -> AgentState:
+def _forget_restarts(state: AgentState, now_s: float) -> AgentState:
+    """Those that are older than `--max-restarts-window`."""
+    oldest_s = now_s - state.restarts_window_s
+    if not state.restarted_s or state.restarted_s[0] >= oldest_s:
+        return state
+    kept = tuple(at_s for at_s in state.restarted_s if at_s >= oldest_s)
+    return replace(state, restarted_s=kept, restarts_used=len(kept))
+
+
+def _count_restart(state: AgentState, generation: GenerationRecord, slot: int, now_s: float) -> AgentState:
     """A failure of a local worker uses up one of --max-restarts; a node that was lost elsewhere does not."""
     if generation.number == state.restarts_counted_in:
         return state
     failed = slot in generation.lost and any(not w.alive and not w.done for w in state.workers.values())
     unfit = generation.mode == "restart" and any(w.unfit for w in state.workers.values())
-    used = state.restarts_used + (1 if failed or unfit else 0)
-    return replace(state, restarts_used=used, restarts_counted_in=generation.number)
+    if failed or unfit:
+        state = replace(state, restarts_used=state.restarts_used + 1)
+        if state.restarts_window_s:
+            state = replace(state, restarted_s=(*state.restarted_s, now_s))
+    return replace(state, restarts_counted_in=generation.number)
 
 
 def _host_store(state: AgentState, generation: GenerationRecord, slot: int, commands: list[Command]) -> AgentState:

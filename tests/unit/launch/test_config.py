@@ -285,6 +285,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--preempt-signal", "SIGCHLD", "train.py"], r"SIGCHLD has another meaning here"),
     (["--preempt-signal", "", "train.py"], r"there is no signal ''"),
     (["--preempt-grace", "-1", "train.py"], r"--preempt-grace -1.0: must be 0 or more"),
+    (["--max-restarts", "3", "--max-restarts-window", "0", "train.py"], r"--max-restarts-window 0.0: must be above 0"),
+    (["--max-restarts-window", "60", "train.py"], r"--max-restarts-window 60.0: of how many\? type --max-restarts N"),
+    (["--metrics-port", "70000", "train.py"], r"--metrics-port 70000: not a port; type for example --metrics-port 9108"),
     (["--preempt-grace", "nan", "train.py"], r"--preempt-grace nan: must be 0 or more"),
 ]
 

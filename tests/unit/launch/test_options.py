@@ -30,6 +30,7 @@ OURS = {
     "replacement_timeout": 300.0,
     "preempt_signal": "SIGTERM,SIGUSR1,SIGUSR2",
     "preempt_grace": 15.0,
+    "max_restarts_window": None,
     "metrics_port": None,
     "metrics_addr": "127.0.0.1",
     "result": None,

@@ -14,6 +14,7 @@ from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,
+    FailureRecord,
     FinishedRecord,
     JobRecord,
     PlanRecord,
@@ -165,6 +166,34 @@ def test_a_worker_death_is_reported_and_the_others_are_stopped() -> None:
     assert planned(agent) == [cmd.SendGo((0,), 2)]
     assert agent.tell(evt.HelloReceived(1, 201)) == [cmd.SendGo((1,), 2)]
     assert agent.state.restarts_used == 1
+
+
+def test_a_restart_counts_for_its_window() -> None:
+    agent = training(max_restarts=1)
+    agent.state = replace(agent.state, restarts_window_s=60.0)
+
+    def fails(number: int) -> FailureRecord:
+        return only(agent.exit(1, -9), cmd.WriteFailure).failure
+
+    def comes_back(number: int) -> None:
+        next_generation(agent, number, lost={0: (1,)})
+        agent.report(0, number - 1)
+        agent.tell(evt.WorkerStarted(1, number, 200 + number))
+        planned(agent)
+        agent.tell(evt.HelloReceived(1, 200 + number))
+
+    assert fails(1).restarts_left == 1
+    comes_back(2)
+    assert agent.state.restarts_used == 1
+    agent.now_s += 59.0
+    assert fails(2).restarts_left == 0
+    comes_back(3)
+    assert agent.state.restarts_used == 2  # another node would have ended the job
+    agent.now_s += 2.0
+    agent.tell(evt.Tick())
+    assert agent.state.restarts_used == 1
+    agent.now_s += 60.0
+    assert fails(3).restarts_left == 1 and agent.state.restarted_s == ()
 
 
 def test_the_survivor_of_another_node_stops_reports_and_goes_on() -> None:
