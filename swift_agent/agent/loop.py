@@ -24,6 +24,7 @@ from typing import Literal
 from swift_agent.agent import watchdog
 from swift_agent.agent.executor import Executor
 from swift_agent.agent.incarnations import Incarnations
+from swift_agent.agent.injection.injector import injecting
 from swift_agent.agent.lifecycle import commands, state
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
@@ -99,8 +100,7 @@ class Agent:
         )  # fmt: skip
         self._state = state.AgentState(config.node_id, "")
         self._end: ResultRecord | None = None
-        self._listened_s = math.inf
-        self._last_tick_s = 0.0
+        self._listened_s, self._last_tick_s = math.inf, 0.0
 
     # ---- life ----
 
@@ -125,6 +125,7 @@ class Agent:
             stack.callback(self._close)
             stack.enter_context(self._signals.listening(self._on_signal))
             stack.enter_context(self._meters.served())
+            stack.enter_context(injecting(config, self._store, self._directories, lambda: self._state))
             writer = Writer(
                 self._store, lambda why: post(lambda: self._stop(why)), lambda why: post(lambda: self._fail(why))
             )

@@ -5,6 +5,8 @@
     swiftctl explain JOB [GENERATION]    why it has this generation and this plan
     swiftctl drain JOB NODE              a spare takes the place of a node                          (ctl_drain)
     swiftctl stop JOB                    end a job                                                  (ctl_steer)
+    swiftctl inject JOB KIND             strike it with a fault, if it allows that                (injection/)
+    swiftctl campaign JOB                with one after the other, and report them                (injection/)
     swiftctl gc [--yes]                  remove the records of jobs that no node runs               (ctl_steer)
     swiftctl doctor                      is this machine fit for a job?                             (ctl_doctor)
     swiftctl replay JOURNAL              do today's cores decide as an agent's did?                 (ctl_replay)
@@ -33,6 +35,8 @@ from rich.text import Text
 from swift_agent.ctl.common import add_row, needs_etcd, no_job, opened, records_of, table
 from swift_agent.ctl.doctor import doctor
 from swift_agent.ctl.drain import drain
+from swift_agent.ctl.injection.campaign import campaign
+from swift_agent.ctl.injection.inject import inject
 from swift_agent.ctl.plan import plan
 from swift_agent.ctl.replay import replay
 from swift_agent.ctl.reports import explain as explaining
@@ -58,6 +62,8 @@ def cli() -> None:
 
 cli.add_command(stop)
 cli.add_command(drain)
+cli.add_command(inject)
+cli.add_command(campaign)
 cli.add_command(gc)
 cli.add_command(doctor)
 cli.add_command(replay)

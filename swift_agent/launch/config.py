@@ -110,6 +110,7 @@ class AgentConfig:
     parallel_sum: str
     key: JobKey = field(repr=False)
     keep_logs: bool = True
+    allow_injection: bool = False
     journal: str | None = None
     profile: str | None = None
     message_log: str | None = None
@@ -210,6 +211,7 @@ class AgentConfig:
             profile=ns.profile or None,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
+            allow_injection=bool(ns.allow_injection),
             journal=journal,
             message_log=logs,
             message_log_bytes=None if ns.message_log_limit is None else int(ns.message_log_limit * 1e9),

@@ -53,6 +53,9 @@ ENV_HELPER = "SWIFT_HELPER"
 """Of a helper only: its share, from 1. It repeats the iterations of its rank together with the replacement, and is in
 no process group (SWIFT, section 5.2)."""
 
+ENV_INJECTION = "SWIFT_INJECTION"
+"""With `--allow-injection` only: the directory of the agent, where faults are ordered."""
+
 # More than a node has workers.
 _HELPER = 1000
 
@@ -92,6 +95,7 @@ class Placement:
     num_of_role: int | None = None
     nodes: tuple[int, ...] = ()
     parallel_sum: str = ""
+    injects: bool = False
 
     def rank(self, local_rank: int) -> int:
         first = self.slot * self.num_workers if self.first_rank is None else self.first_rank
@@ -161,7 +165,7 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         ENV_RUN: place.run,
         ENV_MESSAGE_LOG: place.message_log,
     }
-    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES, ENV_PARALLEL_SUM, ENV_HELPER):
+    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES, ENV_PARALLEL_SUM, ENV_HELPER, ENV_INJECTION):
         env.pop(name, None)  # of a job that this one is part of
     if place.message_log_bytes is not None:
         env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
@@ -169,6 +173,8 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         env[ENV_LOG_STORE] = place.log_store
     if place.timers:
         env[ENV_TIMERS] = place.timers
+    if place.injects:
+        env[ENV_INJECTION] = place.socket_path.rpartition("/")[0]
     if place.sizes:
         env[ENV_SIZES] = place.sizes
     if place.parallel_sum:

@@ -359,6 +359,7 @@ def placement(
         sizes=f"{config.nnodes}:{config.max_nodes}" if config.max_nodes > config.nnodes else "",
         generation=generation.number,
         socket_path=socket_path,
+        injects=config.allow_injection,
         message_log=message_log,
         message_log_bytes=config.message_log_bytes,
         log_store=config.log_store or "",

@@ -20,6 +20,7 @@ from swift_agent.errors import PeerFailure
 from swift_agent.wire import messages as msg
 from swift_agent.wire.environment import ENV_LOCAL_RANK
 from swift_agent.wire.standing import MyStanding
+from swift_agent.worker import injection
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.in_place import Way
 from swift_agent.worker.line.agent_line import Supervisor
@@ -54,6 +55,7 @@ class Iterations:
         self._standing, self._comparison = standing, comparison
         self.over = PassedOver(place, supervisor, tracked, recovery, dry_runs, out, comparison, self.complete)
         self._modules_sent, self._measuring = False, measuring
+        self._injection = injection.of_this_worker(tracked.state)
 
     def run(self, call: Callable[[], R]) -> R:
         # All that this calls in every iteration runs with cold caches: the fewer calls and objects the better.
@@ -84,6 +86,8 @@ class Iterations:
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
                 self._standing.begins(number)
+                if self._injection is not None:
+                    self._injection.begins(number)
                 place.inside = "iteration"
                 if supervisor.pausing:
                     supervisor.hold(number)

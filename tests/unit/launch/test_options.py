@@ -31,6 +31,7 @@ OURS = {
     "preempt_signal": "SIGTERM,SIGUSR1,SIGUSR2",
     "preempt_grace": 15.0,
     "max_restarts_window": None,
+    "allow_injection": False,
     "metrics_port": None,
     "metrics_addr": "127.0.0.1",
     "result": None,

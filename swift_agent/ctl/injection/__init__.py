@@ -1,0 +1,1 @@
+"""`swiftctl inject` and `swiftctl campaign`. See README.md."""

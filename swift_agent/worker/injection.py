@@ -1,0 +1,91 @@
+"""The moment of a fault that a person has ordered, in the worker that it is for: it says that it is there, and stops
+itself until its agent has struck.
+
+Only made where the agent was started with `--allow-injection` (`ENV_INJECTION`); a look at a file in each iteration is
+all that it costs then. Hooks are there in the ordered iteration only. Must never strike by itself: one that is killed
+leaves no word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from swift_agent.wire.environment import ENV_HELPER, ENV_INJECTION, ENV_LOCAL_RANK
+from swift_agent.wire.injected import NEXT, ORDERED, REACHED
+from swift_recovery.state.training_state import TrainingState
+
+
+class Injection:
+    """*models*, *optimizers*: those that are tracked."""
+
+    def __init__(self, directory: str, local_rank: str, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        self._order, self._reached = (os.path.join(directory, f"{name}-{local_rank}") for name in (ORDERED, REACHED))
+        self._models, self._optimizers = models, optimizers
+        self._handles: list[Any] = []
+        self._id = ""
+
+    def begins(self, iteration: int) -> None:
+        """An iteration does."""
+        self._take_off()
+        if not os.path.exists(self._order):
+            return
+        try:
+            order = json.loads(Path(self._order).read_text())
+        except (OSError, ValueError):  # it was taken back
+            return
+        if order["id"] == self._id or order["iteration"] not in (NEXT, iteration):
+            return
+        self._id = order["id"]
+        phase, part = order["phase"], order["part"]
+        if phase == "begin":
+            self._stop()
+        elif phase == "forward":
+            modules = [module for model in self._models for module in model.modules() if not list(module.children())]
+            self._count(part, [module.register_forward_hook for module in modules])
+        elif phase == "backward":
+            parameters = [one for model in self._models for one in model.parameters() if one.requires_grad]
+            self._count(part, [one.register_post_accumulate_grad_hook for one in parameters])
+        elif phase == "step":
+            self._count(0.0, [optimizer.register_step_pre_hook for optimizer in self._optimizers])
+        else:
+            self._count(1.0, [optimizer.register_step_post_hook for optimizer in self._optimizers])
+
+    def _count(self, part: float, register: list[Callable[[Any], Any]]) -> None:
+        """Stop in the call of a hook that makes *part* of all calls; the first one for 0."""
+        left = max(1, round(part * len(register)))
+
+        def called(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._stop()
+
+        self._handles = [one(called) for one in register]
+
+    def _stop(self) -> None:
+        new = f"{self._reached}.new"
+        Path(new).write_text(self._id)
+        os.replace(new, self._reached)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _take_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def of_this_worker(state: TrainingState) -> Injection | None:
+    """*state*: what is tracked. None where nothing may be injected; helpers are left alone."""
+    directory = os.environ.get(ENV_INJECTION, "")
+    if not directory or ENV_HELPER in os.environ:
+        return None
+    models, optimizers = list(state.models.values()), list(state.optimizers.values())
+    return Injection(directory, os.environ[ENV_LOCAL_RANK], models, optimizers)

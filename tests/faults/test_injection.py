@@ -1,0 +1,141 @@
+"""`swiftctl inject` and `swiftctl campaign`: faults at the moment that was ordered; the job recovers from them, and its
+result is bit for bit that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import assert_recovered
+from tests.faults.test_drain import ITERATIONS, free, owner, wait_until
+from tests.faults.test_drain import ctl as swiftctl
+from tests.support.job import Agents
+from tests.tiers import in_soak
+
+Start = Callable[..., Agents]
+RECOVERED = "recovered: generation {}"
+
+
+@pytest.fixture
+def start(make_agents: Start) -> Start:
+    def begin(nodes: str, *options: str, **orders: Any) -> Agents:
+        agents = make_agents(
+            orders={"iterations": ITERATIONS, "pace_s": 0.3, **orders}, max_restarts=None,
+            options=("--spares", str(len(nodes) - 2), "--allow-injection", *options),
+        )  # fmt: skip
+        for node in nodes:
+            agents.start(node)
+        wait_until(agents, lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
+        return agents
+
+    return begin
+
+
+def ctl(agents: Agents, command: str, *words: str, code: int = 0) -> str:
+    found, text = swiftctl(agents, command, *words)
+    assert found == code, text
+    return text
+
+
+def inject(agents: Agents, *words: str, code: int = 0) -> dict[str, Any]:
+    done = ctl(agents, "inject", *words, "--json", code=code)
+    found: dict[str, Any] = json.loads(done)
+    return found
+
+
+MOMENTS = ["forward", "backward", "after-step", *in_soak("begin", "step")]
+
+
+@pytest.mark.parametrize("phase", MOMENTS)
+def test_a_worker_is_killed_at_a_moment(phase: str, start: Start, undisturbed: Callable[..., str]) -> None:
+    agents = start("ab")
+    done = inject(agents, "kill-worker", "--rank", "1", "--at", f"iteration=next,phase={phase},part=0.5")
+    assert done["state"] == "done" and done["node"] == owner(agents, 0), done
+    wait_until(agents, lambda: RECOVERED.format(2) in agents.outcome(0.0).text())
+    assert_recovered(free(agents), undisturbed(iterations=ITERATIONS), lost={1}, num_faults=0)
+
+
+def test_at_the_iteration_that_was_named(start: Start, undisturbed: Callable[..., str]) -> None:
+    agents = start("ab")
+    calls = agents.directory / "calls.3"
+    number = len(calls.read_text().splitlines()) + 3
+    inject(agents, "kill-worker", "--rank", "3", "--at", f"iteration={number},phase=backward")
+    wait_until(agents, lambda: RECOVERED.format(2) in agents.outcome(0.0).text())
+    # The one that was killed had begun it, and its replacement begins it again.
+    assert [int(line.split()[0]) for line in calls.read_text().splitlines()].count(number) == 2
+    assert_recovered(free(agents), undisturbed(iterations=ITERATIONS), lost={3}, num_faults=0)
+
+
+def test_a_node_is_killed_and_a_spare_takes_its_place(start: Start, undisturbed: Callable[..., str]) -> None:
+    agents = start("abc")
+    lost = owner(agents, 1)
+    done = inject(agents, "kill-node", "--rank", "2", "--at", "phase=backward,part=0.3")
+    assert done["node"] == lost and "the node of rank 2" in done["what"]
+    assert agents.running[lost].wait(60) == -9
+    wait_until(agents, lambda: RECOVERED.format(2) in agents.outcome(0.0).text())
+    outcome = free(agents)
+    assert outcome.hashes == {undisturbed(iterations=ITERATIONS)}, outcome.text()
+
+
+def test_a_node_that_stands_still_for_a_moment_loses_nothing(start: Start, undisturbed: Callable[..., str]) -> None:
+    agents = start("ab")
+    inject(agents, "freeze", "--node", "a", "--for", "1")
+    outcome = free(agents)
+    assert outcome.hashes == {undisturbed(iterations=ITERATIONS)}, outcome.text()
+    assert all(len(pids) == 1 for pids in outcome.pids.values()), outcome.pids
+
+
+def test_what_is_not_possible_is_said_and_does_no_harm(start: Start, undisturbed: Callable[..., str]) -> None:
+    agents = start("ab")
+    assert "there is no network between them" in inject(agents, "cut-network", "--node", "a", code=1)["what"]
+    # The worker had stopped itself at that moment: it goes on.
+    refused = inject(agents, "corrupt-log", "--rank", "0", "--at", "phase=forward", code=1)
+    assert refused["state"] == "refused" and "has logged no messages" in refused["what"]
+    assert "no rank 9; there are 0 to 3" in ctl(agents, "inject", "kill-worker", "--rank", "9", code=1)
+    assert "no node x; there are a, b" in ctl(agents, "inject", "freeze", "--node", "x", code=1)
+    outcome = free(agents)
+    assert outcome.hashes == {undisturbed(iterations=ITERATIONS)}, outcome.text()
+    assert all(len(pids) == 1 for pids in outcome.pids.values()), outcome.pids
+
+
+def test_nobody_takes_orders_unless_that_is_allowed(make_agents: Start) -> None:
+    agents = make_agents(orders={"iterations": ITERATIONS, "pace_s": 0.3}, max_restarts=None)
+    for node in "ab":
+        agents.start(node)
+    wait_until(agents, lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
+    said = ctl(agents, "inject", "kill-worker", "--rank", "0", "--timeout", "1", code=1)
+    assert "has to be started with --allow-injection" in said
+    outcome = free(agents)
+    assert all(len(pids) == 1 for pids in outcome.pids.values()) and len(outcome.hashes) == 1
+
+
+def test_mistakes_are_told_at_once(start: Start) -> None:
+    agents = start("ab")
+    said = ctl(agents, "inject", "kill-worker", "--node", "a", "--for", "-1", code=2)
+    assert "of which rank? type --rank R" in said and "--for -1: must be above 0 s" in said
+    said = ctl(agents, "inject", "kill-worker", "--rank", "0", "--at", "phase=sideways", code=2)
+    assert "type for example --at iteration=120,phase=backward,part=0.5" in said
+    free(agents)
+
+
+@pytest.mark.parametrize("seed", [7, *in_soak(8, 9)])
+def test_a_campaign(seed: int, start: Start, undisturbed: Callable[..., str], tmp_path: Path) -> None:
+    """Six faults of a seed; the job has recovered from each, nothing is lost, and the report says so."""
+    agents = start("abcd", pace_s=0.1)
+    report = tmp_path / "report.json"
+    said = ctl(
+        agents, "campaign", "--seed", str(seed), "--faults", "6", "--pause", "0.5", "--for", "0.5",
+        "--report", str(report),
+    )  # fmt: skip
+    found = json.loads(report.read_text())
+    assert [one["number"] for one in found["incidents"]] == [1, 2, 3, 4, 5, 6]
+    assert {one["state"] for one in found["incidents"]} <= {"recovered", "unnoticed"}, found
+    recovered = [one for one in found["incidents"] if one["state"] == "recovered"]
+    assert recovered and all(one["recovered_s"] > 0 and one["phases_s"] for one in recovered)
+    assert "RECOVERED" in said and f"{recovered[0]['number']}: {recovered[0]['kind']}" in said
+    assert free(agents).hashes == {undisturbed(iterations=ITERATIONS)}
