@@ -27,7 +27,7 @@ class Injection:
     """*models*, *optimizers*: those that are tracked."""
 
     def __init__(self, directory: str, local_rank: str, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        self._order, self._reached = (os.path.join(directory, f"{name}-{local_rank}") for name in (ORDERED, REACHED))
+        self._order, self._reached = (Path(directory, f"{name}-{local_rank}") for name in (ORDERED, REACHED))
         self._models, self._optimizers = models, optimizers
         self._handles: list[Any] = []
         self._id = ""
@@ -35,10 +35,10 @@ class Injection:
     def begins(self, iteration: int) -> None:
         """An iteration does."""
         self._take_off()
-        if not os.path.exists(self._order):
+        if not self._order.exists():
             return
         try:
-            order = json.loads(Path(self._order).read_text())
+            order = json.loads(self._order.read_text())
         except (OSError, ValueError):  # it was taken back
             return
         if order["id"] == self._id or order["iteration"] not in (NEXT, iteration):
@@ -71,9 +71,9 @@ class Injection:
         self._handles = [one(called) for one in register]
 
     def _stop(self) -> None:
-        new = f"{self._reached}.new"
-        Path(new).write_text(self._id)
-        os.replace(new, self._reached)
+        new = self._reached.with_suffix(".new")
+        new.write_text(self._id)
+        new.replace(self._reached)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _take_off(self) -> None:

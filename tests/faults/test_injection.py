@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import assert_recovered
-from tests.faults.test_drain import ITERATIONS, free, owner, wait_until
+from tests.faults.test_drain import ITERATIONS, PIPELINE, free, owner, wait_until
 from tests.faults.test_drain import ctl as swiftctl
+from tests.support.etcd_cluster import EtcdCluster
 from tests.support.job import Agents
+from tests.support.network import Network
 from tests.tiers import in_soak
 
 Start = Callable[..., Agents]
@@ -139,3 +141,55 @@ def test_a_campaign(seed: int, start: Start, undisturbed: Callable[..., str], tm
     assert recovered and all(one["recovered_s"] > 0 and one["phases_s"] for one in recovered)
     assert "RECOVERED" in said and f"{recovered[0]['number']}: {recovered[0]['kind']}" in said
     assert free(agents).hashes == {undisturbed(iterations=ITERATIONS)}
+
+
+@pytest.fixture
+def hosts(make_network: Callable[[int], Network]) -> Network:
+    return make_network(3)
+
+
+def test_the_network_of_a_node_is_cut_and_comes_back(
+    hosts: Network, tmp_path: Path, make_agents: Start, undisturbed: Callable[..., str]
+) -> None:
+    """Each node on a network of its own: the spare takes the place, and the node comes back as a spare."""
+    with EtcdCluster(tmp_path, host=hosts.address) as etcd:
+        agents = make_agents(
+            endpoint=etcd.endpoints[0], orders={"iterations": 100, "pause_s": 0.15}, max_restarts=None,
+            options=("--spares", "1", "--allow-injection"), environment={"GLOO_SOCKET_IFNAME": "eth0"},
+            hosts=dict(zip("abc", hosts.hosts, strict=True)),
+        )  # fmt: skip
+        for node in "abc":
+            agents.start(node)
+        wait_until(agents, lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
+        slow = inject(agents, "slow-link", "--rank", "0", "--for", "0.5", "--rate", "50mbit")
+        assert slow["state"] == "done"
+        cut = owner(agents, 1)
+        inject(agents, "cut-network", "--rank", "2", "--at", "phase=forward", "--for", "3")
+        wait_until(agents, lambda: RECOVERED.format(2) in agents.outcome(0.0).text())
+        log = agents.directory / f"agent.{cut}.log"
+        wait_until(agents, lambda: "comes back as a spare" in log.read_text())
+        agents.hurry()
+        outcome = agents.wait(120.0)
+        assert outcome.hashes == {undisturbed(iterations=100)}, outcome.text()
+
+
+def test_a_damaged_log_is_found_out(make_agents: Start, tmp_path: Path) -> None:
+    """A stage of a pipeline is lost whose neighbour's log was damaged: nothing wrong is repeated."""
+    (tmp_path / "undisturbed").mkdir()
+    expected = make_agents(
+        tmp_path / "undisturbed", num_nodes=4, num_workers=1, script=PIPELINE, orders={"iterations": 40}
+    ).run("abcd")
+    agents = make_agents(
+        num_nodes=4, num_workers=1, script=PIPELINE, max_restarts=None,
+        orders={"iterations": 40, "pace_s": 0.3, "checkpoint": 10, "patient": True}, options=("--allow-injection",),
+    )  # fmt: skip
+    for node in "abcd":
+        agents.start(node)
+    wait_until(agents, lambda: (agents.directory / "losses.3").exists())
+    wait_until(agents, lambda: len((agents.directory / "losses.3").read_text().splitlines()) > 13)
+    inject(agents, "corrupt-log", "--rank", "1", "--at", "phase=begin")
+    inject(agents, "kill-worker", "--rank", "2", "--at", "phase=backward")
+    wait_until(agents, lambda: "cannot read what it has sent" in agents.outcome(0.0).text())
+    outcome = free(agents)
+    for rank, result in expected.results.items():
+        assert outcome.results[rank]["hash"] == result["hash"], outcome.text()

@@ -148,7 +148,7 @@ class Injector:
         segments: dict[int, list[str]] = {}
         for path in sorted(Path(self._messages).rglob(f"*{SUFFIX}")):
             for rank in workers:
-                if f".rank{rank}." in path.name:
+                if path.name.startswith(f"rank{rank}."):
                     segments.setdefault(rank, []).append(str(path))
         me = state.view.nodes.get(state.node_id)
         return Place(
