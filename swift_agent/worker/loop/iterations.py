@@ -84,6 +84,7 @@ class Iterations:
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
                 self._standing.begins(number)
+                supervisor.pace.begins(number)
                 place.inside = "iteration"
                 if supervisor.pausing:
                     supervisor.hold(number)
