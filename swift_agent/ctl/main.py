@@ -3,6 +3,8 @@
     swiftctl status [JOB] [--watch]      who is in a job, who is missing; without JOB all jobs of the etcd cluster
     swiftctl history JOB                 its generations and recoveries, with the time of each phase
     swiftctl explain JOB [GENERATION]    why it has this generation and this plan
+    swiftctl timeline JOB [--html FILE]  what it went through, as a text or as a page              (timeline)
+    swiftctl timeline JOB [--html FILE]  what it went through, as a text or as a page              (timeline)
     swiftctl drain JOB NODE              a spare takes the place of a node                          (ctl_drain)
     swiftctl stop JOB                    end a job                                                  (ctl_steer)
     swiftctl gc [--yes]                  remove the records of jobs that no node runs               (ctl_steer)
@@ -39,6 +41,8 @@ from swift_agent.ctl.reports import explain as explaining
 from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.simulate import simulate
 from swift_agent.ctl.steer import gc, stop
+from swift_agent.ctl.timeline.command import timeline
+from swift_agent.ctl.timeline.command import timeline
 from swift_rendezvous.roster.decision import nodes_are
 from swift_rendezvous.roster.keys import ROOT, Keys
 from swift_rendezvous.roster.view import View
@@ -63,6 +67,8 @@ cli.add_command(doctor)
 cli.add_command(replay)
 cli.add_command(plan)
 cli.add_command(simulate)
+cli.add_command(timeline)
+cli.add_command(timeline)
 
 
 # ---- status --------------------------------------------------------------------------------------------------------

@@ -334,8 +334,8 @@ class Coordinator:
         single = [Delete(self._keys.of_generation(kind.name, number)) for kind in kinds.PER_GENERATION]
         old = number - NUM_EVENTS_KEPT
         # As a prefix: both entries of that generation.
-        old_events = [DeletePrefix(self._keys.event(old)), Delete(self._keys.pace(old))] if old > 0 else []
-        return [*per_slot, *single, *old_events]
+        history: list[Op] = [DeletePrefix(self._keys.event(old)), Delete(self._keys.pace(old))] if old > 0 else []
+        return [*per_slot, *single, *history]
 
     def _event(self, generation: GenerationRecord, view: View) -> Op:
         number, what = generation.number, f"generation ({generation.mode})"
