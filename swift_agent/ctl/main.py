@@ -42,7 +42,6 @@ from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.simulate import simulate
 from swift_agent.ctl.steer import gc, stop
 from swift_agent.ctl.timeline.command import timeline
-from swift_agent.ctl.timeline.command import timeline
 from swift_rendezvous.roster.decision import nodes_are
 from swift_rendezvous.roster.keys import ROOT, Keys
 from swift_rendezvous.roster.view import View

@@ -123,8 +123,8 @@ class AskIteration:
 
 @dataclass(frozen=True)
 class TellRate:
-    """Have the speed of the job written. *per_s*: iterations per second; *began_s*: when some iterations began that were
-    not told yet, by number, monotonic."""
+    """Have the speed of the job written. *per_s*: iterations per second; *began_s*: when some iterations began that
+    were not told yet, by number, monotonic."""
 
     generation: int
     iteration: int

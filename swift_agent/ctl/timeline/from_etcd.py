@@ -28,6 +28,8 @@ def read(job_id: str, entries: Iterable[KeyValue], now_s: float) -> Known:
     notes = [f"The record {name} {why}." for name, why in sorted(unread.items())]
     chapters = _with_rosters(_chapters(events), view.generation, notes)
     points = paces(job_id, listed)
+    if len(chapters) > 1:
+        notes.append("A loss is drawn from when an agent noticed it; it may have been a moment earlier.")
     if chapters and chapters[0].number > 1:
         notes.append(f"Generations before {chapters[0].number} are not kept any more.")
     summary = jobs.summarize(job_id, listed)
@@ -38,9 +40,9 @@ def read(job_id: str, entries: Iterable[KeyValue], now_s: float) -> Known:
         end_s = max(times, default=now_s)
         notes.append("When the job ended is in no record: the picture goes to the last thing that is known.")
     failing = tuple(_loss_now(view, slot) for slot in sorted(view.failures)) if view.result is None else ()
+    presences = _presences(view, listed, job_id, events, end_s, chapters[0].nodes if chapters else (), notes)
     return Known(
-        job_id, "the records of the job in etcd", summary["state"], end_s, chapters,
-        _presences(view, listed, job_id, events, end_s, notes), points, summary["why"],
+        job_id, "the records of the job in etcd", summary["state"], end_s, chapters, presences, points, summary["why"],
         # A loss has no time of its own until the recovery is told.
         end_s if failing else None, failing, view.profile.lines if view.profile is not None else (), tuple(notes),
     )  # fmt: skip
@@ -158,8 +160,9 @@ def _loss_now(view: View, slot: int) -> Loss:
 
 
 def _presences(
-    view: View, entries: Sequence[KeyValue], job_id: str, events: Sequence[EventRecord], end_s: float, notes: list[str]
-) -> tuple[Presence, ...]:
+    view: View, entries: Sequence[KeyValue], job_id: str, events: Sequence[EventRecord], end_s: float,
+    nodes_at_first: Sequence[str], notes: list[str],
+) -> tuple[Presence, ...]:  # fmt: skip
     """Nodes that are alive. When one came is in no record, but it came after all that was written before it."""
     keys = Keys(job_id)
     times = {(event.generation, event.what == "recovered"): event.time_s for event in events}
@@ -175,8 +178,8 @@ def _presences(
     for node in view.nodes:
         came = view.joined.get(node, 0)
         found.append(Presence(node, max((at_s for revision, at_s in written if revision < came), default=begin_s)))
-    if any(view.generation is not None and view.generation.slot_of(n.incarnation) is None for n in view.nodes.values()):
-        notes.append("When a spare came is in no record: it is drawn from the last event before it on.")
+    if any(presence.begin_s > begin_s for presence in found) or len(found) > len(nodes_at_first):
+        notes.append("When a node came as a spare is in no record: it is drawn from the last event before that on.")
     return tuple(found)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from swift_agent.agent.journal.format import FORMAT, NUM_VIEWS_KEPT, changed_view
 from swift_agent.agent.journal.replay import JournalError
+from swift_agent.agent.lifecycle import strategy
 from swift_agent.agent.lifecycle.timeline import PHASES, Timeline, merge_phases
 from swift_agent.ctl.reports.explain import read_plan
-from swift_agent.ctl.reports.jobs import state_of
 from swift_agent.ctl.timeline.assemble import Chapter, Known, Presence
 from swift_agent.ctl.timeline.model import Loss, Point
 from swift_rendezvous.codec import RecordError
@@ -38,6 +38,7 @@ class Seen:
     resumed_s: float | None = None
     iteration: int | None = None
     phases_s: dict[str, float] = field(default_factory=dict)
+    predicted_s: float | None = None
 
 
 @dataclass
@@ -149,7 +150,8 @@ class _Fold:
         if view.resumed and seen.resumed_s == at_s:
             seen.iteration = max(record.iteration for record in view.resumed.values())
         if phases is not None:
-            seen.phases_s = phases
+            predicted = strategy.predicted(view)
+            seen.phases_s, seen.predicted_s = phases, None if predicted is None else predicted.seconds
 
     def _nodes(self, before: View, view: View, at_s: float) -> None:
         if before.nodes is view.nodes:
@@ -206,8 +208,10 @@ def read(journals: Sequence[Journal]) -> Known:
     is_failing = result is None and bool(last.view.failures) and last.failing_s is not None
     names = ", ".join(sorted({journal.node for journal in journals}))
     known = last.view.profile
+    trains = bool(chapters) and (chapters[-1].number == 1 or chapters[-1].resumed_s is not None) and not is_failing
+    state = "training" if trains else "recovering" if chapters else "starting"
     return Known(
-        ids[0], f"{_count(len(journals), 'journal')} of {names}", result.state if result else state_of(last.view),
+        ids[0], f"{_count(len(journals), 'journal')} of {names}", result.state if result else state,
         end_s, chapters, _presences(journals), points, result.why if result else "",
         last.failing_s if is_failing else None,
         tuple(_loss(one, last.view.generation, {}) for one in last.lost_now.values()) if is_failing else (),
@@ -243,7 +247,7 @@ def _chapter(number: int, told: Sequence[Seen], former: GenerationRecord | None)
         tuple(_loss(losses[slot], record, moved) for slot in sorted(losses)),
         failed_s if number > 1 else None, resumed_s if number > 1 else None,
         max((seen.iteration for seen in told if seen.iteration is not None), default=None), phases_s, plan,
-        planned.plan_why if planned is not None else "",
+        planned.plan_why if planned is not None else "", whole.predicted_s if whole is not None else None,
     )  # fmt: skip
 
 
@@ -308,6 +312,8 @@ def _presences(journals: Sequence[Journal]) -> tuple[Presence, ...]:
 
 def _notes(journals: Sequence[Journal], chapters: Sequence[Chapter], points: Sequence[Point]) -> tuple[str, ...]:
     notes = []
+    if len(chapters) > 1:
+        notes.append("A loss is drawn from when an agent noticed it; it may have been a moment earlier.")
     for journal in journals:
         if journal.cut_at is not None:
             notes.append(

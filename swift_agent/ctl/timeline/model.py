@@ -227,8 +227,9 @@ def steps_of(
     points: Sequence[Point], stalls: Sequence[tuple[float, float]], shortest_s: float = 0.0
 ) -> tuple[Step, ...]:
     """*points*, oldest first, joined until they are *shortest_s* apart; but not over the begin or the end of one of the
-    *stalls*, at which there are points."""
+    *stalls*, at which there are points. In these the speed is 0: what is made there is made again, or waited for."""
     edges = {at_s for stall in stalls for at_s in stall}
+    begins = {begin_s for begin_s, _ in stalls}
     found, first = list[Step](), points[0] if points else None
     for before, point in itertools.pairwise(points):
         assert first is not None
@@ -238,8 +239,8 @@ def steps_of(
         if point.at_s - first.at_s < max(shortest_s, 1e-6) and point.at_s not in edges:
             continue
         if point.at_s > first.at_s:
-            per_s = (point.iteration - first.iteration) / (point.at_s - first.at_s)
-            found.append(Step(first.at_s, point.at_s, per_s))
+            made = 0 if first.at_s in begins else point.iteration - first.iteration
+            found.append(Step(first.at_s, point.at_s, made / (point.at_s - first.at_s)))
         first = point
     return tuple(found)
 

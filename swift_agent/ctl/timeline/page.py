@@ -72,7 +72,7 @@ def _tiles(timeline: Timeline, gpu_hour_cost: float | None) -> Markup:
     beside = "not known how long for repeated iterations" if repeated is None else (
         f"and {duration(repeated)} for repeated iterations" if repeated else "no iterations repeated")  # fmt: skip
     tiles: list[tuple[str, str, str]] = [
-        ("Goodput", percent(timeline.goodput), "time in which the job neither stood still nor repeated iterations"),
+        ("Goodput", percent(timeline.goodput), "of its time, without standstills and repeated iterations"),
         ("Stood still", duration(timeline.stalled_s), beside),
         ("Cost", rank_time(timeline.cost_rank_s), price and f"{price} in money, a GPU for each rank"),
         ("Incidents", str(len(timeline.incidents)), "" if mean_s is None else f"{duration(mean_s)} each on average"),
@@ -165,7 +165,7 @@ def _facts(incident: Incident, timeline: Timeline, gpu_hour_cost: float | None) 
 
 
 def _around(incident: Incident, timeline: Timeline) -> Markup:
-    heading = tag("h4", "Iterations per unit of time around it, time from when it was noticed")
+    heading = tag("h4", "Speed before and after; 0 is when the loss was noticed")
     pictures = [around(incident, timeline, width) for width in (WIDE, NARROW)]
     if not any(pictures):
         return join(heading, tag("p", "Not known: there are no times of iterations around it.", class_="soft"))
@@ -226,8 +226,9 @@ def _strategy(timeline: Timeline) -> Markup | None:
 
 
 def _unknown(timeline: Timeline) -> Markup:
-    notes = timeline.notes or ("Of what this page shows nothing is missing.",)
-    lines = [tag("li", note) for note in notes]
+    lines = [tag("li", note) for note in timeline.notes]
+    if timeline.points:
+        lines.append(tag("li", "Speeds are means between marks of rank 0, a quarter of a second apart at least."))
     return tag("section", tag("h2", "What this page does not know"),
                tag("div", tag("ul", *lines, class_="plain"), class_="card"))  # fmt: skip
 

@@ -42,7 +42,7 @@ p { margin: 4px 0; overflow-wrap: anywhere; }
   padding: 0; }
 .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .tiles dt { font-size: 13px; color: var(--soft); }
-.tiles dd { margin: 0; font-size: 21px; font-weight: 600; line-height: 1.3; }
+.tiles dd { margin: 0; font-size: 18px; font-weight: 600; line-height: 1.3; }
 .tiles dd small { display: block; font-size: 12.5px; font-weight: 400; color: var(--soft); line-height: 1.4; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px;
   margin: 0 0 16px; }
@@ -79,14 +79,16 @@ text.failed { fill: var(--bad); } text.resumed { fill: var(--good); }
   border-radius: 12px;
   font-size: 13px; font-weight: 600; padding: 0 7px; }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: 3px 16px; margin: 12px 0; }
+.facts dd p { margin: 0; }
 .facts dt { color: var(--soft); } .facts dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th { text-align: left; font-weight: 600; font-size: 13px; color: var(--soft); }
 th, td { padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td { white-space: nowrap; } td.wide, td.meaning { white-space: normal; }
 td.wide { overflow-wrap: anywhere; min-width: 220px; }
 td.right, th.right { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.bar { width: 34%; padding-right: 0; vertical-align: middle; }
+td.bar { width: 34%; vertical-align: middle; }
 td.bar i { display: block; height: 10px; border-radius: 2px; background: var(--starts-ink); }
 .total td { border-bottom: 0; font-weight: 600; } .total i { background: var(--bad) !important; }
 ul.plain { padding-left: 20px; margin: 4px 0; } ul.plain li { overflow-wrap: anywhere; }

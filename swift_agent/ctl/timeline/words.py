@@ -91,7 +91,10 @@ def rank_time(rank_s: float) -> str:
 
 def money(rank_s: float, gpu_hour_cost: float | None) -> str:
     """What that would cost if each rank has a GPU; "" without a price."""
-    return "" if gpu_hour_cost is None else f"{rank_s / 3600 * gpu_hour_cost:,.2f}"
+    if gpu_hour_cost is None:
+        return ""
+    cost = rank_s / 3600 * gpu_hour_cost
+    return f"{cost:,.2f}" if cost >= 1 or cost == 0 else f"{cost:.2g}"
 
 
 def outcome(incident: Incident, timeline: Timeline) -> str:
