@@ -38,10 +38,10 @@ class Frame:
         return self.left + (inside - self.begin_s) / span_s * (self.right - self.left)
 
 
-def overview(timeline: Timeline, width: int) -> Markup:
-    """Nodes, ranks, incidents, and the speed below them."""
+def overview(timeline: Timeline, width: int, first_shown: int) -> Markup:
+    """Nodes, ranks, incidents, and the speed below them. *first_shown*: of the incidents that the page has more of."""
     is_narrow = width < 600
-    frame = Frame(timeline.begin_s, timeline.end_s, 8.0 if is_narrow else 172.0, width - 10.0)
+    frame = Frame(timeline.begin_s, timeline.end_s, 8.0 if is_narrow else 190.0, width - 10.0)
     parts, y = list[Content](), FLAGS
     for row in timeline.rows:
         if is_narrow:
@@ -53,7 +53,7 @@ def overview(timeline: Timeline, width: int) -> Markup:
     top = bottom + AXIS + 26
     parts.append(_speed(timeline, frame, top, (timeline.begin_s, timeline.end_s), (frame.right - frame.left) / 2.5))
     bands = [_band(incident, frame, FLAGS - 4, top + SPEED) for incident in timeline.incidents]
-    parts = [*bands, *parts, *_flags(timeline.incidents, frame)]
+    parts = [*bands, *parts, *_flags(timeline.incidents, frame, first_shown)]
     what = f"Nodes and ranks of job {timeline.job} over time, and the speed below. The tables of the page say the same."
     return _svg(width, top + SPEED + 8, what, *parts)
 
@@ -128,8 +128,12 @@ def _row(row: NodeRow, frame: Frame, y: float, is_narrow: bool) -> Markup:
         parts.append(tag("text", tag("tspan", name, class_="node"), f"  {held}", x=frame.left, y=y - 5))
     else:
         middle = y + height / 2 - 1
-        parts.append(tag("text", name, x=frame.left - 10, y=middle - 1, text_anchor="end", class_="node"))
-        parts.append(tag("text", held, x=frame.left - 10, y=middle + 12, text_anchor="end", class_="small"))
+        if len(row.lanes) > 1:
+            parts.append(tag("text", name, x=frame.left - 10, y=middle - 1, text_anchor="end", class_="node"))
+            parts.append(tag("text", held, x=frame.left - 10, y=middle + 12, text_anchor="end", class_="small"))
+        else:
+            text = join(tag("tspan", name, class_="node"), f"  {held}")
+            parts.append(tag("text", text, x=frame.left - 10, y=middle + 4, text_anchor="end", class_="small"))
     whole = frame.right - frame.left
     parts.append(tag("rect", x=frame.left, y=y, width=whole, height=height - LANE_GAP, class_="lane"))
     for piece in row.spare:
@@ -165,25 +169,37 @@ def _band(incident: Incident, frame: Frame, top: float, bottom: float) -> Markup
                height=bottom - top, class_="band")  # fmt: skip
 
 
-def _flags(incidents: Sequence[Incident], frame: Frame) -> list[Markup]:
+def _flag_text(group: Sequence[Incident]) -> str:
+    first, last = group[0].generation, group[-1].generation
+    return str(first) if first == last else f"{first}\u2013{last}"
+
+
+def _half_flag(text: str) -> float:
+    """Half of its width."""
+    return 9 + 3.7 * (len(text) - 1)
+
+
+def _flags(incidents: Sequence[Incident], frame: Frame, first_shown: int) -> list[Markup]:
     """A link to each incident; those that are too close to each other share one."""
     groups: list[list[Incident]] = []
     for incident in incidents:
-        if groups and frame.x(incident.failed_s) - frame.x(groups[-1][0].failed_s) < 30:
-            groups[-1].append(incident)
-        else:
-            groups.append([incident])
+        if groups:
+            apart = frame.x(incident.failed_s) - frame.x(groups[-1][0].failed_s)
+            if apart < _half_flag(_flag_text(groups[-1])) + 2 * _half_flag(str(incident.generation)) + 8:
+                groups[-1].append(incident)
+                continue
+        groups.append([incident])
     found = []
     for group in groups:
-        first, last = group[0].generation, group[-1].generation
-        text = str(first) if first == last else f"{first}\u2013{last}"
-        what = group[0].title if first == last else f"{len(group)} incidents"
-        half = 9 + 3.6 * (len(text) - 1)
+        text = _flag_text(group)
+        first = next((one.generation for one in group if one.generation >= first_shown), None)
+        what = group[0].title if len(group) == 1 else f"{len(group)} incidents"
+        half = _half_flag(text)
         x = min(max(frame.x(group[0].failed_s), half + 1), frame.right + 10 - half)
         shape = tag("rect", x=x - half, y=3, width=2 * half, height=18, rx=9)
         found.append(tag(
-            "a", tag("title", what), shape, tag("text", text, x=x, y=16.5, text_anchor="middle"),
-            href=f"#incident-{first}", class_="flag", aria_label=f"Incident {text}: {what}",
+            "a", tag("title", what), shape, tag("text", text, x=x, y=16.5, text_anchor="middle"), class_="flag",
+            href="#incidents" if first is None else f"#incident-{first}", aria_label=f"Incident {text}: {what}",
         ))  # fmt: skip
     return found
 

@@ -90,14 +90,17 @@ def _tiles(timeline: Timeline, gpu_hour_cost: float | None) -> Markup:
 
 def _picture(timeline: Timeline) -> Markup:
     hidden = timeline.num_hidden
-    more = f"{hidden} more nodes, to which nothing happened, are not drawn." if hidden else None
+    more = f"{hidden} more nodes are not drawn; those to which something happened come first." if hidden else None
+    shown = timeline.incidents[-MOST_INCIDENTS:]
+    first = shown[0].generation if shown else 0
     keys = None
     if timeline.incidents:
         text = " go from incident to incident; the numbers are those of the generations that followed."
         keys = tag("p", tag("kbd", "\u2190"), " ", tag("kbd", "\u2192"), text, class_="soft keys")
     return tag(
         "section", tag("h2", "Nodes and ranks over time"),
-        tag("div", legend(), overview(timeline, WIDE), overview(timeline, NARROW), tag("p", more) if more else None,
+        tag("div", legend(), overview(timeline, WIDE, first), overview(timeline, NARROW, first),
+            tag("p", more) if more else None,
             keys, class_="card"),
     )  # fmt: skip
 
@@ -109,14 +112,14 @@ def _incidents(timeline: Timeline, gpu_hour_cost: float | None) -> Markup:
     if not timeline.incidents:
         nothing = tag("p", "Nothing was lost, and nothing had to be changed.", class_="card")
         return tag("section", tag("h2", "Incidents", id="incidents"), nothing)
+    shown = timeline.incidents[-MOST_INCIDENTS:]
     rows = [
-        (tag("a", str(one.generation), href=f"#incident-{one.generation}"), time_of_day(one.failed_s), one.title,
-         duration(one.stalled_s), rank_time(one.cost_rank_s), "not known" if one.lost_iterations is None else
-         str(one.lost_iterations))
+        (tag("a", str(one.generation), href=f"#incident-{one.generation}") if one in shown else str(one.generation),
+         time_of_day(one.failed_s), one.title, duration(one.stalled_s), rank_time(one.cost_rank_s),
+         "not known" if one.lost_iterations is None else str(one.lost_iterations))
         for one in timeline.incidents
     ]  # fmt: skip
     heads = ("Generation", "Noticed at", "What", "Stood still", "Cost", "Iterations repeated")
-    shown = timeline.incidents[-MOST_INCIDENTS:]
     left_out = len(timeline.incidents) - len(shown)
     return tag(
         "section", tag("h2", "Incidents", id="incidents"),

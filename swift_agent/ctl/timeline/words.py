@@ -86,7 +86,8 @@ def rank_time(rank_s: float) -> str:
     """Seconds, or hours, of one rank each."""
     if rank_s < 3600:
         return f"{rank_s:.3g} rank seconds" if rank_s < 1000 else f"{rank_s:.0f} rank seconds"
-    return f"{rank_s / 3600:.3g} rank hours"
+    hours = rank_s / 3600
+    return f"{hours:.3g} rank hours" if hours < 1000 else f"{hours:,.0f} rank hours"
 
 
 def money(rank_s: float, gpu_hour_cost: float | None) -> str:
