@@ -60,7 +60,8 @@ native: venv
 	@$(PY) -m swift_agent.native build || echo "native forwarder not built; the pure Python one is used"
 
 demo: venv etcd
-	$(PY) examples/demo.py
+	@mkdir -p .cache
+	$(PY) examples/demo.py --html .cache/demo.html
 
 lint: venv
 	$(VENV)/bin/ruff check .

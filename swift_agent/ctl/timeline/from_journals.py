@@ -111,7 +111,9 @@ class _Fold:
         self._to_unix_s = float(header["time_s"]) - float(header["now_s"])
         journal.last_s = float(header["time_s"])
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: Any) -> None:
+        if not isinstance(line, dict):
+            raise RecordError("no JSON object")
         if "changes" in line:
             self._newest = line["view"]
             self._views[self._newest] = changed_view(self._views[self._newest - 1], line["changes"])

@@ -53,7 +53,7 @@ def test_the_speed_is_nothing_while_the_job_stands_and_as_usual_beside_that() ->
     at = {step.begin_s - T: step.per_s for step in timeline.steps(T + 90, T + 115)}
     assert at[100] == 0.0 and at[110.5] == pytest.approx(2.0)
     joined = timeline.steps(T, T + 300, 10.0)
-    assert len(joined) < 40 and [step for step in joined if step.begin_s == T + 200][0].end_s == T + 205
+    assert len(joined) < 40 and next(step for step in joined if step.begin_s == T + 200).end_s == T + 205
 
 
 def test_all_that_begin_with_an_older_state_lose_iterations() -> None:
