@@ -177,6 +177,9 @@ class _Fold:
                     self.journal.points += [
                         Point(float(when_s) + self._to_unix_s, int(number)) for number, when_s in began_s.items()
                     ]
+            case "WorkerFinished" if generation is not None and generation.slot_of(self.journal.incarnation) == 0:
+                if event["local_rank"] == 0 and isinstance(event["end"].get("iteration"), int):
+                    self.journal.points.append(Point(at_s, event["end"]["iteration"]))
             case "WorkerResumed":
                 self._resumed(event, at_s)
 

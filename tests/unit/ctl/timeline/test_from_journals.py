@@ -129,9 +129,11 @@ def test_a_journal_that_ends_in_a_recovery_or_with_the_job() -> None:
     timeline = assemble(known)
     assert timeline.state == "recovering" and timeline.incidents[0].title == "rank 2 on n1 lost"
     assert timeline.incidents[0].stalled_s == 2.0
+    agent.hears(59, msg.WorkerFinished(0, 7, 1, {"iteration": 40}))
     agent.sees(60, replace(records.view(revision=3), result=ResultRecord("failed", "enough")))
     known = read([agent.journal()])
     assert (known.state, known.why, known.failing_s) == ("failed", "enough", None)
+    assert known.points[-1].iteration == 40
 
 
 def test_a_line_that_is_cut_and_what_is_no_journal() -> None:
