@@ -101,7 +101,7 @@ def draw(
     # Two thirds for the nodes, the rest for what happened; each takes what the other does not need.
     rows, events = _node_rows(heard), _event_lines(heard)
     for_nodes = min(len(rows) + 2, room, max(4, room - min(len(events) + 2, max(3, room // 3))))
-    parts += _nodes(rows, for_nodes)
+    parts += _nodes(rows, for_nodes, width)
     parts += _events(events, room - for_nodes)
     return Group(*parts)
 
@@ -173,15 +173,17 @@ def _node_rows(heard: Heard) -> list[tuple[str, str, str, str, str]]:
     return sorted(rows, key=lambda row: URGENCY.get(row[4], 0))
 
 
-def _nodes(rows: list[tuple[str, str, str, str, str]], room: int) -> list[RenderableType]:
+def _nodes(rows: list[tuple[str, str, str, str, str]], room: int, width: int) -> list[RenderableType]:
     if not rows or room < 3:
         return []
     shown = rows if len(rows) + 2 <= room else rows[: max(1, room - 3)]
     made = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for name in ("SLOT", "NODE", "HOST", "RANKS", "STATE"):
-        made.add_column(name, no_wrap=True, overflow="ellipsis")
+    names = ("SLOT", "NODE", "HOST", "RANKS", "STATE")
+    wanted = [index for index, name in enumerate(names) if name != "HOST" or width >= 80]
+    for index in wanted:
+        made.add_column(names[index], no_wrap=True, overflow="ellipsis", min_width=4 if index == 0 else None)
     for row in shown:
-        made.add_row(*(Text(cell) for cell in row[:4]), Text(row[4], style=COLOURS.get(row[4], "")))
+        made.add_row(*(Text(row[index], style=COLOURS.get(row[index], "") if index == 4 else "") for index in wanted))
     more = [Text(f"... and {len(rows) - len(shown)} more nodes", style="dim")] if len(shown) < len(rows) else []
     return [made, *more, Text()]
 

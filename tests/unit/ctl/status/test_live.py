@@ -68,13 +68,14 @@ def test_a_recovery_that_is_under_way() -> None:
 @pytest.mark.parametrize(("width", "height"), [(120, 30), (60, 12), (40, 8), (200, 60), (20, 5)])
 def test_it_fits(width: int, height: int) -> None:
     slots = tuple(f"node-with-a-long-name-{index}" for index in range(100))
-    more = [(KEYS.event(number), EventRecord(number, "generation (replace)", "w" * 300, 1.0)) for number in range(2, 40)]
-    failing = (KEYS.failure(1, 1), replace(records.failure("node", 1), evidence="e" * 500))
+    events = [EventRecord(number, "generation (replace)", "w" * 300, 1.0) for number in range(2, 40)]
+    more = [(KEYS.event(event.generation), event) for event in events]
+    failing = (KEYS.failure(1, 1), replace(records.failure("node", 1, name=slots[1]), evidence="e" * 500))
     lines = shown(heard("gpt", entries(failing, *more, slots=slots), None, 50.0), width, height)
     assert len(lines) <= height and all(len(line) <= width for line in lines)
     if height >= 12:
         assert any("more nodes" in line for line in lines)
-        assert any(line.startswith("1 ") for line in lines), "what is in trouble comes first"
+        assert any(line.startswith("1 ") for line in lines), "\n".join(lines)  # what is in trouble comes first
 
 
 def test_a_terminal_without_unicode() -> None:
