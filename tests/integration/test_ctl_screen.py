@@ -38,12 +38,14 @@ def store(endpoint: str) -> Iterator[EtcdStore]:
         opened.delete_prefix("/swift/")
 
 
-def watch(endpoint: str, job: str = "gpt", columns: int = 120, rows: int = 30) -> Terminal:
+def watch(
+    endpoint: str, job: str = "gpt", columns: int = 120, rows: int = 30, encoding: str = "utf-8"
+) -> Terminal:
     environment = {**os.environ, "SWIFT_ETCD_ENDPOINTS": endpoint, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "swift_agent.ctl", "status", job, "--watch"]
-    return Terminal(command, environment, columns, rows)
+    return Terminal(command, environment, columns, rows, encoding)
 
 
 def begin(store: EtcdStore) -> None:
@@ -105,6 +107,15 @@ def test_it_fits_the_terminal_also_when_that_changes(endpoint: str, store: EtcdS
         terminal.wait_for(lambda frame: max(map(len, frame.splitlines())) > 110, "a larger picture")
         terminal.type(b"\x03")
         assert terminal.finish() == 0
+
+
+def test_a_terminal_that_has_ascii_only(endpoint: str, store: EtcdStore) -> None:
+    begin(store)
+    store.put(KEYS.event(2), encode(EventRecord(2, "generation (replace)", "\u00fc" * 300, 1000.0)))
+    with watch(endpoint, encoding="ascii") as terminal:
+        terminal.wait_for(lambda frame: "LAST EVENTS" in frame and "#" in frame, "the first picture")
+        terminal.type(b"\x03")
+        assert terminal.finish() == 0 and "Error" not in terminal.written
 
 
 def fits(frame: str, columns: int, rows: int) -> bool:

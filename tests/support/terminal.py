@@ -23,11 +23,13 @@ _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 class Terminal:
     """Runs *command* with a terminal of that size as its input, output and controlling terminal."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], columns: int, rows: int) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], columns: int, rows: int, encoding: str = "utf-8"
+    ) -> None:
         self._lead, follow = pty.openpty()
         self.resize(columns, rows)
         self.process = subprocess.Popen(
-            command, env={**environment, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}, stdin=follow,
+            command, env={**environment, "TERM": "xterm-256color", "PYTHONIOENCODING": encoding}, stdin=follow,
             stdout=follow, stderr=follow, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip

@@ -7,6 +7,7 @@ write into etcd.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import signal
 import sys
@@ -79,6 +80,8 @@ def _watch(store: KeyValueStore, config: EtcdConfig, job: str | None, as_json: b
 def _live(store: KeyValueStore, config: EtcdConfig, job: str, console: Console) -> None:
     """On a screen of its own; what was last seen stays behind on the usual one."""
     screen, last = Screen(), list[Any]()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may have letters that the terminal has not
 
     def show(entries: Entries) -> None:
         # Records that are gone leave the last picture.

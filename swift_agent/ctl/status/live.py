@@ -165,7 +165,8 @@ def _node_rows(heard: Heard) -> list[tuple[str, str, str, str, str]]:
     generation, rows = view.generation, list[tuple[str, str, str, str, str]]()
     for slot, owner in enumerate(generation.slots if generation is not None else ()):
         assert generation is not None
-        rows.append((str(slot), owner.node_id, owner.host, ranks(generation.ranks_of(slot)), states[owner.node_id]))
+        held = ranks(generation.ranks_of(slot)).replace("\u2013", "-")
+        rows.append((str(slot), owner.node_id, owner.host, held, states[owner.node_id]))
     placed = {row[1] for row in rows}
     for node_id, node in sorted(view.nodes.items()):
         if node_id not in placed:

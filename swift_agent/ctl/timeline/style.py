@@ -1,7 +1,7 @@
 """How the page looks, and its few keys. Pure text.
 
-Both colour schemes follow the reader's system. Nothing here is ever loaded from elsewhere, and the page can be read
-without its script.
+Both colour schemes follow the reader's system. Nothing here is loaded from elsewhere. Must never be needed to read
+the page: it can be read without its script.
 """
 
 from __future__ import annotations
