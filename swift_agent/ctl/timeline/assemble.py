@@ -74,6 +74,8 @@ class Known:
     presences: tuple[Presence, ...] = ()
     points: tuple[Point, ...] = ()
     why: str = ""
+    tracked: bool = True
+    """Its script calls `swift_agent.init()`: else nobody tells when all train again."""
     failing_s: float | None = None
     """Something is lost since then, and there is no generation yet that follows."""
     failing: tuple[Loss, ...] = ()
@@ -83,20 +85,15 @@ class Known:
 
 def assemble(known: Known) -> Timeline:
     """The whole."""
-    chapters, notes = known.chapters, list(known.notes)
+    chapters = known.chapters
     begin_s = chapters[0].begin_s if chapters else min((p.begin_s for p in known.presences), default=known.end_s)
     last = chapters[-1] if chapters else Chapter(0)
     incidents = _incidents(known)
     rows, num_hidden = _rows(known, incidents)
     points = _with_stalls(known.points, incidents)
-    if not known.points and chapters:
-        notes.append(
-            "When iterations began is in no record that was read: the speed is a mean between incidents, where it is "
-            "known at all."
-        )
     return Timeline(
         known.job, known.source, known.state, begin_s, max(begin_s, known.end_s), last.number, sum(last.workers),
-        rows, num_hidden, incidents, points, known.why, known.strategy, tuple(notes),
+        rows, num_hidden, incidents, points, known.why, known.strategy, known.notes,
     )  # fmt: skip
 
 
@@ -111,14 +108,16 @@ def _incidents(known: Known) -> tuple[Incident, ...]:
         after = known.chapters[index + 1] if index + 1 < len(known.chapters) else None
         # One that another failure cut goes over into the next.
         cut_s = known.end_s if after is None else after.begin_s if after.failed_s is None else after.failed_s
-        until_s = chapter.resumed_s if chapter.resumed_s is not None else max(cut_s, chapter.begin_s)
+        untold = chapter.resumed_s is None and not known.tracked
+        until_s = chapter.begin_s if untold else max(cut_s, chapter.begin_s)
+        until_s = until_s if chapter.resumed_s is None else chapter.resumed_s
         failed_s = chapter.begin_s if chapter.failed_s is None else chapter.failed_s
-        lost = None if chapter.resumed_s is None else _lost_iterations(chapter, failed_s, known.points)
+        lost = 0 if chapter.resumed_s is None else _lost_iterations(chapter, failed_s, known.points)
         found.append(Incident(
             chapter.number, chapter.mode, title_of(chapter), chapter.why, failed_s, chapter.begin_s, chapter.resumed_s,
             chapter.losses, tuple((slot, *pair) for slot, pair in sorted(chapter.moved.items())), chapter.phases_s,
-            chapter.plan, chapter.plan_why, chapter.iteration, lost if chapter.resumed_s is not None else 0,
-            chapter.predicted_s, sum(chapter.workers), until_s,
+            chapter.plan, chapter.plan_why, chapter.iteration, None if untold else lost,
+            chapter.predicted_s, sum(chapter.workers), until_s, untold,
         ))  # fmt: skip
     if known.failing_s is not None:
         last = known.chapters[-1] if known.chapters else Chapter(0)
@@ -295,7 +294,7 @@ def _resumed_s(chapter: Chapter, known: Known, end_s: float) -> float:
     if chapter.resumed_s is not None:
         return chapter.resumed_s
     if chapter.number != 1:
-        return end_s
+        return end_s if known.tracked else chapter.begin_s
     # Nobody says when a job trains for the first time; the first iteration does.
     first = next((point.at_s for point in known.points if point.at_s >= chapter.begin_s), None)
     return chapter.begin_s if first is None else min(first, end_s)

@@ -19,6 +19,11 @@ from swift_rendezvous.roster.records import EventRecord, GenerationRecord, RateR
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.kv import KeyValue
 
+NO_MARKS = (
+    "When iterations began is not known: rank 0's node has not told it yet, or the script does not call "
+    "swift_agent.init()."
+)
+
 
 def read(job_id: str, entries: Iterable[KeyValue], now_s: float) -> Known:
     """All that the keys of *job_id* say. *now_s*: Unix time."""
@@ -28,6 +33,8 @@ def read(job_id: str, entries: Iterable[KeyValue], now_s: float) -> Known:
     notes = [f"The record {name} {why}." for name, why in sorted(unread.items())]
     chapters = _with_rosters(_chapters(events), view.generation, notes)
     points = paces(job_id, listed)
+    if chapters and not points:
+        notes.append(NO_MARKS)
     if len(chapters) > 1:
         notes.append("A loss is drawn from when an agent noticed it; it may have been a moment earlier.")
     if chapters and chapters[0].number > 1:
@@ -44,7 +51,8 @@ def read(job_id: str, entries: Iterable[KeyValue], now_s: float) -> Known:
     return Known(
         job_id, "the records of the job in etcd", summary["state"], end_s, chapters, presences, points, summary["why"],
         # A loss has no time of its own until the recovery is told.
-        end_s if failing else None, failing, view.profile.lines if view.profile is not None else (), tuple(notes),
+        view.tracked, end_s if failing else None, failing,
+        view.profile.lines if view.profile is not None else (), tuple(notes),
     )  # fmt: skip
 
 

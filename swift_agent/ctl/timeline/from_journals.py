@@ -18,6 +18,7 @@ from swift_agent.agent.lifecycle import strategy
 from swift_agent.agent.lifecycle.timeline import PHASES, Timeline, merge_phases
 from swift_agent.ctl.reports.explain import read_plan
 from swift_agent.ctl.timeline.assemble import Chapter, Known, Presence
+from swift_agent.ctl.timeline.from_etcd import NO_MARKS
 from swift_agent.ctl.timeline.model import Loss, Point
 from swift_rendezvous.codec import RecordError
 from swift_rendezvous.roster.records import FailureRecord, GenerationRecord, ResultRecord
@@ -213,11 +214,13 @@ def read(journals: Sequence[Journal]) -> Known:
     is_failing = result is None and bool(last.view.failures) and last.failing_s is not None
     names = ", ".join(sorted({journal.node for journal in journals}))
     known = last.view.profile
-    trains = bool(chapters) and (chapters[-1].number == 1 or chapters[-1].resumed_s is not None) and not is_failing
+    tracked = last.view.tracked
+    is_over = bool(chapters) and (chapters[-1].number == 1 or chapters[-1].resumed_s is not None or not tracked)
+    trains = is_over and not is_failing
     state = "training" if trains else "recovering" if chapters else "starting"
     return Known(
         ids[0], f"{_count(len(journals), 'journal')} of {names}", result.state if result else state,
-        end_s, chapters, _presences(journals), points, result.why if result else "",
+        end_s, chapters, _presences(journals), points, result.why if result else "", tracked,
         last.failing_s if is_failing else None,
         tuple(_loss(one, last.view.generation, {}) for one in last.lost_now.values()) if is_failing else (),
         known.lines if known is not None else (), notes,
@@ -324,11 +327,15 @@ def _notes(journals: Sequence[Journal], chapters: Sequence[Chapter], points: Seq
             notes.append(
                 f"The journal of {journal.node} ends in the middle of line {journal.cut_at}: it is read up to there."
             )
-    if not any(journal.points for journal in journals):
+    first = {seen.record.slots[0].incarnation for journal in journals for seen in journal.seen.values()}
+    unread = first - {journal.incarnation for journal in journals}
+    if unread and points:
         notes.append(
-            "No journal of the node of rank 0: the speed is what that node told the others every 5 s." if points else
-            "No journal of the node of rank 0: when iterations began is not known."
+            "Of a node of rank 0 there is no journal: while it had that place, the speed is what it told the others "
+            "every 5 s."
         )
+    elif first and not points:
+        notes.append(NO_MARKS)
     partial = [str(c.number) for c in chapters if c.number > 1 and c.phases_s and "total" not in c.phases_s]
     if partial:
         notes.append(

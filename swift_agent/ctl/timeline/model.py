@@ -105,6 +105,8 @@ class Incident:
     world_size: int = 0
     until_s: float = 0.0
     """When it was over, in whatever way."""
+    untold: bool = False
+    """Nobody says when all trained again: it was over at *until_s* at the earliest."""
 
     @property
     def stalled_s(self) -> float:

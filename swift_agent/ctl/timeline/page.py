@@ -17,10 +17,10 @@ from swift_agent.ctl.timeline.words import (
     PHASES,
     again,
     duration,
+    goodput,
     money,
     outcome,
     per_s,
-    percent,
     rank_time,
     ranks,
     time_of_day,
@@ -69,10 +69,10 @@ def _tiles(timeline: Timeline, gpu_hour_cost: float | None) -> Markup:
     mean_s = mean_recovery_s(timeline)
     price = money(timeline.cost_rank_s, gpu_hour_cost)
     repeated = timeline.repeated_s
-    beside = "not known how long for repeated iterations" if repeated is None else (
+    beside = "how long iterations were repeated is not known" if repeated is None else (
         f"and {duration(repeated)} for repeated iterations" if repeated else "no iterations repeated")  # fmt: skip
     tiles: list[tuple[str, str, str]] = [
-        ("Goodput", percent(timeline.goodput), "of its time, without standstills and repeated iterations"),
+        ("Goodput", goodput(timeline), "of its time, without standstills and repeated iterations"),
         ("Stood still", duration(timeline.stalled_s), beside),
         ("Cost", rank_time(timeline.cost_rank_s), price and f"{price} in money, a GPU for each rank"),
         ("Incidents", str(len(timeline.incidents)), "" if mean_s is None else f"{duration(mean_s)} each on average"),

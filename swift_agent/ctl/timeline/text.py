@@ -10,10 +10,10 @@ from swift_agent.ctl.timeline.model import Incident, Timeline, mean_recovery_s
 from swift_agent.ctl.timeline.words import (
     again,
     duration,
+    goodput,
     money,
     outcome,
     per_s,
-    percent,
     rank_time,
     time_of_day,
 )  # fmt: skip
@@ -27,7 +27,7 @@ def lines(timeline: Timeline, gpu_hour_cost: float | None = None) -> list[str]:
         f"job {timeline.job}: {timeline.state}, generation {timeline.generation}, {timeline.world_size} ranks",
         f"  time         {time_of_day(timeline.begin_s)} to {time_of_day(timeline.end_s)}, "
         f"{duration(timeline.elapsed_s)}",
-        f"  goodput      {percent(timeline.goodput)}; stood still for {duration(timeline.stalled_s)}, "
+        f"  goodput      {goodput(timeline)}; stood still for {duration(timeline.stalled_s)}, "
         f"{rank_time(timeline.cost_rank_s)}" + (f", {price} in money" if price else ""),
         f"  speed        {per_s(timeline.usual_per_s)} (median)"
         + ("" if timeline.iteration is None else f", at iteration {timeline.iteration}"),
@@ -35,7 +35,7 @@ def lines(timeline: Timeline, gpu_hour_cost: float | None = None) -> list[str]:
     ]
     for incident in timeline.incidents:
         found += _incident(incident, timeline, gpu_hour_cost)
-    found += [f"not known: {note}" for note in timeline.notes]
+    found += [f"note: {note}" for note in timeline.notes]
     return found
 
 

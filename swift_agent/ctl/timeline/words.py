@@ -68,6 +68,12 @@ def percent(part: float | None) -> str:
     return "more than 99.999 %"
 
 
+def goodput(timeline: Timeline) -> str:
+    """In percent; at most that where not all of what it lost is known."""
+    bound = "at most " if timeline.repeated_s is None and timeline.goodput is not None else ""
+    return bound + percent(timeline.goodput)
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0-3, 8` with dashes."""
     if not numbers:
@@ -103,6 +109,8 @@ def outcome(incident: Incident, timeline: Timeline) -> str:
     if incident.resumed_s is not None:
         at = "" if incident.iteration is None else f" with iteration {incident.iteration}"
         return f"all trained again after {duration(incident.stalled_s)}, going on{at}"
+    if incident.untold:
+        return "when all trained again is not known: the script does not call swift_agent.init()"
     if incident is timeline.incidents[-1]:
         if timeline.state in ("succeeded", "failed", "stopped"):
             return "the job ended before all trained again"
@@ -114,6 +122,8 @@ def again(incident: Incident) -> str:
     """What was made once more."""
     if incident.lost_iterations is None:
         return "how many iterations were made again is not known"
+    if incident.lost_iterations == 0 and incident.plan is not None and incident.plan.handovers:
+        return "no iteration was made again"
     if incident.lost_iterations == 0:
         return "no iteration was made again but the one that was interrupted"
     plural = "iterations were" if incident.lost_iterations > 1 else "iteration was"

@@ -115,7 +115,8 @@ def test_records_of_another_version_and_what_is_missing() -> None:
     past.store.put(KEYS.event(6), b'{"v": 999}')
     known = past.read(10)
     assert known.chapters[0].nodes == ("n0", "n1")
-    assert [note for note in known.notes if "cannot be read" in note or "before 5" in note] == list(known.notes)
+    told = ("cannot be read", "before 5", "swift_agent.init()")
+    assert len(known.notes) == 3 and all(any(part in note for note in known.notes) for part in told)
     odd = {"moved": {"x": 1, "0": ["a"], "1": ["a", "b"]}, "lost": {"0": 3, "1": {"local_ranks": "x"}, "y": {}}}
     past.store.put(KEYS.event(5), encode(EventRecord(5, "generation (replace)", "w", T, odd)))
     chapter = past.read(10).chapters[0]

@@ -101,7 +101,7 @@ def test_the_speed_is_known_where_rank_0_is() -> None:
     assert [(point.at_s - T, point.iteration) for point in own.points] == marks
     other = read([story(coordinates=False, node="n1").journal()])
     assert [(point.at_s - T, point.iteration) for point in other.points] == marks[3:]
-    assert any("No journal of the node of rank 0: the speed is what" in note for note in other.notes)
+    assert any("Of a node of rank 0 there is no journal" in note for note in other.notes)
     together = read([story(coordinates=False, node="n1").journal(), story(coordinates=True).journal()])
     assert together.points == own.points and not any("rank 0" in note for note in together.notes)
     assert "total" in together.chapters[1].phases_s and together.source == "2 journals of n0, n1"
@@ -128,7 +128,7 @@ def test_a_journal_that_ends_in_a_recovery_or_with_the_job() -> None:
     known = read([agent.journal()])
     timeline = assemble(known)
     assert timeline.state == "recovering" and timeline.incidents[0].title == "rank 2 on n1 lost"
-    assert timeline.incidents[0].stalled_s == 2.0
+    assert timeline.incidents[0].stalled_s == 2.0 and any("swift_agent.init()" in note for note in known.notes)
     agent.hears(59, msg.WorkerFinished(0, 7, 1, {"iteration": 40}))
     agent.sees(60, replace(records.view(revision=3), result=ResultRecord("failed", "enough")))
     known = read([agent.journal()])

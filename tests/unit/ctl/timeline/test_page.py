@@ -15,6 +15,7 @@ from swift_agent.ctl.timeline.figures import nice
 from swift_agent.ctl.timeline.markup import Markup, escaped, tag
 from swift_agent.ctl.timeline.model import Loss
 from swift_agent.ctl.timeline.page import MOST_INCIDENTS, POLICY, page
+from swift_agent.ctl.timeline.style import STYLE
 from swift_agent.ctl.timeline.text import lines
 from tests.support.timelines import T, known
 
@@ -143,7 +144,32 @@ def test_scales() -> None:
 def test_the_text_says_the_same() -> None:
     said = "\n".join(lines(assemble(known(state="succeeded")), 36.0))
     for part in ("job gpt: succeeded, generation 3, 4 ranks", "goodput      97.7 %", "generation 3: node a lost",
-                 "strategy: state of a replica", "agree 500 ms", "not known: Nothing else.", "cost: 8 rank seconds"):
+                 "strategy: state of a replica", "agree 500 ms", "note: Nothing else.", "cost: 8 rank seconds"):
         assert part in said, said
     open_end = "\n".join(lines(assemble(known(failing_s=T + 290, failing=(Loss(1, "b", "node", (), "silent"),)))))
     assert "not over yet, after 10.0 s" in open_end
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_can_be_read_in_both_colour_schemes() -> None:
+    """WCAG 2.2: 4.5 for text, 3 for what is not text."""
+    schemes = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = dict(re.findall(r"--([\w-]+): (#\w{6})", scheme))
+        for ground in ("page", "card"):
+            for ink in ("ink", "soft", "bad", "good", "trains"):
+                assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground, colours[ink])
+            assert contrast(colours["focus"], colours[ground]) >= 3
+        assert contrast(colours["waits-ink"], colours["waits"]) >= 2.5  # what is hatched is told by its shape, too
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
