@@ -68,7 +68,8 @@ def around(incident: Incident, timeline: Timeline, width: int) -> Markup:
         return Markup()
     axis = _axis(frame, top + SPEED, begins_at_zero=False, zero_s=incident.failed_s)
     lines: list[Content] = [_band(incident, frame, top, top + SPEED)]
-    lines.append(_mark(frame, incident.failed_s, top, "noticed", "failed", anchor="end"))
+    begin = "noticed" if incident.losses else "begins"
+    lines.append(_mark(frame, incident.failed_s, top, begin, "failed", anchor="end"))
     if incident.resumed_s is not None:
         lines.append(_mark(frame, incident.resumed_s, top, "all train", "resumed", anchor="start"))
     what = f"Speed around incident {incident.generation}: {incident.title}"

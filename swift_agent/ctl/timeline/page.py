@@ -119,7 +119,7 @@ def _incidents(timeline: Timeline, gpu_hour_cost: float | None) -> Markup:
          "not known" if one.lost_iterations is None else str(one.lost_iterations))
         for one in timeline.incidents
     ]  # fmt: skip
-    heads = ("Generation", "Noticed at", "What", "Stood still", "Cost", "Iterations repeated")
+    heads = ("Generation", "Begins at", "What", "Stood still", "Cost", "Iterations repeated")
     left_out = len(timeline.incidents) - len(shown)
     return tag(
         "section", tag("h2", "Incidents", id="incidents"),
@@ -155,7 +155,7 @@ def _facts(incident: Incident, timeline: Timeline, gpu_hour_cost: float | None) 
     if incident.predicted_s is not None:
         predicted = f"{duration(incident.predicted_s)} had been predicted"
     told: list[tuple[str, Sequence[Content]]] = [
-        ("Noticed at", [time_of_day(incident.failed_s, 3)]),
+        ("Noticed at" if incident.losses else "Begins at", [time_of_day(incident.failed_s, 3)]),
         ("Evidence", [tag("p", one) for one in evidence[:8]] or [incident.why]),
         ("Places", [tag("p", one) for one in places[:16]]),
         ("Outcome", [outcome(incident, timeline), f"; {predicted}" if predicted else ""]),
@@ -168,7 +168,7 @@ def _facts(incident: Incident, timeline: Timeline, gpu_hour_cost: float | None) 
 
 
 def _around(incident: Incident, timeline: Timeline) -> Markup:
-    heading = tag("h4", "Speed before and after; 0 is when the loss was noticed")
+    heading = tag("h4", "Speed before and after; 0 is its begin")
     pictures = [around(incident, timeline, width) for width in (WIDE, NARROW)]
     if not any(pictures):
         return join(heading, tag("p", "Not known: there are no times of iterations around it.", class_="soft"))
