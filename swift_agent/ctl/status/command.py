@@ -85,9 +85,13 @@ def _live(store: KeyValueStore, config: EtcdConfig, job: str, console: Console) 
 
     def show(entries: Entries) -> None:
         # Records that are gone leave the last picture.
-        if entries:
-            screen.heard = heard(job, entries.values(), screen.heard, time.monotonic())
-            last[:] = [screen.heard.summary]
+        if not entries:
+            return
+        before = screen.heard
+        screen.heard = heard(job, entries.values(), before, time.monotonic())
+        last[:] = [screen.heard.summary]
+        if before is None or screen.heard.phase != before.phase:
+            live.refresh()  # a phase may be over before the next picture is due
 
     live = Live(screen, console=console, screen=True, refresh_per_second=REFRESHES_PER_S, vertical_overflow="crop")
     try:
