@@ -14,10 +14,10 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs slurm prometheus native ready demo test test-all test-gpu soak lint bench tables experiments clean
+.PHONY: help venv etcd hdfs slurm prometheus chromium native ready demo test test-all test-gpu soak lint bench tables experiments clean
 
 help:
-	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
+	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run; a page shows it"
 	@echo "make test    lint, types, import rules, and tests of everything that this does, in about eleven minutes"
 	@echo "make test-all  the same with every test there is, in about half an hour"
 	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
@@ -52,6 +52,10 @@ etcd:
 hdfs: venv
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/fetch_hdfs.sh .cache/hdfs || echo "no HDFS server; its tests are skipped"
 
+# For the tests of a page, which say so if there is none.
+chromium:
+	@scripts/fetch_chromium.sh .cache/chromium || echo "no Chromium; its tests are skipped"
+
 slurm:
 	@scripts/fetch_slurm.sh .cache/slurm || echo "no Slurm; its tests are skipped"
 
@@ -63,7 +67,8 @@ native: venv
 	@$(PY) -m swift_agent.native build || echo "native forwarder not built; the pure Python one is used"
 
 demo: venv etcd
-	$(PY) examples/demo.py
+	@mkdir -p .cache
+	$(PY) examples/demo.py --html .cache/demo.html
 
 lint: venv
 	$(VENV)/bin/ruff check .
@@ -77,7 +82,7 @@ ready: venv
 test: ready
 	$(PY) -m pytest --numprocesses 2 -m "not full and not gpu"
 
-test-all: ready
+test-all: ready chromium
 	$(PY) -m pytest --numprocesses 2 -m "not long and not gpu"
 
 test-gpu: venv etcd native

@@ -4,7 +4,8 @@ Starts a private etcd and three agents as separate processes: two nodes of two w
 is a spare. One of the two is killed with SIGKILL, agent and workers, while its workers are inside an iteration. Then
 the same training runs undisturbed, and the two results are compared. Exits with 1 if anything is not as it should be.
 
-Everything runs on loopback, in a temporary directory; nothing is left, also after Ctrl-C.
+Everything runs on loopback, in a temporary directory; nothing is left, also after Ctrl-C, but a page that shows what
+happened (`--html`).
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Run:
         self._progress = directory / name
         self._progress.mkdir()
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.journals = directory / f"{name}.journals"
         self.num_epochs = 0
         self.accuracy = ""
         self.agents: dict[str, subprocess.Popen[str]] = {}
@@ -93,6 +95,7 @@ class Run:
         command = [
             sys.executable, "-m", "swift_agent.run", "--nnodes", "2", "--nproc-per-node", str(NUM_WORKERS),
             "--spares", str(num_spares), "--rdzv-endpoint", endpoint, "--rdzv-id", self.job_id,
+            "--journal", str(self.journals),
         ]  # fmt: skip
         script = [str(HERE / "digits.py"), "--epochs", str(epochs), "--progress", str(self._progress),
                   "--out", str(self.weights)]
@@ -102,6 +105,7 @@ class Run:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                "TMPDIR": str(directory), "SWIFT_JOB_SECRET": secrets.token_hex(16)}
         env.pop("SWIFT_JOB_SECRET_FILE", None)
+        self.environment = env
         for node in nodes:
             # A session of its own: Ctrl-C reaches only the demo, which then ends its agents.
             self.agents[node] = subprocess.Popen(
@@ -296,6 +300,15 @@ def show_timeline(
     console.print("Phases are the slowest worker's, and some overlap: start and set-up run beside what survivors do.\n")
 
 
+def write_page(run: Run, path: Path) -> None:
+    """What its agents have written down, as a page to look at."""
+    command = [sys.executable, "-m", "swift_agent.ctl", "timeline", "--journal", str(run.journals), "--html", str(path)]
+    written = subprocess.run(command, env=run.environment, capture_output=True, text=True)
+    if written.returncode != 0:
+        raise Failed(f"no page was written: {written.stderr.strip()}")
+    console.print(f"A page that shows the failure and the recovery: {path.resolve().as_uri()}")
+
+
 def compare(first: Path, second: Path) -> bool:
     """Whether two files hold the same tensors, bit for bit."""
     one, two = (torch.load(path, weights_only=True) for path in (first, second))
@@ -322,7 +335,7 @@ def stopping(run: Run) -> Iterator[Run]:
         run.stop()
 
 
-def demo(epochs: int) -> None:
+def demo(epochs: int, page: Path) -> None:
     began_s = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="swift-demo-") as name,
@@ -340,16 +353,18 @@ def demo(epochs: int) -> None:
         check("the final weights are identical bit for bit", compare(first.weights, second.weights))
         check("so is the test accuracy", first.accuracy == second.accuracy != "")
         check("nothing of the jobs is left in etcd", entries(etcd.config, "/swift/") == [])
+        write_page(first, page)
     console.print(f"The demo took {time.monotonic() - began_s:.0f} s.")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill a node of a running job and see it recover.")
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--html", type=Path, default=Path("demo.html"), help="where the page is written that shows it")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        demo(args.epochs)
+        demo(args.epochs, args.html)
     except Failed as error:
         console.print(f"[bold red]demo failed:[/] {escape(str(error))}")
         return 1

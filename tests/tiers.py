@@ -197,6 +197,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "integration/test_ctl.py": ALL,
     "integration/test_ctl_commands.py": ALL,
+    "integration/test_ctl_screen.py": (
+        "test_it_follows_the_job_and_ends_with_it",
+        "test_it_leaves_the_terminal_as_it_was[Ctrl-C]",
+    ),
     "integration/test_etcd_client.py": (
         "test_the_leader_of_three_is_killed",
         "test_tls_with_client_certificates_and_login",
@@ -310,6 +314,7 @@ NO_JOBS = (
             "bad_input",
             "ctl",
             "ctl_commands",
+            "ctl_screen",
             "etcd_client",
             "etcd_members",
             "hdfs",
@@ -317,6 +322,7 @@ NO_JOBS = (
             "native",
             "private_etcd",
             "s3",
+            "timeline_page",
             "torch_plugin",
             "torchrun_launcher",
             "torchrun_parity",

@@ -18,9 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_agent.agent import transactions
-from swift_agent.agent.lifecycle import commands, helping, strategy, timeline
+from swift_agent.agent.lifecycle import commands, helping, rate, strategy, timeline
 from swift_agent.agent.lifecycle.machine import EVIDENCE_S
-from swift_agent.agent.lifecycle.rate import TELL_S
 from swift_agent.agent.lifecycle.state import AgentState
 from swift_agent.agent.patience import probe
 from swift_agent.agent.presence import Presence
@@ -64,6 +63,7 @@ class Executor:
         self._profiled_in = 0  # the generation in which this agent has written the profile
         self._refined: tuple[int, ProfileRecord] | None = None  # the same, of what was measured since, and that
         self._known_profile: ProfileRecord | None = None
+        self._began_in, self._began_s = 0, dict[int, float]()  # a generation; when iterations began in it, Unix time
 
     def execute(self, command: commands.Command, at_s: float) -> None:
         """*at_s*: when the event came that *command* follows from, monotonic."""
@@ -102,7 +102,8 @@ class Executor:
                 self._channels.send(local_ranks, wire.LogGroup(ranks))
             case commands.AskIteration(local_ranks):
                 self._channels.send(local_ranks, wire.Where())
-            case commands.TellRate(generation, iteration, per_s):
+            case commands.TellRate(generation, iteration, per_s, began_s):
+                self._mark(generation, began_s)
                 self._write_rate(RateRecord(iteration, per_s, generation, time.time()))
             case commands.SendRelease(local_ranks):
                 self._channels.send(local_ranks, wire.Release())
@@ -277,11 +278,19 @@ class Executor:
     def flush(self) -> None:
         self._writer.flush(LEAVE_TIMEOUT_S)
 
+    def _mark(self, generation: int, began_s: Mapping[int, float]) -> None:
+        known = self._began_s if generation == self._began_in else {}
+        to_unix_s = time.time() - time.monotonic()
+        more = {iteration: round(at_s + to_unix_s, 3) for iteration, at_s in began_s.items()}
+        self._began_in, self._began_s = generation, rate.thinned({**known, **more})
+
     def _write_rate(self, record: RateRecord) -> None:
         presence = self._presence()
-        late_s = time.monotonic() + TELL_S
-        rate = transactions.rate(self._keys, self._state().view, presence.me, record, presence.lease_id)
-        self._writer.submit(Write(rate.what, rate.guards, rate.ops, lambda: time.monotonic() < late_s))
+        late_s = time.monotonic() + rate.TELL_S
+        told = transactions.rate(
+            self._keys, self._state().view, presence.me, record, self._began_s, presence.lease_id
+        )
+        self._writer.submit(Write(told.what, told.guards, told.ops, lambda: time.monotonic() < late_s))
 
     def _write(self, transaction: transactions.Transaction, at_s: float = 0.0) -> None:
         """Have it written; it is dropped once the generation is over.

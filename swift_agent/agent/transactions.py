@@ -9,7 +9,7 @@ This module must never make a transaction without a guard, nor touch the store: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swift_agent.agent.lifecycle import commands
 from swift_rendezvous.codec import encode
@@ -113,9 +113,12 @@ def hosted_store(keys: Keys, view: View, me: NodeRecord, generation: int, store:
     return Transaction("store", fence(keys, view, me), [Put(keys.store(generation), encode(store))])
 
 
-def rate(keys: Keys, view: View, me: NodeRecord, record: RateRecord, lease_id: int) -> Transaction:
-    """How fast the job trains; gone with this node."""
-    return Transaction("rate", fence(keys, view, me), [Put(keys.rate, encode(record), lease_id=lease_id)])
+def rate(
+    keys: Keys, view: View, me: NodeRecord, record: RateRecord, began_s: Mapping[int, float], lease_id: int
+) -> Transaction:
+    """How fast the job trains, gone with this node; and when its iterations began, for the history."""
+    pace = Put(keys.pace(record.generation), encode(replace(record, began_s=dict(began_s))))
+    return Transaction("rate", fence(keys, view, me), [Put(keys.rate, encode(record), lease_id=lease_id), pace])
 
 
 def profiled(keys: Keys, view: View, me: NodeRecord, record: ProfileRecord) -> Transaction:

@@ -213,8 +213,8 @@ class WorkerChannels:
                 self._on_event(msg.WorkerParked(local_rank, pid, generation))
             case wire.Kept(iteration, sections):
                 self._on_event(msg.WorkerKept(local_rank, pid, iteration, sections))
-            case wire.At(iteration):
-                self._on_event(msg.WorkerAt(local_rank, pid, iteration))
+            case wire.At(iteration, began_s):
+                self._on_event(msg.WorkerAt(local_rank, pid, iteration, began_s))
             case wire.Unfit(why, hopeless):
                 self._on_event(msg.WorkerUnfit(local_rank, pid, why, hopeless))
             case wire.Suspect(why):

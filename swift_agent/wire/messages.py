@@ -182,9 +182,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class At:
-    """The answer to `Where`."""
+    """The answer to `Where`. *began_s*: by iteration, on the clock of this machine (monotonic), when some of those
+    since the last answer began."""
 
     iteration: int
+    began_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ def short_tmp_path() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(180)
-def test_demo_shows_a_recovery_and_equal_results(short_tmp_path: Path) -> None:
-    with start(short_tmp_path, "--epochs", "8") as demo:
+def test_demo_shows_a_recovery_and_equal_results(short_tmp_path: Path, tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    with start(short_tmp_path, "--epochs", "8", "--html", str(page)) as demo:
         output, _ = demo.communicate(timeout=170)
     assert demo.returncode == 0, output
     story = r"== (node-.) \(agent and ranks \[2, 3\]\) was killed .* in the middle of iteration (\d+)"
@@ -59,6 +60,8 @@ def test_demo_shows_a_recovery_and_equal_results(short_tmp_path: Path) -> None:
     assert accuracies and accuracies[1] == accuracies[2] and float(accuracies[1]) > 90
     assert "ok  the final weights are identical bit for bit" in output
     assert "NOT TRUE" not in output
+    shown = page.read_text()
+    assert page.as_uri() in output and f"node {killed[1]} lost" in shown and "class=\"speed\"" in shown
     assert left_in(short_tmp_path) == []
 
 

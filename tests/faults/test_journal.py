@@ -27,6 +27,22 @@ def replayed(path: Path) -> dict[str, Any]:
     return found
 
 
+def assert_is_told(journals: Path, page: Path) -> None:
+    """`swiftctl timeline` knows both losses, their phases and the speed around them."""
+    arguments = ["timeline", "--journal", str(journals), "--html", str(page), "--json"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["state"] == "succeeded" and [one["generation"] for one in told["incidents"]] == [2, 3], told
+    worker, node = told["incidents"]
+    assert worker["losses"][0]["ranks"] == [3] and node["losses"][0]["kind"] == "node"
+    for one in (worker, node):
+        assert one["phases_ms"]["total"] > 0 and one["lost_iterations"] == 0 and one["way"] == "state of a replica", one
+        assert 0 < one["stalled_s"] < 60 and one["failed_s"] <= one["begin_s"] < one["resumed_s"], one
+    assert 0 < told["goodput"] < 1 and len(told["points"]) > 2, told
+    assert node["title"] in page.read_text() and SECRET not in page.read_text()
+
+
 def test_journals_of_a_job_with_kills_replay_as_the_same(
     tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
@@ -54,6 +70,7 @@ def test_journals_of_a_job_with_kills_replay_as_the_same(
     for one, path in zip(found, paths, strict=True):
         assert one["cut_at"] is None or one["node"] == killed
         assert path.stat().st_mode & 0o777 == 0o600
+    assert_is_told(journals, tmp_path / "page.html")
     written = "\n".join(path.read_text() for path in paths)
     key = JobKey.of_secret(SECRET.encode(), agents.job_id)
     nonces = set(re.findall(r'"nonce":"([0-9a-f]+)"', written))

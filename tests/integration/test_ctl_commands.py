@@ -118,6 +118,26 @@ def test_what_is_not_there(endpoint: str, store: EtcdStore) -> None:
     assert result.exit_code == 0 and "another version" in result.stderr and "generation 2" in result.stdout
 
 
+def test_timeline(endpoint: str, store: EtcdStore, tmp_path: Path) -> None:
+    enter(store, "gpt", "n0", "n2")
+    recover(store, "gpt")
+    said = swiftctl(endpoint, "timeline", "gpt", "--gpu-hour-cost", "3600").stdout
+    assert "job gpt: recovering, generation 2, 4 ranks" in said and "phases: agree 3 ms" in said and "in money" in said
+    page = tmp_path / "page.html"
+    result = swiftctl(endpoint, "timeline", "gpt", "--html", str(page))
+    assert result.exit_code == 0 and f"is in {page}" in result.stdout and "Job gpt" in page.read_text()
+    for args, code, why in (
+        (("timeline",), 2, "name a JOB"), (("timeline", "no"), 1, "no job 'no'"),
+        (("timeline", "gpt", "--html", str(tmp_path / "no" / "page.html")), 1, "cannot be written"),
+        (("timeline", "--journal", str(tmp_path)), 1, "there is no journal here"),
+        (("timeline", "--journal", str(page)), 1, "this is no journal"),
+    ):  # fmt: skip
+        result = swiftctl(endpoint, *args)
+        assert result.exit_code == code and why in result.stderr, result.output
+    assert swiftctl(None, "timeline", "gpt").exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]  # nothing half written is left
+
+
 def test_stop_waits_until_the_nodes_have_left(endpoint: str, store: EtcdStore) -> None:
     entries, keys = enter(store, "gpt", "n0", "n1"), Keys("gpt")
     seen = []
@@ -305,6 +325,11 @@ def test_on_a_real_job(endpoint: str, store: EtcdStore, tmp_path: Path) -> None:
         assert strategy.startswith("measured: ") and " for a lost worker, " in strategy
         known = json.loads(swiftctl(endpoint, "explain", "real", "--strategy", "--json").stdout)
         assert known["way"] == "replica" and len(known["profile"]["machines"]) == 2
+        wait_for(lambda: store.get(Keys("real").pace(2)), 30, "how fast it trains")
+        page = tmp_path / "page.html"
+        told = json.loads(swiftctl(endpoint, "timeline", "real", "--html", str(page), "--json").stdout)
+        assert [one["losses"][0]["ranks"] for one in told["incidents"]] == [[1]], told
+        assert told["iteration"] >= 4 and told["usual_per_s"] > 1 and "Job real" in page.read_text()
         stopped = swiftctl(endpoint, "stop", "real", "--why", "the test is over")
         assert stopped.exit_code == 0 and "all nodes have left" in stopped.stdout, stopped.output
         assert swiftctl(endpoint, "status", "real").exit_code == 1

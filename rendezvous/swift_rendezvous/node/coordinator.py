@@ -33,7 +33,7 @@ from swift_rendezvous.roster.decision import (
     Rules,
 )
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.losses import absent, believed_failures, losses, missing
+from swift_rendezvous.roster.losses import absent, believed_failures, changes_of, losses, missing
 from swift_rendezvous.roster.membership import decide, stage_of
 from swift_rendezvous.roster.mending import RemoveDamaged, RestoreGeneration, RestoreJob
 from swift_rendezvous.roster.records import (
@@ -242,7 +242,7 @@ class Coordinator:
                 # Workers that were released may have exited: from there on nothing is recovered.
                 guards.append(Compare.absent(keys.release(view.number)))
                 ops = [Put(keys.generation, encode(generation)), *self._sweep(generation.number - 1)]
-                ops.append(self._event(generation.number, f"generation ({generation.mode})", generation.why))
+                ops.append(self._event(generation, view))
                 for slot, owner in generation.handover.items():
                     if view.generation is None or slot not in view.generation.handover:
                         # Not if the order was taken back, or the spare has gone, meanwhile.
@@ -334,8 +334,10 @@ class Coordinator:
         single = [Delete(self._keys.of_generation(kind.name, number)) for kind in kinds.PER_GENERATION]
         old = number - NUM_EVENTS_KEPT
         # As a prefix: both entries of that generation.
-        old_events = [DeletePrefix(self._keys.event(old))] if old > 0 else []
-        return [*per_slot, *single, *old_events]
+        history: list[Op] = [DeletePrefix(self._keys.event(old)), Delete(self._keys.pace(old))] if old > 0 else []
+        return [*per_slot, *single, *history]
 
-    def _event(self, number: int, what: str, why: str) -> Op:
-        return Put(self._keys.event(number), encode(EventRecord(number, what, why, time.time())))
+    def _event(self, generation: GenerationRecord, view: View) -> Op:
+        number, what = generation.number, f"generation ({generation.mode})"
+        event = EventRecord(number, what, generation.why, time.time(), changes_of(view, generation))
+        return Put(self._keys.event(number), encode(event))

@@ -127,6 +127,14 @@ class Keys:
     def rate(self) -> str:
         return self.prefix + "rate"
 
+    def pace(self, generation: int) -> str:
+        """The history's entry for how fast it trained. Not among `events`: it is written every few seconds."""
+        return f"{self.paces}{generation:08d}"
+
+    @property
+    def paces(self) -> str:
+        return self.prefix + "~pace/"
+
     @property
     def profile(self) -> str:
         return self.prefix + "profile"

@@ -99,3 +99,5 @@ PER_SLOT = (
 )
 # Read by people; of them a view has the last numbers.
 HISTORY = "events"
+# The same, but a view has nothing of them.
+PACE = "~pace"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swift_rendezvous.roster import draining
 from swift_rendezvous.roster.accusations import bare_ranks, believed
@@ -28,6 +29,9 @@ MAX_NAMED = 5
 
 # Of the messages of all failed workers in the result, as JSON; etcd takes 1.5 MiB.
 MAX_MESSAGES = 1 << 19
+
+# Losses of one generation of which the history says more than that a slot has another owner.
+MAX_TOLD, MAX_EVIDENCE = 64, 300
 
 LEFT_OUT = "(its message is left out here: see the log of its node)"
 
@@ -218,3 +222,24 @@ def clipped(exits: tuple[WorkerExit, ...]) -> tuple[WorkerExit, ...]:
 
 def failed_ranks(generation: GenerationRecord, slot: int, failure: FailureRecord) -> list[int]:
     return [generation.first_rank(slot) + local_rank for local_rank in failure.local_ranks]
+
+
+def changes_of(view: View, generation: GenerationRecord) -> dict[str, Any]:
+    """What the history says of *generation*, which follows on that of *view*: only the newest roster is kept, and this
+    is how those before it are found. *moved*: slot -> its former owner, "" if there was none, and its new one.
+    """
+    before, moved = view.generation, dict[str, list[str]]()
+    for slot in range(max(len(generation.slots), len(before.slots)) if before is not None else 0):
+        old, new = _owner(before, slot), _owner(generation, slot)
+        if old is None or new is None or old.incarnation != new.incarnation:
+            moved[str(slot)] = [old.node_id if old else "", new.node_id if new else ""]
+    lost = {
+        str(slot): {"kind": failure.kind, "local_ranks": list(failure.local_ranks),
+                    "evidence": failure.evidence[:MAX_EVIDENCE]}
+        for slot, failure in sorted(view.failures.items())[:MAX_TOLD]
+    }  # fmt: skip
+    return {"slots": len(generation.slots), "world_size": generation.world_size, "moved": moved, "lost": lost}
+
+
+def _owner(generation: GenerationRecord | None, slot: int) -> Owner | None:
+    return generation.slots[slot] if generation is not None and slot < len(generation.slots) else None

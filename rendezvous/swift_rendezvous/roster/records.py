@@ -347,12 +347,14 @@ class TakenRecord(OfSlot):
 @dataclass(frozen=True)
 class RateRecord:
     """How fast the job trains, by rank 0's node; under its lease. *iteration*: the first that was not begun; *per_s*:
-    iterations per second, None where it was seen only once."""
+    iterations per second, None where it was seen only once. *began_s*: when some of those of this generation began, by
+    number (Unix time); only in the copy that stays, `Keys.pace`."""
 
     iteration: int
     per_s: float | None
     generation: int
     time_s: float
+    began_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -396,5 +398,3 @@ class EventRecord:
     why: str
     time_s: float
     details: dict[str, Any] = field(default_factory=dict)
-
-

@@ -7,7 +7,7 @@ journal writes them down, and a replay compares them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swift_rendezvous.roster.records import FailureRecord, FinishedRecord, ResultRecord
@@ -123,11 +123,13 @@ class AskIteration:
 
 @dataclass(frozen=True)
 class TellRate:
-    """Have the speed of the job written. *per_s*: iterations per second."""
+    """Have the speed of the job written. *per_s*: iterations per second; *began_s*: when some iterations began that
+    were not told yet, by number, monotonic."""
 
     generation: int
     iteration: int
     per_s: float | None
+    began_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ must never hold anything but plain values and records: a journal writes them dow
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swift_rendezvous.roster.records import WorkerExit
@@ -107,11 +107,12 @@ class WorkerKept:
 
 @dataclass(frozen=True)
 class WorkerAt:
-    """The answer to `AskIteration`: the first iteration that it has not begun."""
+    """The answer to `AskIteration`: the first iteration that it has not begun. *began_s*: when some before it began."""
 
     local_rank: int
     pid: int
     iteration: int
+    began_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ commands go out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from swift_agent.agent.lifecycle.commands import AskIteration, Command, TellRate
 from swift_agent.agent.lifecycle.events import Event, RateTick, WorkerAt
@@ -17,6 +18,8 @@ ASK_S = 2.5
 TELL_S = 5.0
 # How far back the mean goes.
 WINDOW_S = 30.0
+# What is kept of a generation, in etcd, of when its iterations began: some kilobytes, the begin and the end in full.
+MOST_MARKS = 160
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Meter:
     """The process whose answer is still to come, 0 if there is none."""
     told_s: float | None = None
     told_iteration: int = -1
+    untold: Mapping[int, float] = field(default_factory=dict)
+    """When iterations began, by number: seen since the last `TellRate`."""
 
     @property
     def iteration(self) -> int:
@@ -70,13 +75,23 @@ def watch(
 ) -> tuple[Meter, tuple[Command, ...]]:
     """What *event* means for the meter, and what has to be done. *pid*: of rank 0; *trains*: it can be asked."""
     match event:
-        case WorkerAt(0, sender, iteration) if sender == pid:
-            meter = replace(see(meter, iteration, now_s), asked_pid=0)
+        case WorkerAt(0, sender, iteration, began_s) if sender == pid:
+            meter = replace(see(meter, iteration, now_s), asked_pid=0, untold={**meter.untold, **began_s})
         case RateTick() if trains and meter.asked_pid != pid and ask_due(meter, now_s):
             return replace(meter, asked_s=now_s, asked_pid=pid), (AskIteration((0,)),)
         case _:
             return meter, ()
     if not tell_due(meter, now_s):
         return meter, ()
-    told = TellRate(generation, meter.iteration, meter.per_s)
-    return replace(meter, told_s=now_s, told_iteration=meter.iteration), (told,)
+    told = TellRate(generation, meter.iteration, meter.per_s, meter.untold)
+    return replace(meter, told_s=now_s, told_iteration=meter.iteration, untold={}), (told,)
+
+
+def thinned(began_s: Mapping[int, float], most: int = MOST_MARKS) -> dict[int, float]:
+    """*began_s*, by iteration, without every second one of the middle third until there are *most* at most: what
+    follows a failure, and what comes before the next, is looked at most closely."""
+    kept = sorted(began_s)
+    while len(kept) > most:
+        edge = len(kept) // 3
+        kept = kept[:edge] + kept[edge : len(kept) - edge : 2] + kept[len(kept) - edge :]
+    return {iteration: began_s[iteration] for iteration in kept}

@@ -92,7 +92,7 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
     damaged = {**{name: what.why for name, what in view.damaged.items()}, **unread}
     return {
         "job": job_id,
-        "state": _state(view),
+        "state": state_of(view),
         "generation": view.number,
         "mode": generation.mode if generation else None,
         "why": view.result.why if view.result else generation.why if generation else "",
@@ -140,7 +140,8 @@ def summarize_all(entries: Iterable[KeyValue]) -> list[dict[str, Any]]:
     return [summarize(job_id, of_job(job_id, listed)) for job_id in jobs_in(listed)]
 
 
-def _state(view: View) -> str:
+def state_of(view: View) -> str:
+    """What the job does, in a word: see `summarize`."""
     if view.result is not None:
         return view.result.state
     if "job" in view.damaged or "generation" in view.damaged:

@@ -34,6 +34,7 @@ from swift_agent.wire.standing import MyStanding
 from swift_agent.wire.vocabulary import written
 from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.line.go import Go
+from swift_agent.worker.line.pace import Pace
 from swift_agent.worker.line.standstill import Standstill
 from swift_rendezvous.threads import thread
 
@@ -80,6 +81,7 @@ class Supervisor(Fence):
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int
+        self.pace = Pace()
         self._thread = thread("swift-supervisor", self._read, _die)
 
     def start(
@@ -298,7 +300,7 @@ class Supervisor(Fence):
             case msg.Where():
                 with self.fence:
                     iteration = self._position()
-                self.send(msg.At(iteration))
+                self.send(msg.At(iteration, self.pace.take()))
             case msg.Refused(why):
                 with self.changing():
                     self._refused = (

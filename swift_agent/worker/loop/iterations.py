@@ -88,6 +88,7 @@ class Iterations:
                 self._standing.begins(number)
                 if self._injection is not None:
                     self._injection.begins(number)
+                supervisor.pace.begins(number)
                 place.inside = "iteration"
                 if supervisor.pausing:
                     supervisor.hold(number)

@@ -129,7 +129,7 @@ def test_a_recovery_is_told_beside_the_begin_of_its_generation() -> None:
 @pytest.mark.parametrize("make", [
     lambda seen: transactions.hosted_store(KEYS, seen, ME, 1, StoreRecord("h", 1)),
     lambda seen: transactions.preload(KEYS, seen, ME, ["numpy"]),
-    lambda seen: transactions.rate(KEYS, seen, ME, RateRecord(7, 2.5, 1, 12.0), 0),
+    lambda seen: transactions.rate(KEYS, seen, ME, RateRecord(7, 2.5, 1, 12.0), {6: 11.5}, 0),
     lambda seen: transactions.notice(KEYS, seen, ME, "SIGTERM", 20.0, 12.0),
 ])  # fmt: skip
 def test_what_is_no_command_is_fenced_as_well(make: Callable[[View], transactions.Transaction]) -> None:

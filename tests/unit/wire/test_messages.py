@@ -38,6 +38,7 @@ SAID_TO_AGENT: list[wire.ToAgent] = [
     wire.Parked(2),
     wire.Kept(9, 1),
     wire.At(9),
+    wire.At(9, {8: 1.25}),
     wire.Unfit("no log", hopeless=True),
     wire.Suspect("reset by peer"),
     wire.Again(2, "timed out"),

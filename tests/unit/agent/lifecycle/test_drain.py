@@ -341,7 +341,10 @@ def test_a_pause_ends_with_its_generation(line: Line) -> None:
 
 def test_the_listening_thread_says_where_the_worker_is(line: Line) -> None:
     line.agent.send({"op": "where"})
-    assert line.agent.receive() == {"op": "at", "iteration": 5}
+    assert line.agent.receive() == {"op": "at", "iteration": 5, "began_s": {}}
+    line.supervisor.pace.begins(4)
+    line.agent.send({"op": "where"})
+    assert list(line.agent.receive()["began_s"]) == ["4"]
 
 
 # ---- speed ----
@@ -356,8 +359,17 @@ def test_rank_0_is_asked_now_and_then_and_its_speed_told() -> None:
         agent.now_s += rate.ASK_S
         assert only(agent.tell(msg.RateTick()), cmd.AskIteration)
         agent.tell(msg.WorkerAt(1, agent.pid(1), 999), msg.WorkerAt(0, agent.pid(0) + 7, 999))  # not rank 0
-        told += agent.tell(msg.WorkerAt(0, agent.pid(0), 10 + 5 * step))
-    assert told == [cmd.TellRate(1, 15, 2.0), cmd.TellRate(1, 25, 2.0)]
+        told += agent.tell(msg.WorkerAt(0, agent.pid(0), 10 + 5 * step, {10 + 5 * step: float(step)}))
+    # Each mark once.
+    assert told == [cmd.TellRate(1, 15, 2.0, {15: 1.0}), cmd.TellRate(1, 25, 2.0, {20: 2.0, 25: 3.0})]
+
+
+def test_of_many_marks_the_begin_and_the_end_are_kept_whole() -> None:
+    marks = {iteration: 0.25 * iteration for iteration in range(1000)}
+    kept = list(rate.thinned(marks, 100))
+    assert len(kept) <= 100 and kept == sorted(kept)
+    assert kept[:20] == list(range(20)) and kept[-20:] == list(range(980, 1000))
+    assert rate.thinned(kept_of := {5: 1.0, 6: 2.0}) == kept_of
 
 
 def test_a_worker_that_does_not_answer_or_is_paused_is_not_asked_again() -> None:

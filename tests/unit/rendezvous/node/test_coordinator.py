@@ -317,12 +317,14 @@ def test_only_the_last_generations_stay_in_the_history(
     for number in range(1, 5):
         job.wait_generation(number)
         job.store.put(KEYS.recovery(number), b"told")
+        job.store.put(KEYS.pace(number), b"fast")
         if number < 4:
             job.report()
             job.wait(lambda n=number: job.store.get(KEYS.plan(n)), f"plan {number}")  # type: ignore[misc]
             job.fail("workers", 1, (1,))
     kept = [kv.key for kv in job.store.get_prefix(KEYS.prefix + "events/")[0]]
     assert kept == [key for number in (2, 3, 4) for key in (KEYS.event(number), KEYS.recovery(number))]
+    assert [kv.key for kv in job.store.get_prefix(KEYS.paces)[0]] == [KEYS.pace(number) for number in (2, 3, 4)]
 
 
 def _scenario(job: Job) -> None:

@@ -29,7 +29,7 @@ def test_a_view_has_a_field_for_each_kind_and_no_other() -> None:
 
 def test_every_key_that_keys_can_make_is_of_a_kind() -> None:
     """`Keys.finished(3, 1)` is "~finished/3/1"."""
-    made = {kinds.HISTORY}
+    made = {kinds.HISTORY, kinds.PACE}
     for name, member in inspect.getmembers(Keys):
         if name.startswith("_") or name in ("prefix", "job_id", "for_coordinator", "for_members"):
             continue
@@ -40,9 +40,9 @@ def test_every_key_that_keys_can_make_is_of_a_kind() -> None:
             parts = member(KEYS, *given)[len(KEYS.prefix) :].split("/")
             made.add(parts[0])
             rows = {2: kinds.PER_GENERATION, 3: kinds.PER_SLOT}.get(len(parts), ())
-            is_of_node = parts[0] in {kind.name for kind in kinds.PER_NODE} | {kinds.HISTORY}
+            is_of_node = parts[0] in {kind.name for kind in kinds.PER_NODE} | {kinds.HISTORY, kinds.PACE}
             assert is_of_node or parts[0] in {kind.name for kind in rows}, name
-    assert made == {kind.name for kind in BELOW} | {kinds.HISTORY}
+    assert made == {kind.name for kind in BELOW} | {kinds.HISTORY, kinds.PACE}
 
 
 def touched(ops: list[Op]) -> set[str]:

@@ -38,7 +38,7 @@ RECORDS: list[Any] = [
     k.ParkedRecord(1, "n1.1"),
     k.TakenRecord(1, "n1.1"),
     k.RateRecord(12, 3.5, 2, 1.5),
-    k.RateRecord(12, None, 2, 1.5),
+    k.RateRecord(12, None, 2, 1.5, {10: 1.25, 11: 1.375}),
     k.MeasuredRecord(1, "n1.1", ({"rank": 2, "iteration_s": 0.5, "sent_bytes": {"1": 4}},)),
     k.ProfileRecord({"machines": [{"computation_s": 1.5}]}, ("measured: ü", "  log: taken"), "log", ((0, 1), (2,))),
     k.JobRecord(4, 8, "command", 3, log_groups=((0, 1), (2, 3)), log_budget="20%", strategy="log"),

@@ -1,0 +1,1 @@
+"""What a job went through: from its records, or from journals, to a text and to a page."""
