@@ -101,6 +101,8 @@ def history(config: EtcdConfig, job: str, as_json: bool) -> None:
         iteration = "" if episode.iteration is None else f", goes on at iteration {episode.iteration}"
         console.print(Text(f"{at}  generation {episode.generation}: {episode.what}{iteration}", style="bold"))
         console.print(Text(f"  {episode.why}"))
+        for line in episode.said:
+            console.print(Text(f"    {line}"))
         if episode.phases_s:
             rows = table("", *(name.upper() for name in episode.phases_s), "")
             add_row(rows, (" ", *(f"{seconds * 1000:.1f}" for seconds in episode.phases_s.values()), "ms"))

@@ -21,7 +21,7 @@ MIN_WORDS = 3
 LEFT_OUT = {
     "swift_agent/ctl/": "what swiftctl prints: docs/operations.md, docs/status.md",
     "recovery/swift_recovery/strategy/": "what swiftctl plan prints: docs/planning.md",
-    "swift_agent/agent/injection/strikes.py": "shell commands, and why swiftctl inject is refused: docs/fault-injection.md",
+    "swift_agent/agent/injection/strikes.py": "shell commands; why swiftctl inject is refused: docs/fault-injection.md",
     "swift_agent/wire/injected.py": "what swiftctl inject prints: docs/fault-injection.md",
     "swift_agent/agent/metrics/exposition.py": "the help of metrics: docs/observability.md",
     "swift_agent/agent/metrics/health.py": "what /healthz and /readyz answer: docs/observability.md",

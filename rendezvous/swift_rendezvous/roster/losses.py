@@ -31,7 +31,7 @@ MAX_NAMED = 5
 MAX_MESSAGES = 1 << 19
 
 # Losses of one generation of which the history says more than that a slot has another owner.
-MAX_TOLD, MAX_EVIDENCE = 64, 300
+MAX_TOLD, MAX_EVIDENCE, MAX_SAID = 64, 300, 2000
 
 LEFT_OUT = "(its message is left out here: see the log of its node)"
 
@@ -227,6 +227,7 @@ def failed_ranks(generation: GenerationRecord, slot: int, failure: FailureRecord
 def changes_of(view: View, generation: GenerationRecord) -> dict[str, Any]:
     """What the history says of *generation*, which follows on that of *view*: only the newest roster is kept, and this
     is how those before it are found. *moved*: slot -> its former owner, "" if there was none, and its new one.
+    *said*: of the worker that failed first, what it has left: its traceback, or the end of its standard error.
     """
     before, moved = view.generation, dict[str, list[str]]()
     for slot in range(max(len(generation.slots), len(before.slots)) if before is not None else 0):
@@ -238,7 +239,16 @@ def changes_of(view: View, generation: GenerationRecord) -> dict[str, Any]:
                     "evidence": failure.evidence[:MAX_EVIDENCE]}
         for slot, failure in sorted(view.failures.items())[:MAX_TOLD]
     }  # fmt: skip
-    return {"slots": len(generation.slots), "world_size": generation.world_size, "moved": moved, "lost": lost}
+    exits = exits_of_failures(view)
+    said = [{"rank": one.rank, "host": one.host, "message": one.message[-MAX_SAID:]} for one in exits if one.message]
+    found = {"slots": len(generation.slots), "world_size": generation.world_size, "moved": moved, "lost": lost}
+    return {**found, "said": said[:1]} if said else found
+
+
+def exits_of_failures(view: View) -> list[WorkerExit]:
+    """Of the current generation, the first that was told first."""
+    told = sorted(view.failures.items(), key=lambda item: view.told.get(item[0], 0))
+    return [exit_ for _, failure in told for exit_ in sorted(failure.exits, key=lambda one: one.timestamp_s)]
 
 
 def _owner(generation: GenerationRecord | None, slot: int) -> Owner | None:

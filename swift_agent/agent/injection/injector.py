@@ -67,7 +67,9 @@ class Injector:
         self._watch: Watch | None = None
         self._thread = threading.Thread(target=self._run, name="swift-injector", daemon=True)
         if has_started(self._thread):
-            log.warning("--allow-injection: a program that may write into etcd may have this node killed (swiftctl inject)")
+            log.warning(
+                "--allow-injection: a program that may write into etcd may have this node killed (swiftctl inject)"
+            )
 
     def stop(self) -> None:
         self._stopped.set()

@@ -29,6 +29,8 @@ class Episode:
     iteration: int | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
     plan: Plan | None = None
+    said: tuple[str, ...] = ()
+    """Of the worker that failed first: its traceback, or what it wrote last, line by line."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -39,6 +41,7 @@ class Episode:
             "iteration": self.iteration,
             "phases_ms": {name: round(seconds * 1000, 3) for name, seconds in self.phases_s.items()},
             "plan": self.plan.to_json() if self.plan else None,
+            "said": list(self.said),
         }
 
 
@@ -70,7 +73,15 @@ def _episode(event: EventRecord) -> Episode:
         iteration if isinstance(iteration, int) else None,
         {name: known[name] for name in order},
         read_plan(event.details.get("plan")),
+        _said(event.details.get("said")),
     )
+
+
+def _said(found: object) -> tuple[str, ...]:
+    first = found[0] if isinstance(found, list) and found else None
+    if not isinstance(first, dict):
+        return ()
+    return (f"rank {first.get('rank')} on {first.get('host')}:", *str(first.get("message", "")).splitlines())
 
 
 def _is_number(value: object) -> bool:

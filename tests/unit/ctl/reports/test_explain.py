@@ -172,3 +172,12 @@ def test_all_that_a_job_writes_can_be_explained(seed: int) -> None:
             assert found is not None and all(sentence.endswith(".") for sentence in found.sentences)
             num_told += 1
     assert num_told
+
+
+def test_the_history_has_what_the_first_worker_that_failed_has_left() -> None:
+    said = [{"rank": 3, "host": "h", "message": "Traceback\n  line\nValueError: it"}]
+    (episode,) = history([EventRecord(2, "generation (replace)", "w", 1.0, {"said": said})])
+    assert episode.said == ("rank 3 on h:", "Traceback", "  line", "ValueError: it")
+    for broken in ({"said": 3}, {"said": []}, {"said": ["x"]}, {}):
+        (episode,) = history([EventRecord(2, "generation (replace)", "w", 1.0, broken)])
+        assert episode.said == () and episode.to_json()["said"] == []
