@@ -58,10 +58,8 @@ app.kubernetes.io/component: etcd
 {{- if or .Values.etcd.enabled .Values.etcd.clientCertificate -}}true{{- end -}}
 {{- end }}
 
-{{- /* Names of a member: within the namespace, and from others. */ -}}
 {{- define "swift.etcdDomain" -}}
-{{- include "swift.etcdName" . -}}
-{{- if eq .Values.kind "ClusterTrainingRuntime" -}}.{{ .Release.Namespace }}.svc{{- end -}}
+{{- include "swift.etcdName" . -}}.{{ .Release.Namespace }}.svc
 {{- end }}
 
 {{- define "swift.etcdEndpoints" -}}
@@ -77,11 +75,9 @@ app.kubernetes.io/component: etcd
 
 {{- /* Of servers. No wildcards: etcd looks the names up to see whether a peer may call itself by them. */ -}}
 {{- define "swift.etcdDnsNames" -}}
-{{- $name := include "swift.etcdName" . -}}
 {{- $found := list "localhost" -}}
 {{- range $number := until (int .Values.etcd.members) -}}
-{{- $short := printf "%s-%d.%s" $name $number $name -}}
-{{- $found = concat $found (list $short (printf "%s.%s.svc" $short $.Release.Namespace)) -}}
+{{- $found = append $found (printf "%s-%d.%s" (include "swift.etcdName" $) $number (include "swift.etcdDomain" $)) -}}
 {{- end -}}
 {{- toJson $found -}}
 {{- end }}

@@ -68,8 +68,10 @@ spec:
         - -c
         - exec swift-run --nnodes "$((PET_NNODES - PET_SPARES))" "$@"
         - swift-run
+      {{- with concat $v.options $v.script }}
       args:
-        {{- concat $v.options $v.script | default (list "--help") | toYaml | nindent 8 }}
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       {{- else }}
       command: [swift-run]
       args:
@@ -246,11 +248,11 @@ podFailurePolicy:
     - action: Count
       onExitCodes: {containerName: node, operator: In, values: [69]}
 {{- end }}
-{{- if $v.job.successPolicy }}
+{{- if and $v.job.successPolicy (not (include "swift.isRuntime" .)) }}
 # A pod that is made again just when the job ends has nobody to train with.
 successPolicy:
   rules:
-    - succeededCount: {{ $v.nodes }}
+    - succeededCount: {{ $v.minNodes | default $v.nodes }}
 {{- end }}
 {{- if $v.job.suspend }}
 suspend: true
