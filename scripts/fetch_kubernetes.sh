@@ -48,17 +48,18 @@ PYTHON
 }
 
 build_servers() {
-    local debs=$work/debs go name
-    mkdir -p "$debs" "$work/src"
+    local debs=$work/debs src=$work/gopath/src/k8s.io/kubernetes go name
+    mkdir -p "$debs" "$src"
     private_apt bookworm "$work/apt" deb-src
     export APT_CONFIG=$work/apt/apt.conf
     (cd "$debs" && apt-get download -qq golang-1.19-go golang-1.19-src && apt-get source -qq --download-only kubernetes)
     for name in "$debs"/*.deb; do dpkg -x "$name" "$work/go"; done
     go=$work/go/usr/lib/go-1.19
-    tar -xzf "$debs"/kubernetes_*.orig.tar.gz -C "$work/src" --strip-components=1
-    # Packages on one core each: a link of a server takes 2 GB.
-    (cd "$work/src" && GOROOT=$go GOPATH=$work/gopath GOCACHE=$work/gocache GOFLAGS=-mod=vendor GO111MODULE=on GOTOOLCHAIN=local \
-        CGO_ENABLED=0 "$go/bin/go" build -o "$work/built/" -ldflags "-s -w" $(printf './cmd/%s ' $servers))
+    tar -xzf "$debs"/kubernetes_*.orig.tar.gz -C "$src" --strip-components=1
+    # As its own makefile does: with its vendored packages, and without modules.
+    # shellcheck disable=SC2046
+    (cd "$src" && GOROOT=$go GOPATH=$work/gopath GOCACHE=$work/gocache GO111MODULE=off CGO_ENABLED=0 \
+        "$go/bin/go" build -o "$work/built/" -ldflags "-s -w" $(printf './cmd/%s ' $servers))
     for name in $servers; do install -m 755 "$work/built/$name" "$bin/$name"; done
 }
 

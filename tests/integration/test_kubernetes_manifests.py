@@ -14,7 +14,7 @@ import pytest
 
 from swift_agent.launch.options import get_args_parser
 from swift_agent.launch.outcome import EXIT_CODES
-from tests.support.helm import CHART, MANIFESTS, PATH, objects_of, render, template, why_no_helm, wrong_with
+from tests.support.helm import CHART, GENERATED, MANIFESTS, PATH, objects_of, render, template, why_no_helm, wrong_with
 
 pytestmark = pytest.mark.skipif(bool(why_no_helm()), reason=why_no_helm())
 
@@ -23,6 +23,7 @@ VERSIONS = ("1.29", "1.33", "1.37")
 SINCE = {"1.29": {"job": {"successPolicy": False}}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "least": {},
+    "certificates by Helm": GENERATED,
     "jobset": {"kind": "JobSet"},
     "runtime": {"kind": "TrainingRuntime", "image": "", "script": []},
     "runtime of all namespaces": {"kind": "ClusterTrainingRuntime", "options": ["--strategy", "log"]},
@@ -34,9 +35,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "tls": {"clientSecret": "etcd"}, "clientCertificate": False, "user": "swift", "passwordSecret": "login",
         }
     },
-    "an existing etcd without TLS": {"etcd": {"enabled": False, "image": "", "endpoints": ["a:2379"]}},
-    "certificates by cert-manager": {"etcd": {"tls": {"source": "certManager"}}},
-    "an issuer": {"etcd": {"tls": {"source": "certManager", "issuer": {"name": "site", "kind": "ClusterIssuer"}}}},
+    "an existing etcd without TLS": {"etcd": {"enabled": False, "image": "", "endpoints": ["a:2379"], "tls": {"clientSecret": ""}}},
+    "certificates by cert-manager": {"etcd": {"tls": {"source": "certManager", "clientSecret": ""}}},
+    "an issuer": {
+        "etcd": {
+            "tls": {
+                "source": "certManager", "clientSecret": "", "issuer": {"name": "site", "kind": "ClusterIssuer"},
+            }
+        }
+    },
     "everything": {
         "nodes": 16, "spares": 2, "resources": {"limits": {"nvidia.com/gpu": 8, "memory": "1Ti"}},
         "rdma": {"resource": "rdma/hca", "count": 4}, "hostNetwork": True, "antiAffinity": "required",
@@ -110,7 +117,7 @@ def test_a_cluster_takes_it(variant: str, version: str) -> None:
     ("Job", ("spec", "template", "spec", "containers", 0, "livenessprobe"), {}),
     ("JobSet", ("spec", "replicatedJobs", 0, "template", "spec", "backofflimit"), 1),
     ("JobSet", ("spec", "failurePolicy", "maxrestarts"), 1),
-    ("ClusterTrainingRuntime", ("spec", "mlPolicy", "torch", "numProcsPerNode"), "auto"),
+    ("ClusterTrainingRuntime", ("spec", "mlPolicy", "torch", "procs"), "auto"),
     ("StatefulSet", ("spec", "serviceName"), ["a"]),
 ])  # fmt: skip
 def test_what_a_cluster_would_not_take_is_found(kind: str, at: tuple[Any, ...], value: Any) -> None:
@@ -191,8 +198,8 @@ def test_exit_codes_end_a_job_or_begin_it_again(kind: str) -> None:
     rules = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in spec["podFailurePolicy"]["rules"]]
     code = EXIT_CODES
     assert rules == [
-        ("FailJob", sorted([code["script"], code["usage"], code["person"]])),
-        ("Ignore", [code["notice"]]),
+        ("FailJob", sorted([code["script"], code["usage"], code["operator"]])),
+        ("Ignore", [code["preempted"]]),
         ("Ignore", None),
         ("Count", [code["infrastructure"]]),
     ]
@@ -249,7 +256,7 @@ def test_etcd_is_three_members_that_know_each_other() -> None:
 
 
 def test_certificates_are_good_for_servers_and_for_clients(tmp_path: Path) -> None:
-    things = render()
+    things = render(GENERATED)
     for who in ("server", "client"):
         for name, value in things["Secret", f"train-etcd-{who}"]["data"].items():
             (tmp_path / f"{who}.{name}").write_bytes(base64.b64decode(value))

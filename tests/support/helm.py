@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,8 +18,12 @@ MANIFESTS = ROOT / "deploy" / "kubernetes" / "manifests"
 # Where scripts/fetch_kubernetes.sh puts its programs; else they are the machine's own.
 FETCHED = Path(os.environ.get("SWIFT_KUBERNETES", ROOT / ".cache" / "kubernetes")) / "bin"
 PATH = f"{FETCHED}:{os.environ['PATH']}"
-# With these the chart has all that it needs.
-LEAST: dict[str, Any] = {"image": "train:1", "script": ["train.py"], "etcd": {"image": "etcd:3.5"}}
+# With these the chart has all that it needs. To make certificates takes Helm half a second.
+LEAST: dict[str, Any] = {
+    "image": "train:1", "script": ["train.py"],
+    "etcd": {"image": "etcd:3.5", "tls": {"source": "existing", "serverSecret": "server", "clientSecret": "client"}},
+}  # fmt: skip
+GENERATED = {"etcd": {"tls": {"source": "generated", "serverSecret": "", "clientSecret": ""}}}
 
 
 def why_no_helm() -> str:
@@ -57,15 +62,21 @@ def template(values: Mapping[str, Any], namespace: str = "training") -> subproce
 
 def render(values: Mapping[str, Any] | None = None, namespace: str = "training") -> dict[tuple[str, str], Any]:
     """The objects, by kind and name. *values*: beside those that the chart needs."""
-    done = template(merged(LEAST, values or {}), namespace)
+    return objects_of(_rendered(json.dumps(merged(LEAST, values or {})), namespace))
+
+
+@functools.cache
+def _rendered(values: str, namespace: str) -> str:
+    done = template(json.loads(values), namespace)
     assert done.returncode == 0, done.stderr
-    return objects_of(done.stdout)
+    return done.stdout
 
 
 def objects_of(text: str) -> dict[tuple[str, str], Any]:
     import yaml
 
-    found = [one for one in yaml.safe_load_all(text) if one]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = [one for one in yaml.load_all(text, loader) if one]
     names = [(one["kind"], one["metadata"]["name"]) for one in found]
     assert len(set(names)) == len(names), names
     return dict(zip(names, found, strict=True))
