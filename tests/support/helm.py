@@ -1,4 +1,4 @@
-"""What the chart of deploy/kubernetes makes of its values, as objects of Kubernetes; and whether they are right ones."""
+"""What the chart of deploy/kubernetes makes of its values, as objects; and whether Kubernetes would take them."""
 
 from __future__ import annotations
 
