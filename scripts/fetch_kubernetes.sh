@@ -47,7 +47,7 @@ with zipfile.ZipFile(pathlib.Path(work, "layer.zip")) as layer:
 PYTHON
 }
 
-build_servers() {
+build_servers() (
     local debs=$work/debs src=$work/gopath/src/k8s.io/kubernetes go name
     mkdir -p "$debs" "$src"
     private_apt bookworm "$work/apt" deb-src
@@ -56,17 +56,29 @@ build_servers() {
     for name in "$debs"/*.deb; do dpkg -x "$name" "$work/go"; done
     go=$work/go/usr/lib/go-1.19
     tar -xzf "$debs"/kubernetes_*.orig.tar.gz -C "$src" --strip-components=1
-    # As its own makefile does: with its vendored packages, and without modules.
+    # As its own makefile does it: with its vendored packages, and without modules. All that is generated is there but for
+    # the descriptions of the API.
+    export GOFLAGS=-ldflags=-X=k8s.io/kubernetes/vendor/k8s.io/component-base/version.gitVersion=v1.20.2
+    export GOROOT=$go GOPATH=$work/gopath GOCACHE=$work/gocache GO111MODULE=off CGO_ENABLED=0
+    cd "$src"
+    "$go/bin/go" build -o "$work/openapi-gen" ./vendor/k8s.io/kube-openapi/cmd/openapi-gen
+    grep -rl --include='*.go' '^// +k8s:openapi-gen=' pkg cmd vendor/k8s.io/*/ |
+        grep -vE 'code-generator|sample-apiserver|_test\.go' | xargs -n1 dirname | sort -u |
+        sed 's|^|k8s.io/kubernetes/|' | paste -sd, >"$work/packages"
+    "$work/openapi-gen" -i "$(cat "$work/packages")" -p k8s.io/kubernetes/pkg/generated/openapi -O zz_generated.openapi \
+        -h vendor/k8s.io/code-generator/hack/boilerplate.go.txt -r "$work/report"
     # shellcheck disable=SC2046
-    (cd "$src" && GOROOT=$go GOPATH=$work/gopath GOCACHE=$work/gocache GO111MODULE=off CGO_ENABLED=0 \
-        "$go/bin/go" build -o "$work/built/" -ldflags "-s -w" $(printf './cmd/%s ' $servers))
+    "$go/bin/go" build -o "$work/built/" $(printf './cmd/%s ' $servers)
     for name in $servers; do install -m 755 "$work/built/$name" "$bin/$name"; done
-}
+)
 
 [ -x "$bin/helm" ] && [ -x "$bin/kubectl" ] || fetch_clients >&2
 if [ "${2:-}" = control-plane ]; then
     for name in $servers; do
-        [ -x "$bin/$name" ] || { build_servers >&2; break; }
+        if [ ! -x "$bin/$name" ]; then
+            build_servers >&2
+            break
+        fi
     done
 fi
 echo "$bin"

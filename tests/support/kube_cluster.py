@@ -1,4 +1,4 @@
-"""A real control plane of Kubernetes on this machine (API server, controllers, scheduler, over an etcd), and nodes whose
+"""A real control plane of Kubernetes on this machine (API server, controllers, scheduler, an etcd), and nodes whose
 pods are processes (`kubelet`, `kube_pod`).
 
 It is 1.20: newer than that nothing can be had as packages. It has no Indexed Jobs, no policies for failures and
@@ -30,7 +30,7 @@ from tests.support.leftovers import TOKEN_NAME
 from tests.support.ports import free_ports
 
 PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-TOKEN = "administrator"  # noqa: S105 - of a server that only this machine reaches
+TOKEN = "administrator"
 NAMESPACE = "training"
 KUBECONFIG = """
 apiVersion: v1
@@ -90,7 +90,7 @@ class KubeCluster:
 
     def _image(self) -> dict[str, str]:
         """Variables of the image of all pods, which is this machine."""
-        bins = f"{Path(sys.executable).parent}:{Path(etcd_binary()).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+        bins = f"{Path(etcd_binary()).parent}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
         kept = {name: os.environ[name] for name in ("SWIFT_NATIVE_DIR", TOKEN_NAME) if name in os.environ}
         return {
             "PATH": bins, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "OMP_NUM_THREADS": "1",
