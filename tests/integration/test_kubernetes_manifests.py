@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,23 @@ import pytest
 
 from swift_agent.launch.options import get_args_parser
 from swift_agent.launch.outcome import EXIT_CODES
-from tests.support.helm import CHART, GENERATED, MANIFESTS, PATH, objects_of, render, template, why_no_helm, wrong_with
+from tests.support.helm import (
+    CHART,
+    GENERATED,
+    MANIFESTS,
+    PATH,
+    helm,
+    objects_of,
+    render,
+    template,
+    why_no_helm,
+    wrong_with,
+)
+from tests.support.job import ROOT
 
 pytestmark = pytest.mark.skipif(bool(why_no_helm()), reason=why_no_helm())
 
+PAGE = ROOT / "docs" / "kubernetes.md"
 VERSIONS = ("1.29", "1.33", "1.37")
 # Fields of a Job that came later: a cluster before that is given values without them.
 SINCE = {"1.29": {"job": {"successPolicy": False}}}
@@ -220,7 +234,7 @@ def test_probes_ask_the_agent() -> None:
     assert paths == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 60
     assert container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"] == 30
-    assert container["ports"] == [{"name": "metrics", "containerPort": 9400}]
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9108}]
 
 
 @pytest.mark.parametrize(("mask", "caught"), [(1 << 14, True), (0x10002, False), (0x4A02, True), (0xBFFF, False)])
@@ -297,7 +311,7 @@ def test_only_pods_of_the_job_reach_its_ports_and_etcd() -> None:
     assert job["podSelector"]["matchLabels"] == labels["job"] and etcd["podSelector"]["matchLabels"] == labels["etcd"]
     inside, metrics = job["ingress"]
     assert inside["from"] == [{"podSelector": {"matchLabels": labels["job"]}}] and "ports" not in inside
-    assert [one["port"] for one in metrics["ports"]] == [9400]
+    assert [one["port"] for one in metrics["ports"]] == [9108]
     clients, peers, of_etcd = etcd["ingress"]
     assert clients["from"] == [{"podSelector": {"matchLabels": labels["job"]}}]
     assert [one["port"] for one in clients["ports"]] == [2379]
@@ -407,3 +421,44 @@ def test_what_plain_manifests_mount_can_be_made() -> None:
         pods += [thing["spec"]["template"]["spec"] for (kind, _), thing in things.items() if kind == "StatefulSet"]
         mounted |= {volume["secret"]["secretName"] for pod in pods for volume in pod["volumes"] if "secret" in volume}
     assert {name for _, name in made} == mounted
+
+
+# ---- the page ----
+
+
+def test_commands_of_the_page_render() -> None:
+    text = " ".join(code_of("sh").replace("\\\n", " ").split("kubectl")[0].split())
+    words = shlex.split(text)
+    assert words[:3] == ["helm", "install", "gpt"] and words[3] == "deploy/kubernetes/swift-agent"
+    done = helm("template", "gpt", str(CHART), *words[4:])
+    assert done.returncode == 0, done.stderr
+    things = objects_of(done.stdout)
+    [container] = pod_of(things)["containers"]
+    assert container["args"] == ["train.py", "--lr", "0.1"] and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert things["Job", "gpt"]["spec"]["completions"] == 17
+    assert variables(things)["PET_RDZV_ID"] == "$(SWIFT_NAMESPACE)-gpt"
+
+
+def test_the_trainjob_of_the_page_is_one() -> None:
+    [job] = objects_of(code_of("yaml")).values()
+    assert not wrong_with(job, "1.37")
+    assert job["spec"]["runtimeRef"] == {"name": "train", "kind": "ClusterTrainingRuntime"}
+
+
+def test_values_that_the_page_names_are_there() -> None:
+    import yaml
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    named = re.findall(r"`([a-z]\w*(?:\.[a-z]\w*)+)[=`]", PAGE.read_text())
+    named = [name for name in named if not name.endswith((".yaml", ".sh", ".crt", ".key", ".py"))]
+    named = [name for name in named if not name.startswith(("node.kubernetes", "nvidia."))]
+    assert len(named) > 15
+    for name in named:
+        part = values
+        for step in name.split("."):
+            assert step in part, name
+            part = part[step]
+
+
+def code_of(language: str) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)[0]
