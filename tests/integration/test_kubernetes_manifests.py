@@ -4,6 +4,7 @@ docs/kubernetes.md says it. The plain manifests are the chart's."""
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shlex
 import subprocess
@@ -18,9 +19,11 @@ from swift_agent.launch.outcome import EXIT_CODES
 from tests.support.helm import (
     CHART,
     GENERATED,
+    LEAST,
     MANIFESTS,
     PATH,
     helm,
+    merged,
     objects_of,
     render,
     template,
@@ -113,6 +116,11 @@ def variables(things: dict[tuple[str, str], Any]) -> dict[str, Any]:
 
 
 # ---- what Kubernetes says ----
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    done = helm("lint", str(CHART), "--strict", "--values", "-", stdin=json.dumps(merged(LEAST, {})))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -368,8 +376,6 @@ def test_what_is_not_understood_is_told_at_once() -> None:
 
 
 def test_the_schema_knows_every_value() -> None:
-    import json
-
     import yaml
 
     values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -434,7 +440,8 @@ def test_commands_of_the_page_render() -> None:
     assert done.returncode == 0, done.stderr
     things = objects_of(done.stdout)
     [container] = pod_of(things)["containers"]
-    assert container["args"] == ["train.py", "--lr", "0.1"] and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["args"] == ["train.py", "--lr", "0.1"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert things["Job", "gpt"]["spec"]["completions"] == 17
     assert variables(things)["PET_RDZV_ID"] == "$(SWIFT_NAMESPACE)-gpt"
 

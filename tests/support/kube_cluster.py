@@ -206,13 +206,25 @@ class KubeCluster:
 
     def kill(self, pod: str) -> None:
         """Its first process, and all others with it."""
+        self._first_process(pod).kill()
+
+    def run_in(self, pod: str, *command: str) -> str:
+        """As `kubectl exec` does it; what it prints."""
+        first = self._first_process(pod)
+        return subprocess.run(
+            ["nsenter", "--target", str(first.pid), "--mount", "--pid", "--root", "--wd", *command],
+            env=first.environ(), capture_output=True, text=True, timeout=60, check=True,
+        ).stdout  # fmt: skip
+
+    def _first_process(self, pod: str) -> psutil.Process:
         node = self.pods()[pod]["spec"]["nodeName"]
         for process in self._processes_of(node):
             with contextlib.suppress(psutil.Error):
                 parent = process.parent()
                 is_first = parent is not None and parent.name() == "unshare"
                 if is_first and process.environ().get("SWIFT_POD") == pod:
-                    process.kill()
+                    return process
+        raise AssertionError(f"no process of {pod} on {node}")
 
     def log(self, pod: str) -> str:
         path = self.directory / "log" / f"{pod}.log"

@@ -92,6 +92,7 @@ class Pod(threading.Thread):
                     break
                 self._restarts += 1
                 time.sleep(1.0)  # 10 s at first, and longer and longer, in a real one
+            self._kubelet.say(f"{self._pod['metadata']['name']}: ended with {code}")
             state = {"terminated": {"exitCode": code, "reason": "Completed" if code == 0 else "Error",
                                     "startedAt": self._began, "finishedAt": now()}}  # fmt: skip
             if not self.is_forgotten:
