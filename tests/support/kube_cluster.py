@@ -220,8 +220,8 @@ class KubeCluster:
         node = self.pods()[pod]["spec"]["nodeName"]
         for process in self._processes_of(node):
             with contextlib.suppress(psutil.Error):
-                parent = process.parent()
-                is_first = parent is not None and parent.name() == "unshare"
+                parent = process.parent()  # which is outside of it
+                is_first = parent is not None and parent.ppid() == self._kubelets[node].pid
                 if is_first and process.environ().get("SWIFT_POD") == pod:
                     return process
         raise AssertionError(f"no process of {pod} on {node}")

@@ -71,7 +71,8 @@ class Container:
         )  # fmt: skip
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child=KILL", "sh", "-c", script],
+                # The shell is outside the namespace of processes, its child is the first one inside.
+                ["unshare", "--mount", "--pid", "--uts", "--ipc", "sh", "-c", 'sh -c "$1"; exit $?', "pod", script],
                 env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -89,17 +90,15 @@ class Container:
     def exit_code(self) -> int | None:
         """As a runtime says it: 128 and the number of the signal; None while it runs."""
         assert self._process is not None
-        code = self._process.poll()
-        return 128 - code if code is not None and code < 0 else code
+        return self._process.poll()
 
     def send(self, signum: int) -> None:
         if pid := self.first_process:
             os.kill(pid, signum)
 
     def kill(self) -> None:
-        self.send(signal.SIGKILL)
         if self._process is not None:
-            self._process.kill()
+            self.send(signal.SIGKILL)
             self._process.wait()
 
     def run(self, command: list[str], timeout_s: float) -> None:
