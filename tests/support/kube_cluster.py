@@ -77,8 +77,9 @@ class KubeCluster:
             "net": random.randint(20, 250), "image": self._image(),
         }))  # fmt: skip
         try:
-            self._start_servers()
-            self.wait(self._is_ready, "the control plane", 60.0)
+            self._start_api()
+            self.wait(self._is_ready, "the API", 90.0)
+            self._start_controllers()
             self.api("POST", path_of("Namespace", ""), {"metadata": {"name": NAMESPACE}})
             for node in self.nodes:
                 self.start_node(node)
@@ -97,7 +98,7 @@ class KubeCluster:
             "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", **kept,
         }  # fmt: skip
 
-    def _start_servers(self) -> None:
+    def _start_api(self) -> None:
         here, url = self.directory, f"http://127.0.0.1:{self._etcd}"
         peer = f"http://127.0.0.1:{self._peer}"
         self._server(
@@ -115,9 +116,13 @@ class KubeCluster:
             f"--service-account-key-file={here}/sa.pub", f"--service-account-signing-key-file={key}",
             "--disable-admission-plugins=ServiceAccount",
         )  # fmt: skip
+
+    def _start_controllers(self) -> None:
+        """They end by themselves if there is no API for a while."""
+        here = self.directory
         shared = (f"--kubeconfig={here}/kubeconfig", "--leader-elect=false", "--port=0", "--secure-port=0")
         self._server(
-            "kube-controller-manager", *shared, f"--service-account-private-key-file={key}",
+            "kube-controller-manager", *shared, f"--service-account-private-key-file={here}/sa.key",
             "--node-monitor-grace-period=8s", "--node-monitor-period=2s",
             "--controllers=*,-nodeipam,-route,-service,-cloud-node-lifecycle",
         )  # fmt: skip
