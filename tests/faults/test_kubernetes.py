@@ -22,7 +22,6 @@ from tests.support.helm import GENERATED, merged, render
 from tests.support.job import SCRIPT
 from tests.support.kube_api import ApiError
 from tests.support.kube_cluster import NAMESPACE, KubeCluster, why_not
-from tests.tiers import in_soak
 
 ITERATIONS = 120
 
@@ -98,7 +97,8 @@ class Job:
     def pod_of_slot(self, slot: int) -> str:
         """The pod that the agents name as the one that has started these ranks last."""
         said = rf"\[swift-run (train-\w+) [^]]*\] generation (\d+): slot {slot} starts ranks"
-        return max(re.findall(said, self.text()), key=lambda found: int(found[1]))[0]
+        pod, _ = max(re.findall(said, self.text()), key=lambda found: int(found[1]))
+        return str(pod)
 
     def go_on(self) -> Job:
         """At full speed."""
@@ -182,15 +182,17 @@ def test_evictions_wait_for_a_warm_spare(
     job.assert_result(undisturbed(iterations=ITERATIONS), repeated=False)
 
 
-@pytest.mark.parametrize("at", [pytest.param(None, id="a spare that starts"), *in_soak("a spare that waits")])
-def test_a_pod_that_starts_is_told_to_go(at: str | None, kube: KubeCluster, tmp_path: Path) -> None:
-    """Its first process does not catch signals yet, and would never see it: the preStop hook holds it back."""
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["it starts", "it trains"])
+def test_a_pod_is_told_to_go_and_there_is_no_spare(when: str, kube: KubeCluster, tmp_path: Path) -> None:
+    """When it starts its first process does not catch signals yet, and would never see one: the preStop hook holds it
+    back."""
     job = Job(kube, tmp_path).train({"spares": 0})
     known = set(kube.pods())
     kube.kill(job.pod_of_slot(1))
     job.wait(lambda: set(kube.pods()) - known, "another pod")
     [pod] = set(kube.pods()) - known
-    if at is None:
+    if when == "it starts":
         job.wait(lambda: "running" in json.dumps(kube.pods()[pod]["status"]), "its start")
     else:
         job.wait(lambda: pod in job.ready(), "it is ready")
@@ -201,6 +203,7 @@ def test_a_pod_that_starts_is_told_to_go(at: str | None, kube: KubeCluster, tmp_
     assert f"{pod}: ended with 75" in kube.text(), kube.text()
 
 
+@pytest.mark.long
 def test_a_replacement_takes_the_vacant_place(
     kube: KubeCluster, tmp_path: Path, undisturbed: Callable[..., str]
 ) -> None:
@@ -213,6 +216,7 @@ def test_a_replacement_takes_the_vacant_place(
     job.assert_result(undisturbed(iterations=ITERATIONS), repeated=True)
 
 
+@pytest.mark.long
 def test_all_pods_are_told_to_go_and_the_job_goes_on_later(
     kube: KubeCluster, tmp_path: Path, undisturbed: Callable[..., str]
 ) -> None:
@@ -233,6 +237,7 @@ def test_all_pods_are_told_to_go_and_the_job_goes_on_later(
     job.assert_result(undisturbed(iterations=ITERATIONS), repeated=False)
 
 
+@pytest.mark.long
 def test_a_script_that_fails_fails_the_job(kube: KubeCluster, tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('of the script')\n")

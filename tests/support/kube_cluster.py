@@ -149,7 +149,7 @@ class KubeCluster:
 
     def _is_ready(self) -> bool:
         try:
-            return self.api("GET", "/readyz") == "ok"
+            return bool(self.api("GET", "/readyz") == "ok")
         except (ApiError, OSError):
             return False
 
