@@ -23,7 +23,7 @@ from tests.support.job import SCRIPT
 from tests.support.kube_api import ApiError
 from tests.support.kube_cluster import NAMESPACE, KubeCluster, why_not
 
-ITERATIONS = 120
+ITERATIONS = 240
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(300)]
 
@@ -44,7 +44,7 @@ class Job:
     def __init__(self, kube: KubeCluster, results: Path, **orders: Any) -> None:
         self.kube, self.results = kube, results
         results.chmod(0o777)  # pods are other users
-        told = {"dir": "/results", "iterations": ITERATIONS, "pace_s": 0.4, **orders}
+        told = {"dir": "/results", "iterations": ITERATIONS, "pace_s": 1.0, **orders}
         self._values: dict[str, Any] = {
             "nodes": 2, "spares": 1, "nprocPerNode": 2, "image": "this-machine", "script": [str(SCRIPT)],
             "job": {"indexed": False, "podFailurePolicy": False, "successPolicy": False},
