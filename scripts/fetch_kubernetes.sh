@@ -58,9 +58,9 @@ build_servers() (
     tar -xzf "$debs"/kubernetes_*.orig.tar.gz -C "$src" --strip-components=1
     # As its own makefile does it: with its vendored packages, and without modules. All that is generated is there but for
     # the descriptions of the API.
-    export GOFLAGS=-ldflags=-X=k8s.io/kubernetes/vendor/k8s.io/component-base/version.gitVersion=v1.20.2
     export GOROOT=$go GOPATH=$work/gopath GOCACHE=$work/gocache GO111MODULE=off CGO_ENABLED=0
     cd "$src"
+    sed -i 's/"v0[.]0[.]0-master.*"/"v1.20.2"/' staging/src/k8s.io/c*/{,pkg/}version/base.go
     "$go/bin/go" build -o "$work/openapi-gen" ./vendor/k8s.io/kube-openapi/cmd/openapi-gen
     grep -rl --include='*.go' '^// +k8s:openapi-gen=' pkg cmd vendor/k8s.io/*/ |
         grep -vE 'code-generator|sample-apiserver|_test\.go' | xargs -n1 dirname | sort -u |
@@ -68,7 +68,7 @@ build_servers() (
     "$work/openapi-gen" -i "$(cat "$work/packages")" -p k8s.io/kubernetes/pkg/generated/openapi -O zz_generated.openapi \
         -h vendor/k8s.io/code-generator/hack/boilerplate.go.txt -r "$work/report"
     # shellcheck disable=SC2046
-    "$go/bin/go" build -o "$work/built/" $(printf './cmd/%s ' $servers)
+    "$go/bin/go" build -ldflags=-s -o "$work/built/" $(printf './cmd/%s ' $servers)
     for name in $servers; do install -m 755 "$work/built/$name" "$bin/$name"; done
 )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.helm import GENERATED, merged, render
+from tests.support.helm import CHART, GENERATED, LEAST, helm, merged, render
 from tests.support.job import SCRIPT
 from tests.support.kube_api import ApiError
 from tests.support.kube_cluster import NAMESPACE, KubeCluster, why_not
@@ -247,3 +247,28 @@ def test_a_script_that_fails_fails_the_job(kube: KubeCluster, tmp_path: Path) ->
     assert "ValueError: of the script" in job.text()
     job.wait(lambda: not [1 for pod in kube.pods().values() if pod["status"]["phase"] == "Running"], "all have ended")
     assert 1 in job.exit_codes() and set(job.exit_codes()) <= {1, 75}, job.exit_codes()
+
+
+@pytest.mark.long
+def test_helm_installs_a_job_and_keeps_its_secrets(kube: KubeCluster, tmp_path: Path) -> None:
+    """An upgrade that made others would cut running pods off from etcd. Without the budgets, which 1.20 has elsewhere."""
+    lacks = {"job": {"indexed": False, "podFailurePolicy": False, "successPolicy": False}}
+    values = merged(merged(LEAST, GENERATED), {**lacks, "podDisruptionBudget": {"enabled": False}})
+    environment = {"KUBECONFIG": str(kube.directory / "kubeconfig"), "HOME": str(tmp_path)}
+    where = ("train", "--namespace", NAMESPACE)
+
+    def secrets() -> list[Any]:
+        names = ("train-job-secret", "train-etcd-server", "train-etcd-client")
+        return [kube.get("Secret", name)["data"] for name in names]
+
+    found = []
+    for command in ("install", "upgrade"):
+        done = helm(command, *where[:1], str(CHART), *where[1:], "-f", "-", stdin=json.dumps(values), env=environment)
+        assert done.returncode == 0 and "swiftctl status training-train" in done.stdout, done.stderr
+        found.append(secrets())
+    assert found[0] == found[1]
+    assert kube.get("Job", "train")["spec"]["completions"] == 3
+    done = helm("uninstall", *where, env=environment)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ApiError, match="not found"):
+        secrets()

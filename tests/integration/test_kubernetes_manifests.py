@@ -242,7 +242,7 @@ def test_probes_ask_the_agent() -> None:
     assert paths == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 60
     assert container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"] == 30
-    assert container["ports"] == [{"name": "metrics", "containerPort": 9108}]
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9108, "protocol": "TCP"}]
 
 
 @pytest.mark.parametrize(("mask", "caught"), [(1 << 14, True), (0x10002, False), (0x4A02, True), (0xBFFF, False)])

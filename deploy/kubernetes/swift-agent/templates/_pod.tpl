@@ -145,6 +145,7 @@ spec:
       ports:
         - name: metrics
           containerPort: {{ $v.metrics.port }}
+          protocol: TCP
       startupProbe:
         httpGet: {path: /healthz, port: metrics}
         periodSeconds: 2
