@@ -251,7 +251,7 @@ def test_a_script_that_fails_fails_the_job(kube: KubeCluster, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_helm_installs_a_job_and_keeps_its_secrets(kube: KubeCluster, tmp_path: Path) -> None:
-    """An upgrade that made others would cut running pods off from etcd. Without the budgets, which 1.20 has elsewhere."""
+    """An upgrade that made others would cut running pods off from etcd. Without budgets, which 1.20 has elsewhere."""
     lacks = {"job": {"indexed": False, "podFailurePolicy": False, "successPolicy": False}}
     values = merged(merged(LEAST, GENERATED), {**lacks, "podDisruptionBudget": {"enabled": False}})
     environment = {"KUBECONFIG": str(kube.directory / "kubeconfig"), "HOME": str(tmp_path)}
