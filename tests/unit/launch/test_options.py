@@ -91,7 +91,7 @@ def torchrun(args: list[str]) -> argparse.Namespace:
 
 VALUES = st.one_of(
     st.sampled_from(
-        ["0", "1", "2", "-1", "0.5", "1:4", "auto", "spawn", "fork", "node", "c10d", "static", "host:29108"]
+        ["0", "1", "2", "-1", "0.5", "1:4", "auto", "spawn", "fork", "node", "c10d", "static", "host:29400"]
     ),
     st.sampled_from(["", "a,b", "a,,b", "k=v,l=w", "0:1,1:2", "-x", "--", "--nnodes", "a b", "ü"]),
 )

@@ -13,7 +13,7 @@ from swift_agent.agent.processes import orders
 from swift_agent.wire import messages as wire
 from swift_agent.wire.vocabulary import NotUnderstood, Vocabulary, name_of, written
 
-STORE = wire.Store("10.0.0.1", 29108, 29401, "secret")
+STORE = wire.Store("10.0.0.1", 29400, 29401, "secret")
 SAID_TO_WORKER: list[wire.ToWorker] = [
     wire.Go(3, {"kind": "copy", "iteration": 7, "sources": {"1": 0}}, 4, STORE, "/tmp/kept", leaves=True),
     wire.Go(3, {}, 4, STORE),
