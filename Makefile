@@ -14,7 +14,8 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs slurm prometheus chromium native ready demo test test-all test-gpu soak lint bench tables experiments clean
+.PHONY: help venv etcd hdfs slurm helm kubernetes prometheus chromium native ready demo test test-all test-gpu soak lint bench tables \
+    experiments clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run; a page shows it"
@@ -22,6 +23,7 @@ help:
 	@echo "make test-all  the same with every test there is, in about half an hour"
 	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
 	@echo "make test-gpu  what needs a GPU; TORCH= names a torch that has one"
+	@echo "make kubernetes  compile a control plane of Kubernetes, for tests of test-all and soak that are skipped without it"
 	@echo "make lint    only lint, types and import rules"
 	@echo "make bench   recovery time and failure-free cost beside torchrun"
 	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
@@ -59,6 +61,13 @@ chromium:
 slurm:
 	@scripts/fetch_slurm.sh .cache/slurm || echo "no Slurm; its tests are skipped"
 
+helm: venv
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/fetch_kubernetes.sh .cache/kubernetes || echo "no helm; its tests are skipped"
+
+# Its control plane is compiled: ten minutes on two cores. Tests of jobs in pods are skipped without it.
+kubernetes: venv
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/fetch_kubernetes.sh .cache/kubernetes control-plane
+
 prometheus:
 	@scripts/fetch_prometheus.sh .cache/prometheus || echo "no Prometheus; its tests are skipped"
 
@@ -77,7 +86,7 @@ lint: venv
 
 # What tests need, two things at a time: a compiler and a type checker use one core each.
 ready: venv
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync native lint etcd hdfs slurm prometheus
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync native lint etcd hdfs slurm helm prometheus
 
 test: ready
 	$(PY) -m pytest --numprocesses 2 -m "not full and not gpu"

@@ -62,6 +62,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_workers_die_with_their_agent",
     ),
     "integration/test_result_file.py": ("test_how_it_ended[raises]",),
+    "integration/test_kubernetes_manifests.py": ALL,
     "faults/test_slurm.py": ("test_srun_needs_no_option_of_the_rendezvous[plain]",),
     "faults/test_notices.py": (
         "test_a_spare_takes_its_place[0-SIGTERM]",
@@ -318,6 +319,7 @@ NO_JOBS = (
             "etcd_client",
             "etcd_members",
             "hdfs",
+            "kubernetes_manifests",
             "libhdfs",
             "native",
             "private_etcd",
