@@ -1,5 +1,6 @@
 """Machines for what systemd does: each has a real systemd as process 1, a network address, a name, and its own /etc,
-/opt, /var, /root and /usr/local over those of this machine. Needs root. All that a machine runs dies with its process 1.
+/opt, /var, /root, /srv, /usr/local and /tmp. All else of this machine it sees and cannot write, but the directory that is
+shared. Needs root. All that a machine runs dies with its process 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO
 
 from tests.support.job import ROOT
 from tests.support.network import Host, Network
@@ -42,9 +42,20 @@ mount --bind "$SITE" /run/site
 mount --bind "$SOURCE" /run/source
 mount --bind "$SHARED" /run/shared
 mount --bind "$ETCD" /run/etcd
+for directory in python site source etcd; do mount -o remount,bind,ro /run/$directory; done
 for directory in $OWN; do
     mount -t overlay overlay -o "lowerdir=/$directory,upperdir=/run/own/$directory,workdir=/run/work/$directory" "/$directory"
 done
+# Whatever systemd has for the start of a machine, removing temporary files or setting the kernel's variables: it may do
+# none of that to this one. So it finds the units below only, and the rest is read-only.
+mount -t tmpfs none /tmp
+mount -t tmpfs none /dev/shm
+mount -o remount,bind,ro /
+mount --bind /proc/sys /proc/sys
+mount -o remount,bind,ro /proc/sys
+mount -t tmpfs none /etc/systemd/system
+export SYSTEMD_UNIT_PATH=/etc/systemd/system
+cp /lib/systemd/system/systemd-journald.service /lib/systemd/system/systemd-journald.socket /etc/systemd/system/
 mkdir -p /opt/swift/bin /srv/gpt
 for name in etcd etcdctl etcdutl; do
     [ ! -x "/run/etcd/$name" ] || ln -sf "/run/etcd/$name" "/usr/local/bin/$name"
@@ -55,7 +66,7 @@ for name in run ctl/main; do
         "/run/source:/run/source/rendezvous:/run/source/recovery:/run/source/logging_store:/run/site" "${name/\//.}" >$program
     chmod +x $program
 done
-hostname "$NAME"
+echo "$NAME" >/etc/hostname
 printf '%b' "$HOSTS" >/etc/hosts
 # Of a whole system only these: what ours wants or waits for.
 for target in sysinit basic shutdown network-online multi-user timers; do
@@ -64,7 +75,7 @@ done
 mkdir -p /etc/systemd/journald.conf.d
 printf '[Journal]\nStorage=volatile\nAudit=no\nReadKMsg=no\nForwardToSyslog=no\nRateLimitIntervalSec=0\n' \
     >/etc/systemd/journald.conf.d/ours.conf
-exec env -i container=lxc PATH="$PATH" "$TOKEN" "$SYSTEMD" --system --unit=basic.target --show-status=no --log-target=null
+exec env -i container=lxc PATH="$PATH" SYSTEMD_UNIT_PATH="$SYSTEMD_UNIT_PATH" "$TOKEN" "$SYSTEMD" --system --unit=basic.target --show-status=no --log-target=null
 """
 
 
@@ -88,6 +99,7 @@ class Machine:
     def __init__(self, name: str, host: Host, hosts: str, shared: Path, etcd: Path) -> None:
         self.name, self.host, self.address = name, host, host.address
         self._groups: list[Path] = []
+        self._log = shared / f"boot.{name}"
         self._started: subprocess.Popen[bytes] | None = None
         self._one = 0
         self._environment = {
@@ -115,12 +127,13 @@ class Machine:
             *self.host.prefix, "unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts", "--ipc",
             "bash", "-c", _BOOT,
         ]  # fmt: skip
-        self._started = subprocess.Popen(
-            command, env=self._environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=enter
-        )
+        with open(self._log, "wb") as log:
+            self._started = subprocess.Popen(
+                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=enter
+            )
         deadline_s = time.monotonic() + 20
         while True:
-            assert self._started.poll() is None, self._started.stderr and self._started.stderr.read().decode()
+            assert self._started.poll() is None, self._log.read_text(errors="replace")
             assert time.monotonic() < deadline_s, f"the systemd of {self.name} does not start"
             with contextlib.suppress(OSError, StopIteration):
                 children = Path(f"/proc/{self._started.pid}/task/{self._started.pid}/children").read_text().split()
@@ -133,7 +146,7 @@ class Machine:
 
     def command(self, text: str) -> list[str]:
         """What runs *text* there, as root, where the documentation's files are."""
-        within = f'cd /run/source && export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n{text}'
+        within = f'cd /run/source && export HOME=/root SYSTEMD_UNIT_PATH=/etc/systemd/system PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n{text}'
         return ["nsenter", "-t", str(self._one), "-m", "-p", "-i", "-u", "-n", "env", "-i", "bash", "-euo", "pipefail", "-c", within]
 
     def run(self, text: str, check: bool = True, timeout_s: float = 60.0) -> str:
@@ -169,8 +182,6 @@ class Machine:
         else:
             self._started.kill()
         self._started.wait()
-        if isinstance(self._started.stderr, IO):
-            self._started.stderr.close()
         self._started, self._one = None, 0
         deadline_s = time.monotonic() + 10
         for path in self._groups:
