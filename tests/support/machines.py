@@ -60,12 +60,12 @@ mkdir -p /opt/swift/bin /srv/gpt
 for name in etcd etcdctl etcdutl; do
     [ ! -x "/run/etcd/$name" ] || ln -sf "/run/etcd/$name" "/usr/local/bin/$name"
 done
-for name in run ctl/main; do
-    program=/opt/swift/bin/$([ $name = run ] && echo swift-run || echo swiftctl)
-    printf '#!/bin/sh\nexport PYTHONPATH=%s OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONDONTWRITEBYTECODE=1\nexec /run/python/bin/python3 -m swift_agent.%s "$@"\n' \
-        "/run/source:/run/source/rendezvous:/run/source/recovery:/run/source/logging_store:/run/site" "${name/\//.}" >$program
-    chmod +x $program
+for program in swift-run:swift_agent.run swiftctl:swift_agent.ctl.main; do
+    printf '#!/bin/sh\nexport PYTHONPATH=%s OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONDONTWRITEBYTECODE=1\nexec %s -c "from %s import cli; cli()" "$@"\n' \
+        /run/source:/run/source/rendezvous:/run/source/recovery:/run/source/logging_store:/run/site /run/python/bin/python3 \
+        "${program#*:}" >"/opt/swift/bin/${program%:*}"
 done
+chmod +x /opt/swift/bin/*
 echo "$NAME" >/etc/hostname
 printf '%b' "$HOSTS" >/etc/hosts
 # Of a whole system only these: what ours wants or waits for.
