@@ -1,4 +1,5 @@
-"""docs/bare-metal.md on three machines with a real systemd each: all of its commands are run, in their order.
+"""docs/etcd-cluster.md and docs/bare-metal.md on three machines with a real systemd each: their commands are run in
+their order.
 
 A job of two nodes and a spare, each node by the unit, with an etcd of three members by the other one. Parameters and
 optimizer state at the end are bit for bit those of an undisturbed run.
@@ -17,28 +18,34 @@ from typing import Any
 
 import pytest
 
-from tests.support.etcd_cluster import etcd_binary
-from tests.support.job import ROOT, SCRIPT
+from swift_rendezvous.codec import encode
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.roster.records import RateRecord
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
+from tests.support.etcd_cluster import EtcdCluster, etcd_binary
+from tests.support.job import ROOT, Agents
 from tests.support.machines import Machine, Machines, why_not
 
-PAGE = ROOT / "docs" / "bare-metal.md"
+CLUSTER, NODES = (ROOT / "docs" / name for name in ("etcd-cluster.md", "bare-metal.md"))
 ITERATIONS = 120
+TRAIN = "/run/source/tests/support/fault_train.py"
 NAMES = ("etcd1", "etcd2", "etcd3")
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+machines = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def commands(section: str) -> list[str]:
+def commands(page: Path, section: str) -> list[str]:
     """The blocks of shell lines under that heading."""
-    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = page.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
     return re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
 
 
-AUTHORITY, MEMBER, ROLES = commands("etcd: three members with TLS")
-(USER,) = commands("A user for each job")
-INSTALL, NODE, STATUS = commands("Nodes, under systemd")
-BACKUP, RESTORE = commands("Backup")
-REPLACE, COMPACT = commands("Other work on etcd")
+AUTHORITY, MEMBER, ROLES = commands(CLUSTER, "Three members with TLS")
+(USER,) = commands(CLUSTER, "A user for each job")
+INSTALL, NODE, STATUS = commands(NODES, "Nodes, under systemd")
+BACKUP, RESTORE = commands(CLUSTER, "Backup")
+REPLACE, COMPACT = commands(CLUSTER, "Other work")
 # The machines have this working tree in its place.
 NOT_RUN = (INSTALL,)
 LOGIN = "".join(line + "\n" for line in ROLES.splitlines() if line.startswith("export"))
@@ -118,7 +125,7 @@ class Job:
         self.directory.chmod(0o777)
         self._orders = {"dir": f"/run/shared/{self.directory.name}", "iterations": ITERATIONS, "pace_s": 0.4, **orders}
 
-    def set_up(self, machine: Machine, script: str = "/run/source/tests/support/fault_train.py", **variables: str) -> None:
+    def set_up(self, machine: Machine, script: str = TRAIN, **variables: str) -> None:
         """What is done by hand on a machine; the environment file is edited, then the lines of the page are run."""
         copy = "rm -rf /etc/swift && mkdir /etc/swift && cp -r pki/swift-gpt /etc/swift/gpt"
         self.site.on(machine, f"{copy} && cp deploy/systemd/swift-run.env /etc/swift/gpt.env")
@@ -154,6 +161,10 @@ class Job:
         (self.directory / "free").touch()
         self.site.wait(lambda: all(self.state(one)["ActiveState"] != "active" for one in self.site.machines), "its end")
 
+    def is_back(self, machine: Machine) -> bool:
+        """systemd has started it again, once, and it is a spare."""
+        return self.state(machine)["NRestarts"] == "1" and self.slots().get(machine.name, -1) is None
+
     def left(self, machine: Machine) -> dict[str, Any]:
         """What the unit has told of its end."""
         found: dict[str, Any] = json.loads(machine.run("cat /var/lib/swift/gpt/result.json"))
@@ -178,37 +189,41 @@ def job(site: Site) -> Iterator[Callable[..., Job]]:
             machine.run(end, check=False)
 
 
-def test_what_the_page_says_is_run() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def test_what_the_pages_say_is_run() -> None:
+    blocks = [one for page in (CLUSTER, NODES) for one in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
     assert len(blocks) == 11 and [block for block in blocks if block in NOT_RUN] == [INSTALL]
 
 
+@machines
 def test_systemd_finds_nothing_wrong_with_the_units(site: Site) -> None:
     for path in sorted((ROOT / "deploy").rglob("*.service")) + sorted((ROOT / "deploy").rglob("*.timer")):
-        site.first.run(f"cp -n {path.relative_to(ROOT)} /etc/systemd/system/ && touch /usr/local/sbin/swift-etcd-backup")
-        site.first.run("chmod +x /usr/local/sbin/swift-etcd-backup")
+        site.first.run(f"cp -n {path.relative_to(ROOT)} /etc/systemd/system/")
+        site.first.run("install deploy/etcd/backup.sh /usr/local/sbin/swift-etcd-backup")
         said = site.first.run(f"systemd-analyze verify --man=no /etc/systemd/system/{path.name} 2>&1")
         assert not [line for line in said.splitlines() if path.name in line], said
 
 
+@machines
 def test_who_has_no_certificate_or_another_job_is_not_let_in(site: Site) -> None:
-    bare = "ETCDCTL_DIAL_TIMEOUT=2s ETCDCTL_COMMAND_TIMEOUT=2s etcdctl --endpoints=https://etcd1:2379 --cacert=pki/ca.crt"
+    bare = "etcdctl --dial-timeout=2s --command-timeout=2s --endpoints=https://etcd1:2379 --cacert=pki/ca.crt"
     text = "get --prefix /swift/ 2>&1"
     refused = site.on(site.first, f"{bare} {text} || echo rc $?", check=False)
     assert "rc 1" in refused and "permission denied" not in refused, "not even a login is asked for"
     mine = f"{bare} --cert=pki/swift-gpt/client.crt --key=pki/swift-gpt/client.key"
     assert "permission denied" in site.on(site.first, f"{mine} {text}", check=False)
     assert "permission denied" in site.on(site.first, f"{mine} put /swift/gpt2/job x 2>&1", check=False)
-    assert site.on(site.first, f"{mine} get --prefix /swift/gpt/ && {mine} put /swift/gpt/x y && {mine} del /swift/gpt/x")
+    own = f"{mine} get --prefix /swift/gpt/ && {mine} put /swift/gpt/x y && {mine} del /swift/gpt/x"
+    assert site.on(site.first, own)
     # Keys are for their owners.
-    modes = site.on(site.first, "stat -c %a pki/ca.key pki/etcd1/member.key pki/swift-gpt/client.key pki/swift-gpt/job-secret")
+    keys = "pki/ca.key pki/etcd1/member.key pki/swift-gpt/client.key pki/swift-gpt/job-secret"
+    modes = site.on(site.first, f"stat -c %a {keys}")
     assert modes.split() == ["600"] * 4
     assert site.first.run("stat -c '%a %U %G' /etc/swift-etcd/member.key").split() == ["640", "root", "etcd"]
-    assert site.etcdctl("deploy/etcd/job.sh add gpt2 && deploy/etcd/job.sh remove gpt2 && etcdctl user list").split() [-2:] == [
-        "root", "swift-gpt"
-    ]  # fmt: skip
+    users = site.etcdctl("deploy/etcd/job.sh add gpt2 && deploy/etcd/job.sh remove gpt2 && etcdctl user list")
+    assert users.split()[-2:] == ["root", "swift-gpt"]
 
 
+@machines
 def test_nodes_leave_die_and_come_back(site: Site, job: Callable[..., Job], undisturbed: Callable[..., str]) -> None:
     """What follows what, of the page; no iteration is run twice where a node was told to go."""
     gpt = job()
@@ -243,13 +258,13 @@ def test_nodes_leave_die_and_come_back(site: Site, job: Callable[..., Job], undi
     # By a signal to the process alone: 75 starts it again.
     two = by_name[next(name for name, slot in gpt.slots().items() if slot == 1)]
     two.run(f"systemctl kill --kill-whom=main -s USR1 {gpt.unit}")
-    site.wait(lambda: gpt.state(two)["NRestarts"] == "1" and gpt.slots().get(two.name, -1) is None, "it is back as a spare")
+    site.wait(lambda: gpt.is_back(two), "it is back as a spare")
     for rank in range(4):
         assert gpt.calls(rank) == list(range(len(gpt.calls(rank)))), (rank, gpt.calls(rank))
     # It dies, and all that it has started.
     three = by_name[next(name for name, slot in gpt.slots().items() if slot == 0)]
     os.kill(gpt_main(three, gpt), 9)
-    site.wait(lambda: gpt.state(three)["NRestarts"] == "1" and gpt.slots().get(three.name, -1) is None, "it is back as a spare")
+    site.wait(lambda: gpt.is_back(three), "it is back as a spare")
     gpt.end()
     assert gpt.hashes() == {undisturbed(iterations=ITERATIONS)}
     for machine in site.machines:
@@ -269,6 +284,7 @@ def gpt_main(machine: Machine, job: Job) -> int:
 RAISES = "raise ValueError('no such column')"
 
 
+@machines
 @pytest.mark.parametrize(
     ("code", "variables", "again"),
     [
@@ -279,7 +295,9 @@ RAISES = "raise ValueError('no such column')"
     ],
     ids=["script", "usage", "stopped", "infrastructure"],
 )
-def test_what_is_started_again(code: int, variables: dict[str, str], again: bool, site: Site, job: Callable[..., Job]) -> None:
+def test_what_is_started_again(
+    code: int, variables: dict[str, str], again: bool, site: Site, job: Callable[..., Job]
+) -> None:
     gpt = job()
     script = site.shared / f"script-{code}.py"
     script.write_text("import time; time.sleep(600)" if code == 3 else RAISES)
@@ -296,6 +314,7 @@ def test_what_is_started_again(code: int, variables: dict[str, str], again: bool
     assert gpt.left(site.first)["exit_code"] == code
 
 
+@machines
 def test_work_on_etcd_while_a_job_trains(own_site: Site, undisturbed: Callable[..., str]) -> None:
     site = own_site
     gpt = Job(site)
@@ -327,6 +346,7 @@ def test_work_on_etcd_while_a_job_trains(own_site: Site, undisturbed: Callable[.
     assert pids == {path.name: path.read_text() for path in gpt.directory.glob("pids.*")}, "a worker was replaced"
 
 
+@machines
 def test_a_backup_brings_users_and_roles_back(own_site: Site) -> None:
     site = own_site
     for machine in site.machines[:1]:
@@ -336,8 +356,8 @@ def test_a_backup_brings_users_and_roles_back(own_site: Site) -> None:
     assert len(saved) == 1 and site.first.run("systemctl is-active swift-etcd-backup.timer").strip() == "active"
     assert "ETCDCTL" not in site.first.journal("swift-etcd-backup")
     # KEEP of them stay.
-    keep = "set -a; . /etc/swift-etcd/backup.env; KEEP=2; for i in 1 2 3; do sleep 1; swift-etcd-backup /tmp/kept; done; ls /tmp/kept"
-    assert len(site.first.run(keep).splitlines()[-2:]) == 2
+    three = "KEEP=2; for one in 1 2 3; do sleep 1; swift-etcd-backup /tmp/kept; done"
+    site.first.run(f"set -a; . /etc/swift-etcd/backup.env; {three}")
     assert site.first.run("ls /tmp/kept | wc -l; rm -r /tmp/kept").strip() == "2"
 
     site.etcdctl("deploy/etcd/job.sh remove gpt")
@@ -358,9 +378,56 @@ def test_a_backup_brings_users_and_roles_back(own_site: Site) -> None:
     assert gpt.left(site.first)["exit_code"] == 0
 
 
+@machines
 def test_scripts_say_how_they_are_used(site: Site) -> None:
     for script, words in (("certificates.sh", "certificates.sh cluster DIR"), ("job.sh", "job.sh remove JOB"),
                           ("backup.sh", "backup.sh DIR"), ("restore.sh", "restore.sh SNAPSHOT")):  # fmt: skip
         said = site.on(site.first, f"deploy/etcd/{script} 2>&1 || echo rc $?")
         assert words in said and said.endswith("rc 2\n"), said
     assert "has an authority already" in site.on(site.first, "deploy/etcd/certificates.sh cluster pki a 2>&1 || true")
+
+
+def test_size(one: EtcdCluster, make_agents: Callable[..., Agents]) -> None:
+    """What the page says of writes, keys and bytes."""
+
+    def status() -> tuple[int, int]:
+        found = json.loads(one.ctl("endpoint", "status", "--write-out=json"))[0]["Status"]
+        return found["header"]["revision"], found["dbSizeInUse"]
+
+    def keys() -> list[str]:
+        return one.ctl("get", "--prefix", "/swift/", "--keys-only").split()
+
+    def wait(what: Callable[[], Any]) -> None:
+        deadline_s = time.monotonic() + 90
+        while not what():
+            assert time.monotonic() < deadline_s, agents.outcome(0.0).text()
+            time.sleep(0.1)
+
+    orders = {"iterations": 400, "pace_s": 0.2}
+    agents = make_agents(endpoint=one.endpoints[0], orders=orders, options=("--spares", "1"), max_restarts=None)
+    began = status()[0]
+    for node in "abc":
+        agents.start(node)
+    wait(lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
+    assert 5 <= status()[0] - began <= 15
+    wait(lambda: any(key.endswith("/profile") for key in keys()))  # what it costs is measured once, at first
+    wait(lambda: any("/~measured/" in key for key in keys()))
+    assert 8 <= len(keys()) <= 10 + 3 * 3
+    before, began_s = status()[0], time.monotonic()
+    wait(lambda: time.monotonic() - began_s > 15)
+    assert 2 <= status()[0] - before <= 6
+    before = status()[0]
+    os.kill(int((agents.directory / "pids.1").read_text().split()[-1]), 9)
+    wait(lambda: "recovered" in agents.outcome(0.0).text())
+    assert 5 <= status()[0] - before <= 20
+    (agents.directory / "free").touch()
+    outcome = agents.wait()
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+    assert keys() == []
+
+    with EtcdStore(EtcdConfig(one.endpoints)) as store:
+        before = status()[1]
+        for number in range(720):
+            store.put(Keys("gpt").rate, encode(RateRecord(100_000 + number, 3.456, 12, time.time())))
+    wait(lambda: status()[1] - before > 90_000)
+    assert status()[1] - before < 150_000

@@ -1,6 +1,6 @@
 """Machines for what systemd does: each has a real systemd as process 1, a network address, a name, and its own /etc,
-/opt, /var, /root, /srv, /usr/local and /tmp. All else of this machine it sees and cannot write, but the directory that is
-shared. Needs root. All that a machine runs dies with its process 1.
+/opt, /var, /root, /srv, /usr/local and /tmp. All else of this machine it sees and cannot write, but the directory that
+is shared. Needs root. All that a machine runs dies with its process 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ mount --bind "$SHARED" /run/shared
 mount --bind "$ETCD" /run/etcd
 for directory in python site source etcd; do mount -o remount,bind,ro /run/$directory; done
 for directory in $OWN; do
-    mount -t overlay overlay -o "lowerdir=/$directory,upperdir=/run/own/$directory,workdir=/run/work/$directory" "/$directory"
+    layers=lowerdir=/$directory,upperdir=/run/own/$directory,workdir=/run/work/$directory
+    mount -t overlay overlay -o "$layers" "/$directory"
 done
 # Whatever systemd has for the start of a machine, removing temporary files or setting the kernel's variables: it may do
 # none of that to this one. So it finds the units below only, and the rest is read-only.
@@ -61,9 +62,13 @@ for name in etcd etcdctl etcdutl; do
     [ ! -x "/run/etcd/$name" ] || ln -sf "/run/etcd/$name" "/usr/local/bin/$name"
 done
 for program in swift-run:swift_agent.run swiftctl:swift_agent.ctl.main; do
-    printf '#!/bin/sh\nexport PYTHONPATH=%s OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONDONTWRITEBYTECODE=1\nexec %s -c "from %s import cli; cli()" "$@"\n' \
-        /run/source:/run/source/rendezvous:/run/source/recovery:/run/source/logging_store:/run/site /run/python/bin/python3 \
-        "${program#*:}" >"/opt/swift/bin/${program%:*}"
+    cat >"/opt/swift/bin/${program%:*}" <<PROGRAM
+#!/bin/sh
+s=/run/source
+export PYTHONPATH=\$s:\$s/rendezvous:\$s/recovery:\$s/logging_store:/run/site
+export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PYTHONDONTWRITEBYTECODE=1
+exec /run/python/bin/python3 -c "from ${program#*:} import cli; cli()" "\$@"
+PROGRAM
 done
 chmod +x /opt/swift/bin/*
 echo "$NAME" >/etc/hostname
@@ -75,7 +80,8 @@ done
 mkdir -p /etc/systemd/journald.conf.d
 printf '[Journal]\nStorage=volatile\nAudit=no\nReadKMsg=no\nForwardToSyslog=no\nRateLimitIntervalSec=0\n' \
     >/etc/systemd/journald.conf.d/ours.conf
-exec env -i container=lxc PATH="$PATH" SYSTEMD_UNIT_PATH="$SYSTEMD_UNIT_PATH" "$TOKEN" "$SYSTEMD" --system --unit=basic.target --show-status=no --log-target=null
+exec env -i container=lxc PATH="$PATH" SYSTEMD_UNIT_PATH="$SYSTEMD_UNIT_PATH" "$TOKEN" \
+    "$SYSTEMD" --system --unit=basic.target --show-status=no --log-target=null
 """
 
 
@@ -83,7 +89,8 @@ def why_not() -> str:
     """Why there can be no machine here, or ""."""
     if not SYSTEMD.exists():
         return "needs systemd: apt-get install systemd"
-    missing = [name for name in ("unshare", "nsenter", "systemctl", "journalctl", "openssl") if shutil.which(name) is None]
+    wanted = ("unshare", "nsenter", "systemctl", "journalctl", "openssl")
+    missing = [name for name in wanted if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)}"
     if reason := why_no_network():
@@ -124,8 +131,8 @@ class Machine:
                 (path / "cgroup.procs").write_text("0")
 
         command = [
-            *self.host.prefix, "unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts", "--ipc",
-            "bash", "-c", _BOOT,
+            *self.host.prefix, "unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts",
+            "--ipc", "bash", "-c", _BOOT,
         ]  # fmt: skip
         with open(self._log, "wb") as log:
             self._started = subprocess.Popen(
@@ -139,15 +146,17 @@ class Machine:
                 children = Path(f"/proc/{self._started.pid}/task/{self._started.pid}/children").read_text().split()
                 self._one = int(next(iter(children)))
                 is_systemd = Path(f"/proc/{self._one}/comm").read_text().strip() == "systemd"
-                if is_systemd and self.run("systemctl is-system-running", check=False).strip() in ("running", "degraded"):
+                if is_systemd and "running" in self.run("systemctl is-system-running", check=False):
                     break
             time.sleep(0.05)
         self.run("systemctl start systemd-journald.socket systemd-journald.service")
 
     def command(self, text: str) -> list[str]:
         """What runs *text* there, as root, where the documentation's files are."""
-        within = f'cd /run/source && export HOME=/root SYSTEMD_UNIT_PATH=/etc/systemd/system PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n{text}'
-        return ["nsenter", "-t", str(self._one), "-m", "-p", "-i", "-u", "-n", "env", "-i", "bash", "-euo", "pipefail", "-c", within]
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        enter = ["nsenter", "-t", str(self._one), "-m", "-p", "-i", "-u", "-n", "env", "-i", f"PATH={path}"]
+        units = "SYSTEMD_UNIT_PATH=/etc/systemd/system"
+        return [*enter, "HOME=/root", units, "bash", "-euo", "pipefail", "-c", f"cd /run/source\n{text}"]
 
     def run(self, text: str, check: bool = True, timeout_s: float = 60.0) -> str:
         """What *text* prints, a few lines for a shell; it fails the test if they fail."""
@@ -207,8 +216,8 @@ class Machines:
 
     def __init__(self, names: tuple[str, ...], shared: Path, etcd: Path) -> None:
         self._network = Network(len(names))
-        hosts = zip(names, self._network.hosts, strict=True)
-        lines = "127.0.0.1 localhost\\n" + "".join(f"{host.address} {name}\\n" for name, host in zip(names, self._network.hosts, strict=True))
+        hosts = list(zip(names, self._network.hosts, strict=True))
+        lines = "127.0.0.1 localhost\\n" + "".join(f"{host.address} {name}\\n" for name, host in hosts)
         self.all = [Machine(name, host, lines, shared, etcd) for name, host in hosts]
 
     def __enter__(self) -> list[Machine]:
