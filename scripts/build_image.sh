@@ -17,14 +17,18 @@ mkdir -p "$1"
 target=$(realpath "$1")
 shift
 tools=$target/tools
-export PATH=$tools/usr/bin:$PATH LD_LIBRARY_PATH=$tools/usr/lib/x86_64-linux-gnu:$tools/usr/lib/aarch64-linux-gnu
 say() { echo "build_image: $*" >&2; }
 
 if ! buildah --version >/dev/null 2>&1 || ! command -v mmdebstrap >/dev/null; then
     mkdir -p "$target/debs" "$tools"
-    (cd "$target/debs" && apt-get download -qq uidmap libsubid4 libgpgme11 golang-github-containers-image \
+    [ -x "$tools/usr/bin/buildah" ] || (cd "$target/debs" && apt-get download -qq uidmap libsubid4 libgpgme11 golang-github-containers-image \
         golang-github-containers-common crun buildah mmdebstrap)
     for deb in "$target"/debs/*.deb; do dpkg -x "$deb" "$tools"; done
+    # They look as if they were installed, to this script only.
+    # shellcheck disable=SC2016
+    exec unshare --mount --propagation private bash -c \
+        'mount -t overlay tools -o "lowerdir=$1/usr:/usr" /usr && exec "$2" "${@:3}"' - "$tools" "$repository/scripts/build_image.sh" \
+        "$target" "$@"
 fi
 
 # Everything below DIR: nothing of this machine's own images is touched.
@@ -32,7 +36,6 @@ printf '{"default": [{"type": "insecureAcceptAnything"}]}\n' >"$target/policy.js
 printf 'unqualified-search-registries = []\n' >"$target/registries.conf"
 printf '[storage]\ndriver = "vfs"\nrunroot = "%s/run"\ngraphroot = "%s/storage"\n' "$target" "$target" >"$target/storage.conf"
 export CONTAINERS_STORAGE_CONF=$target/storage.conf CONTAINERS_REGISTRIES_CONF=$target/registries.conf TMPDIR=$target/tmp
-export BUILDAH_ISOLATION=chroot
 mkdir -p "$TMPDIR"
 policy=(--signature-policy "$target/policy.json")
 
@@ -61,7 +64,7 @@ arguments=()
 for one in "$@"; do arguments+=(--build-arg "$one"); done
 
 say "the image"
-buildah build "${policy[@]}" --quiet --file "$repository/deploy/docker/Dockerfile" --build-arg BASE=localhost/base --pull-never \
+buildah build "${policy[@]}" --isolation chroot --quiet --file "$repository/deploy/docker/Dockerfile" --build-arg BASE=localhost/base --pull-never \
     --secret "id=pip.conf,src=$target/pip.conf" "${volumes[@]}" "${arguments[@]}" --tag localhost/swift-agent "$repository" >&2
 rm -f "$target/pip.conf"
 box=$(buildah from "${policy[@]}" --pull-never localhost/swift-agent)

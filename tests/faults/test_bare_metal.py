@@ -224,6 +224,7 @@ def test_who_has_no_certificate_or_another_job_is_not_let_in(site: Site) -> None
 
 
 @machines
+@pytest.mark.timeout(300)
 def test_nodes_leave_die_and_come_back(site: Site, job: Callable[..., Job], undisturbed: Callable[..., str]) -> None:
     """What follows what, of the page; no iteration is run twice where a node was told to go."""
     gpt = job()
@@ -315,6 +316,7 @@ def test_what_is_started_again(
 
 
 @machines
+@pytest.mark.timeout(300)
 def test_work_on_etcd_while_a_job_trains(own_site: Site, undisturbed: Callable[..., str]) -> None:
     site = own_site
     gpt = Job(site)
