@@ -27,8 +27,8 @@ if ! buildah --version >/dev/null 2>&1 || ! command -v mmdebstrap >/dev/null; th
     # They look as if they were installed, to this script only.
     # shellcheck disable=SC2016
     exec unshare --mount --propagation private bash -c \
-        'mount -t overlay tools -o "lowerdir=$1/usr:/usr" /usr && exec "$2" "${@:3}"' - "$tools" "$repository/scripts/build_image.sh" \
-        "$target" "$@"
+        'mount -t overlay tools -o "lowerdir=$1/usr:/usr" /usr && exec "$2" "${@:3}"' - \
+        "$tools" "$repository/scripts/build_image.sh" "$target" "$@"
 fi
 
 # Everything below DIR: nothing of this machine's own images is touched.
@@ -57,15 +57,17 @@ python3 -m pip config list | sed -n "s/^[^.]*\.\([a-z-]*\)='\(.*\)'$/\1 = \2/p" 
     { echo "[global]"; cat; } >"$target/pip.conf"
 umask 022
 volumes=()
-for path in /etc/ssl/certs /usr/local/share/ca-certificates $(grep -oE '(^|[ =]|file://)/[^ ]+' "$target/pip.conf" | grep -oE '/[^/:].*' | sort -u); do
-    [ ! -d "$path" ] || volumes+=(--volume "$path:$path:ro")
+for path in /etc/ssl/certs /usr/local/share/ca-certificates \
+    $(grep -oE '(^|[ =]|file://)/[^ ]+' "$target/pip.conf" | grep -oE '/[^/:].*' | sed 's#/simple/*$##' | sort -u); do
+    [ ! -d "$path" ] || volumes+=(--volume "$path:$path:ro") # an index of files has them beside it
 done
 arguments=()
 for one in "$@"; do arguments+=(--build-arg "$one"); done
 
 say "the image"
-buildah build "${policy[@]}" --isolation chroot --quiet --file "$repository/deploy/docker/Dockerfile" --build-arg BASE=localhost/base --pull-never \
-    --secret "id=pip.conf,src=$target/pip.conf" "${volumes[@]}" "${arguments[@]}" --tag localhost/swift-agent "$repository" >&2
+buildah build "${policy[@]}" --isolation chroot --quiet --pull-never --layers \
+    --file "$repository/deploy/docker/Dockerfile" --build-arg BASE=localhost/base --secret "id=pip.conf,src=$target/pip.conf" \
+    "${volumes[@]}" "${arguments[@]}" --tag localhost/swift-agent "$repository" >&2
 rm -f "$target/pip.conf"
 box=$(buildah from "${policy[@]}" --pull-never localhost/swift-agent)
 mounted=$(buildah mount "$box")
