@@ -82,7 +82,8 @@ def main() -> int:
     shutil.rmtree(out / "pages", ignore_errors=True)
     lay_out(out / "pages")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "SWIFT_DOCS_PAGES": str(out / "pages"), "SWIFT_DOCS_SITE": str(out / "html")}
+    where = {"SWIFT_DOCS_PAGES": str(out / "pages"), "SWIFT_DOCS_SITE": str(out / "html")}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **where}
     code = subprocess.run(command, env=environment, check=False).returncode
     if code == 0:
         print(out / "html" / "index.html")

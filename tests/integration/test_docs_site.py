@@ -1,4 +1,5 @@
-"""`make docs`: the pages as a site. Nothing in it leads nowhere, nothing is fetched from elsewhere, all of it is found."""
+"""`make docs`: the pages as a site. Nothing in it leads nowhere, nothing is fetched from elsewhere, and it is searched.
+"""
 
 from __future__ import annotations
 
