@@ -111,7 +111,7 @@ def rootfs() -> Iterator[Path]:
 def test_a_job_in_the_image_is_recovered(rootfs: Path, tmp_path: Path) -> None:
     told = json.loads((rootfs.parent / "image.json").read_text())
     config = told["OCIv1"]["config"]
-    assert config["User"] == "10001:10001" and config["Entrypoint"] == ["swift-run"] and config["WorkingDir"] == "/work"
+    assert config["User"] == "10001:10001" and config["Entrypoint"] == ["swift-run"] and config["WorkingDir"] == "/srv"
     environment = dict(one.partition("=")[::2] for one in config["Env"])
     secret = rootfs / "etc" / "pip.conf"
     assert not secret.exists() or not secret.read_text(), "where packages came from is in the image"

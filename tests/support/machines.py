@@ -1,5 +1,5 @@
 """Machines for what systemd does: each has a real systemd as process 1, a network address, a name, and its own /etc,
-/opt, /var, /root, /srv, /usr/local and /tmp. All else of this machine it sees and cannot write, but the directory that
+/opt, /var, /srv, /usr/local and /tmp. All else of this machine it sees and cannot write, but the directory that
 is shared. Needs root. All that a machine runs dies with its process 1.
 """
 
@@ -20,7 +20,7 @@ from tests.support.network import Host, Network
 from tests.support.network import why_not as why_no_network
 
 SYSTEMD = Path("/lib/systemd/systemd")
-OWN = ("etc", "opt", "var", "root", "usr/local", "srv")
+OWN = ("etc", "opt", "var", "usr/local", "srv")
 """What is written there is seen on that machine only, and gone with it."""
 SITE = Path(next(path for path in sys.path if path.endswith("site-packages")))
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -35,7 +35,7 @@ mkdir -p /run/systemd/system /run/lock
 for directory in $OWN; do
     mkdir -p "/run/own/$directory" "/run/work/$directory"
 done
-# Before /root and /opt are others.
+# From where they lie before other directories are laid over them.
 mkdir -p /run/python /run/site /run/source /run/shared /run/etcd
 mount --bind "$PYTHON" /run/python
 mount --bind "$SITE" /run/site
@@ -156,7 +156,7 @@ class Machine:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         enter = ["nsenter", "-t", str(self._one), "-m", "-p", "-i", "-u", "-n", "env", "-i", f"PATH={path}"]
         units = "SYSTEMD_UNIT_PATH=/etc/systemd/system"
-        return [*enter, "HOME=/root", units, "bash", "-euo", "pipefail", "-c", f"cd /run/source\n{text}"]
+        return [*enter, "HOME=/tmp", units, "bash", "-euo", "pipefail", "-c", f"cd /run/source\n{text}"]
 
     def run(self, text: str, check: bool = True, timeout_s: float = 60.0) -> str:
         """What *text* prints, a few lines for a shell; it fails the test if they fail."""
