@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def test_what_is_copied_is_let_in_and_nothing_else() -> None:
 
 
 def test_hadolint_finds_nothing() -> None:
-    if (hadolint := shutil.which("hadolint")) is None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if (hadolint := shutil.which("hadolint", path=path)) is None:
         pytest.skip("needs hadolint: pip install 'swift-agent[dev]'")
     done = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
