@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv etcd hdfs slurm native ready demo test test-all test-gpu soak lint bench tables experiments docs image clean
+.PHONY: help venv etcd hdfs slurm prometheus native ready demo test test-all test-gpu soak lint bench tables experiments docs image clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run"
@@ -57,6 +57,9 @@ hdfs: venv
 slurm:
 	@scripts/fetch_slurm.sh .cache/slurm || echo "no Slurm; its tests are skipped"
 
+prometheus:
+	@scripts/fetch_prometheus.sh .cache/prometheus || echo "no Prometheus; its tests are skipped"
+
 # An accelerator, not a need: without a compiler the pure Python path is used.
 native: venv
 	@$(PY) -m swift_agent.native build || echo "native forwarder not built; the pure Python one is used"
@@ -71,7 +74,7 @@ lint: venv
 
 # What tests need, two things at a time: a compiler and a type checker use one core each.
 ready: venv
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync native lint etcd hdfs slurm
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync native lint etcd hdfs slurm prometheus
 
 test: ready
 	$(PY) -m pytest --numprocesses 2 -m "not full and not gpu"

@@ -68,6 +68,8 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_without_a_spare_it_leaves_and_the_job_waits_for_another[0]",
         "test_all_are_told_to_go_and_nothing_is_lost[ab-0.0]",
     ),
+    "faults/test_metrics.py": ("test_a_node_is_lost",),
+    "integration/test_observability.py": ALL,
     "faults/test_demo.py": ("test_demo_notices_one_different_bit",),
     # ---- models ----
     "faults/test_hsdp.py": (

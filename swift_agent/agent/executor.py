@@ -30,6 +30,7 @@ from swift_agent.agent.store_hosting import GenerationStores
 from swift_agent.agent.worker_channels import WorkerChannels
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
+from swift_agent.launch.outcome import limit_of
 from swift_agent.wire import messages as wire
 from swift_agent.wire.environment import Placement, run_name, share_of
 from swift_recovery.strategy.predict import learned
@@ -59,7 +60,7 @@ class Executor:
         self._directory, self._message_log, self._timers = directories.socket, directories.messages, timers
         self._writer, self._crew, self._channels, self._stores = writer, crew, channels, stores
         self._state, self._presence, self._doubt = state, presence, doubt
-        self._started_s = time.time()
+        self._started_s, self._limit_told, self._timeline = time.time(), False, timeline.Timeline()
         self._profiled_in = 0  # the generation in which this agent has written the profile
         self._refined: tuple[int, ProfileRecord] | None = None  # the same, of what was measured since, and that
         self._known_profile: ProfileRecord | None = None
@@ -183,7 +184,18 @@ class Executor:
         """Have it written what standbys of all nodes import ahead; *modules* are signed."""
         self._write(transactions.preload(self._keys, self._state().view, self._presence().me, modules))
 
-    def recovered(self, view: View, phases: Mapping[str, float]) -> None:
+    def saw(self, view: View, acting: bool) -> None:
+        """The job has changed: tell people what is new, which the coordinator, *acting* here, does for all."""
+        if view.tracked and view.generation is not None and not self._limit_told:
+            self._limit_told = True
+            if view.generation.number == 1 and acting:
+                log.info("%s", limit_of(self._config))
+        self._measured(view, acting)
+        phases = self._timeline.observe(view, time.monotonic())
+        if phases is not None and acting:
+            self._recovered(view, phases)
+
+    def _recovered(self, view: View, phases: Mapping[str, float]) -> None:
         """Have the recovery that is over told, and written into the history."""
         assert view.generation is not None and view.plan is not None
         predicted = strategy.predicted(view)
@@ -200,7 +212,7 @@ class Executor:
             corrected = replace(view.profile, errors=learned(view.profile.errors, errors))
             self._write(transactions.profiled(self._keys, view, self._presence().me, corrected))
 
-    def measured(self, view: View, acting: bool) -> None:
+    def _measured(self, view: View, acting: bool) -> None:
         """Have it told how the job recovers, once all its workers have been measured, and what that costs again when
         nothing is left to be measured: *acting*, by this coordinator."""
         known = view.profile

@@ -24,10 +24,11 @@ from typing import Literal
 from swift_agent.agent import watchdog
 from swift_agent.agent.executor import Executor
 from swift_agent.agent.incarnations import Incarnations
-from swift_agent.agent.lifecycle import commands, state, timeline
+from swift_agent.agent.lifecycle import commands, state
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle.isolation import ending_grace_s
+from swift_agent.agent.metrics.meters import Meters, Requests
 from swift_agent.agent.patience import Patience
 from swift_agent.agent.presence import Listeners, Presence
 from swift_agent.agent.processes.crew import Crew
@@ -42,7 +43,7 @@ from swift_agent.errors import JobStopped
 from swift_agent.launch import host
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
-from swift_agent.launch.outcome import limit_of, raise_outcome
+from swift_agent.launch.outcome import raise_outcome
 from swift_agent.launch.signals import CaughtSignals, Meaning
 from swift_agent.wire import messages as wire
 from swift_rendezvous.roster.keys import Keys
@@ -68,9 +69,9 @@ class Agent:
 
     def __init__(
         self, config: AgentConfig, address: str, store: KeyValueStore, directories: Directories,
-        signals: CaughtSignals, all_children_are_ours: bool = False,
+        signals: CaughtSignals, requests: Requests, all_children_are_ours: bool = False,
     ) -> None:  # fmt: skip
-        """*address*: at which other nodes reach this one."""
+        """*address*: at which other nodes reach this one. *requests*: that *store* has made."""
         self._config, self._store, self._directories, self._signals = config, store, directories, signals
         self._reactor = Reactor()
         self._event_log = AgentEvents(config)
@@ -91,10 +92,13 @@ class Agent:
             config.master_port,
         )  # fmt: skip
         self._incarnations = Incarnations(config, store, Keys(config.job_id), address, self._listeners(), signals)
-        self._timeline = timeline.Timeline()
+        self._meters = Meters(
+            config, store, requests, directories.messages, state=lambda: self._state,
+            is_away=lambda: self._presence.is_away(), lease_until_s=lambda: self._presence.acts_until_s(),
+            num_standbys=lambda: self._crew.num_standbys,
+        )  # fmt: skip
         self._state = state.AgentState(config.node_id, "", config.max_restarts, config.stop_deadline_s)
         self._end: ResultRecord | None = None
-        self._limit_told = False
         self._listened_s = math.inf
         self._last_tick_s = 0.0
 
@@ -120,6 +124,7 @@ class Agent:
             stack.enter_context(expecting_children())
             stack.callback(self._close)
             stack.enter_context(self._signals.listening(self._on_signal))
+            stack.enter_context(self._meters.served())
             writer = Writer(
                 self._store, lambda why: post(lambda: self._stop(why)), lambda why: post(lambda: self._fail(why))
             )
@@ -143,16 +148,17 @@ class Agent:
                 self._crew.kill()
                 self._presence.abandon()
                 raise
+            self._meters.enters("leaves")
             self._leave(self._end)
 
     def _begin(self, presence: Presence) -> None:
         """A new incarnation: it knows nothing but how often its workers were restarted."""
-        config = self._config
-        self._presence = presence
+        config, self._presence = self._config, presence
         self._state = state.AgentState(
             config.node_id, presence.me.incarnation, config.max_restarts, config.stop_deadline_s,
             restarts_used=self._state.restarts_used, notice=self._state.notice,
         )  # fmt: skip
+        self._meters.enters("runs")
         if presence.journal is not None:
             presence.journal.begin(self._state)
 
@@ -194,6 +200,7 @@ class Agent:
             self._on_standstill(self._listened_s - before_s - TICK_S)
         self._reactor.handle(ready)
         now_s = time.monotonic()
+        self._meters.turned(now_s)
         if now_s - self._last_tick_s >= TICK_S:
             self._last_tick_s = now_s
             self._patience.tick(now_s)
@@ -270,20 +277,10 @@ class Agent:
         self._event(msg.ViewChanged(view))
         if self._end is not None:
             return
-        self._tell_limit(view)
         self._crew.prepare_standbys()
         self._stores.close_before(view.recovered)
-        self._executor.measured(view, self._presence.coordinator.acting)
-        phases = self._timeline.observe(view, time.monotonic())
-        if phases is not None and self._presence.coordinator.acting:
-            self._executor.recovered(view, phases)
-
-    def _tell_limit(self, view: View) -> None:
-        """Once a script is known to be recovered in place."""
-        if view.tracked and view.generation is not None and not self._limit_told:
-            self._limit_told = True
-            if view.generation.number == 1 and self._presence.coordinator.acting:
-                log.info("%s", limit_of(self._config))
+        self._executor.saw(view, self._presence.coordinator.acting)
+        self._meters.saw(view, time.monotonic())
 
     def _on_peer_lost(self, incarnation: str, evidence: str, is_dead: bool) -> None:
         """In the thread that has seen it."""
@@ -379,6 +376,7 @@ class Agent:
     def _rejoin(self, why: str) -> None:
         """Come back under a new incarnation, as a spare, as soon as the store lets us."""
         log.warning("%s; its workers are ended and it comes back as a spare", why)
+        self._meters.enters("comes back")
         self._channels.drop_all()
         self._crew.abandon()
         self._patience.clear()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from swift_agent.agent.loop import Agent
+from swift_agent.agent.metrics.meters import Requests
 from swift_agent.agent.processes.linux import many_descriptors
 from swift_agent.launch import host, secret, slurm, torch_range
 from swift_agent.launch.config import AgentConfig
@@ -62,9 +63,12 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
                 if etcd is None:
                     etcd = stack.enter_context(_closed_at_last(PrivateEtcd(loopback=False), "the private etcd")).config
                     log.info("a private etcd runs for this job: swiftctl status --rdzv-endpoint %s", *etcd.endpoints)
-                store = stack.enter_context(_closed_at_last(EtcdStore(etcd), "the connection to etcd"))
+                requests = Requests()
+                asked = None if config.metrics_port is None else requests.asked
+                store = stack.enter_context(_closed_at_last(EtcdStore(etcd, asked), "the connection to etcd"))
                 signals.raise_caught()
-                Agent(config, _address(config, signals), store, directories, signals, all_children_are_ours).run()
+                address = _address(config, signals)
+                Agent(config, address, store, directories, signals, requests, all_children_are_ours).run()
         except ChildFailedError as error:
             directories.keep(failure.error_file for failure in error.failures.values())
             raise

@@ -107,8 +107,9 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--preempt-grace {ns.preempt_grace}: must be 0 or more; type for example --preempt-grace 15")
     _check_preempt_signal(ns.preempt_signal, mistakes)
     _check_heartbeat(ns, mistakes)
-    if ns.master_port is not None and not 0 <= ns.master_port < 1 << 16:
-        mistakes.append(f"--master-port {ns.master_port}: not a port; type for example --master-port 29500")
+    for flag, port, example in (("--master-port", ns.master_port, 29500), ("--metrics-port", ns.metrics_port, 9108)):
+        if port is not None and not 0 <= port < 1 << 16:
+            mistakes.append(f"{flag} {port}: not a port; type for example {flag} {example}")
     limit = ns.message_log_limit
     if limit is not None and not 0 < limit < math.inf:
         mistakes.append(f"--message-log-limit {limit}: must be above 0 GB; type for example --message-log-limit 50")

@@ -65,8 +65,9 @@ class AgentConfig:
     copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
     which of the first nodes this one shall be. *log_groups*, *log_budget*: see `JobRecord`.
     *strategy*: how lost state comes back. *helpers*: see `JobRecord`; *parallel_sum*: how what they have computed is
-    put together. *preempt_grace_s*: how long a node that got a signal to go waits for a spare. *profile*: the file for
-    what the job was measured to cost.
+    put together. *preempt_grace_s*: how long a node that got a signal to go waits for a spare. *metrics_addr*,
+    *metrics_port*: where metrics and probes are served; no port: nowhere. *profile*: the file for what the job was
+    measured to cost.
     """
 
     launch: LaunchConfig
@@ -96,6 +97,8 @@ class AgentConfig:
     heartbeat_s: float
     stop_deadline_s: float
     preempt_grace_s: float
+    metrics_addr: str
+    metrics_port: int | None
     recovery: str
     log_groups: tuple[tuple[int, ...], ...]
     log_budget: str
@@ -189,6 +192,8 @@ class AgentConfig:
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             preempt_grace_s=ns.preempt_grace,
+            metrics_addr=ns.metrics_addr,
+            metrics_port=ns.metrics_port,
             recovery=ns.recovery,
             log_groups=groups,
             log_budget=ns.log_budget,

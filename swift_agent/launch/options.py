@@ -97,6 +97,8 @@ def _add_ours(parser: _Parser) -> None:
     add("--standbys", "N", 1, "Number of warm worker processes on an active node; a spare keeps --nproc-per-node.", int)
     add("--stop-deadline", "S", 10.0, "Seconds that a worker has to stop for a recovery, else it is replaced.", float)
     add("--recovery", "WAY", "exact", "What becomes of a half-done update: exact, immediate-rollback, lossy-forward.")
+    add("--metrics-port", "PORT", None, "Metrics and probes over HTTP there; 0 for any free port. Default: none.", int)
+    add("--metrics-addr", "ADDR", "127.0.0.1", "The address of this node that they are at; any program may read them.")
     add("--result", "FILE", None, "How it ended is written there, as JSON: the exit code, its cause and why.")
     add("--node-id", "NAME", None, "Name of this node, unique in the job. Default: $SWIFT_NODE_ID, else host-pid.")
     add("--job-secret-file", "FILE", None, "File that holds the job's secret, the same on all its nodes.")

@@ -21,6 +21,9 @@ MIN_WORDS = 3
 LEFT_OUT = {
     "swift_agent/ctl/": "what swiftctl prints: docs/operations.md, docs/status.md",
     "recovery/swift_recovery/strategy/": "what swiftctl plan prints: docs/planning.md",
+    "swift_agent/agent/metrics/exposition.py": "the help of metrics: docs/observability.md",
+    "swift_agent/agent/metrics/health.py": "what /healthz and /readyz answer: docs/observability.md",
+    "swift_agent/agent/metrics/server.py": "the answer to a path that is none: docs/observability.md",
     "swift_agent/native/": "what swiftctl native prints: docs/operations.md",
     "swift_agent/launch/options.py": "the help of swift-run: docs/cli.md",
     "swift_agent/agent/journal/format.py": "what swiftctl replay says of a journal: docs/journals.md",

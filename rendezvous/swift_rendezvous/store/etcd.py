@@ -50,9 +50,10 @@ class EtcdStore:
     server; `lease` takes no id; errors are those of `kv`.
     """
 
-    def __init__(self, config: EtcdConfig) -> None:
+    def __init__(self, config: EtcdConfig, asked: Callable[[str, float, bool], None] | None = None) -> None:
+        """*asked*: see `Transport`."""
         self.config = config
-        self._transport = Transport(config)
+        self._transport = Transport(config, asked)
         self._watchdog = Watchdog(self._transport)
 
     def __enter__(self) -> EtcdStore:

@@ -61,6 +61,14 @@ class Crew:
         return self._workers.processes
 
     @property
+    def num_standbys(self) -> int | None:
+        """How many warm processes wait; None where there can be none."""
+        server = self._workers.server
+        if not self._workers.can_fork:
+            return None
+        return server.num_wanted if server is not None and server.is_ready else 0
+
+    @property
     def grace_s(self) -> float:
         """The time that a worker has to end after SIGTERM."""
         grace_s = self._config.launch.shutdown_timeout

@@ -74,6 +74,11 @@ class StandbyServer:
         self.num_wanted = 0
 
     @property
+    def is_ready(self) -> bool:
+        """It has imported torch: a fork takes milliseconds."""
+        return self._ready_s is not None
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

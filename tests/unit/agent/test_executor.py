@@ -63,17 +63,17 @@ def test_what_a_job_costs_is_written_again_if_a_failure_came_first_and_told_once
     monkeypatch.setattr(strategy, "decide", lambda view, job_id: known)
     agent = executor(writes, lambda: AgentState("n0", "n0.1"), profile=str(tmp_path / "measured.json"))
     for number, acting in ((1, False), (1, True), (1, True), (2, True), (2, True)):
-        agent.measured(view(generation=generation(number)), acting)
+        agent.saw(view(tracked=False, generation=generation(number)), acting)
     assert [write.what for write in writes] == ["profile"] * 2 and not caplog.messages
     assert not (tmp_path / "measured.json").exists()
     for number, acting in ((2, True), (2, False), (3, True)):
-        agent.measured(view(generation=generation(number), profile=known), acting)
+        agent.saw(view(tracked=False, generation=generation(number), profile=known), acting)
     assert len(writes) == 2 and caplog.messages == list(known.lines)
     assert json.loads((tmp_path / "measured.json").read_text()) == {"name": "J"}
     final = ProfileRecord({"name": "J", "checkpoint_s": 1}, ("measured: more", "  log: taken"), "log", is_final=True)
     monkeypatch.setattr(strategy, "refine", lambda view, job_id: final)
     for profile in (known, known, final, final):
-        agent.measured(view(generation=generation(3), profile=profile), True)
+        agent.saw(view(tracked=False, generation=generation(3), profile=profile), True)
     assert len(writes) == 3 and caplog.messages == [*known.lines, "measured: more"]
     assert json.loads((tmp_path / "measured.json").read_text()) == final.content
 
@@ -85,7 +85,7 @@ def test_who_has_not_decided_does_not_tell_but_writes_its_file_once(
     known = ProfileRecord({"name": "J"}, ("measured: so",), "log")
     agent = executor([], lambda: AgentState("n0", "n0.1"), profile=str(tmp_path / "gone" / "measured.json"))
     for _ in range(2):
-        agent.measured(view(profile=known), True)
+        agent.saw(view(tracked=False, profile=known), True)
     (said,) = caplog.messages
     assert said.endswith("cannot be written: No such file or directory")
 

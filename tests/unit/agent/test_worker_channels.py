@@ -397,7 +397,7 @@ def test_a_frozen_agent_takes_nobody_for_late(line: Line, monkeypatch: pytest.Mo
     agent._last_tick_s, agent._listened_s = math.inf, time.monotonic() - 60.0
     crew: Any = object.__new__(Crew)
     crew._insist = [(time.monotonic() - 50.0, "worker")]
-    agent._crew, agent._event = crew, order.append
+    agent._crew, agent._event, agent._meters = crew, order.append, SimpleNamespace(turned=lambda now_s: None)
     for channel in line.channels._channels.values():
         channel.stuck_since_s = time.monotonic() - 59.0
     agent._turn()

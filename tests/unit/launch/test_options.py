@@ -30,6 +30,8 @@ OURS = {
     "replacement_timeout": 300.0,
     "preempt_signal": "SIGTERM,SIGUSR1,SIGUSR2",
     "preempt_grace": 15.0,
+    "metrics_port": None,
+    "metrics_addr": "127.0.0.1",
     "result": None,
     "lease_ttl": 5,
     "on_etcd_loss": "pause",

@@ -1,0 +1,172 @@
+"""What an agent tells over HTTP through a failure: figures of the job, on all nodes alike, and probes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from tests.faults.test_drain import ITERATIONS, free, owner, wait_until
+from tests.integration.test_observability import RULES, expressions
+from tests.support.job import Agents
+from tests.support.ports import free_ports
+from tests.support.prometheus_server import PrometheusServer, why_not
+
+Series = dict[tuple[str, ...], float]
+
+
+def url_of(agents: Agents, node: str) -> str:
+    log = agents.directory / f"agent.{node}.log"
+    return re.findall(r"metrics and probes are served at (http://\S+)", log.read_text() if log.exists() else "")[-1]
+
+
+def ask(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def metrics_of(url: str) -> Series:
+    """By name and labels, but for those that each node has: (name, label, label)."""
+    code, text = ask(f"{url}/metrics")
+    assert code == 200
+    return {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name not in ("job_id", "node_id"))):
+        sample.value for family in parse(text) for sample in family.samples
+    }  # fmt: skip
+
+
+def end(agents: Agents, *nodes: str) -> None:
+    """As a person does it."""
+    for node in nodes:
+        agents.running[node].send_signal(signal.SIGINT)
+    assert [agents.running[node].wait(60) for node in nodes] == [3] * len(nodes)
+
+
+@pytest.fixture
+def start(make_agents: Callable[..., Agents]) -> Callable[..., Agents]:
+    def begin(nodes: str, *options: str) -> Agents:
+        agents = make_agents(
+            orders={"iterations": ITERATIONS, "pace_s": 0.2}, max_restarts=None,
+            options=("--spares", "1", "--metrics-port", "0", *options),
+        )  # fmt: skip
+        for node in nodes:
+            agents.start(node)
+        wait_until(agents, lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
+        return agents
+
+    return begin
+
+
+def test_a_node_is_lost(start: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
+    agents = start("abc")
+    urls = {node: url_of(agents, node) for node in "abc"}
+    for url in urls.values():
+        wait_until(agents, lambda url=url: ask(f"{url}/readyz") == (200, "ok\n"))
+        assert ask(f"{url}/healthz") == (200, "ok\n")
+        assert ask(f"{url}/else")[0] == 404
+    # All of them tell the same of the job, once rank 0's node has told how fast it is.
+    for url in urls.values():
+        wait_until(agents, lambda url=url: metrics_of(url).get(("swift_iterations_per_second",), 0.0) > 0.0)
+    before = {node: metrics_of(url) for node, url in urls.items()}
+    for seen in before.values():
+        assert (seen["swift_nodes", "active"], seen["swift_nodes", "spare"]) == (2, 1), seen
+        assert (seen["swift_generation",], seen["swift_world_size",], seen["swift_stalled",]) == (1, 4, 0)
+        assert seen["swift_ready",] == 1 and 0 < seen["swift_lease_remaining_seconds",] <= 6
+        assert seen["swift_etcd_request_seconds_count", "Txn"] > 0 and seen["process_resident_memory_bytes",] > 0
+        assert not [key for key in seen if key[0] in ("swift_failures_total", "swift_recoveries_total")]
+        assert seen["swift_goodput_ratio",] == 1.0
+    active = [node for node, seen in before.items() if seen.get(("swift_workers", "running")) == 2]
+    (spare,) = set("abc") - set(active)
+    wait_until(agents, lambda: metrics_of(urls[active[0]])["swift_standbys",] == 1)
+    agents.kill_node(active[1])
+    wait_until(agents, lambda: "recovered: generation 2" in agents.outcome(0.0).text())
+    for node in (active[0], spare):
+        wait_until(agents, lambda node=node: ("swift_recoveries_total", "node", "replica") in metrics_of(urls[node]))
+        seen = metrics_of(urls[node])
+        assert seen["swift_recoveries_total", "node", "replica"] == seen["swift_failures_total", "node"] == 1, seen
+        assert seen["swift_recovery_seconds_count", "total"] == seen["swift_recovery_seconds_count", "transfer"] == 1
+        assert (seen["swift_nodes", "active"], seen["swift_nodes", "spare"], seen["swift_nodes", "vacant"]) == (2, 0, 0)
+        # The same recovery, as this node has seen it.
+        took_s, stalled_s = seen["swift_recovery_seconds_sum", "total"], seen["swift_stalled_seconds_total",]
+        assert took_s > 0 and abs(took_s - stalled_s) < 1.0
+        assert seen["swift_stalled",] == seen["swift_lost_iterations_total",] == 0
+        assert seen["swift_goodput_ratio",] < 1.0
+        wait_until(agents, lambda node=node: ask(f"{urls[node]}/readyz") == (200, "ok\n"))
+    assert free(agents).hashes == {undisturbed(iterations=ITERATIONS)}
+
+
+def test_probes_say_why_not(start: Callable[..., Agents]) -> None:
+    """A node that leaves, or waits for others, is alive and not ready."""
+    agents = start("ab", "--preempt-grace", "60")
+    url = url_of(agents, "a")
+    wait_until(agents, lambda: ask(f"{url}/readyz")[0] == 200)
+    agents.running["a"].send_signal(signal.SIGTERM)
+    wait_until(agents, lambda: ask(f"{url}/readyz") == (503, "it leaves: it got SIGTERM\n"))
+    assert ask(f"{url}/healthz") == (200, "ok\n")
+    agents.start("c")
+    assert agents.running["a"].wait(60) == 75
+    wait_until(agents, lambda: ask(f"{url_of(agents, 'c')}/readyz")[0] == 200)
+    end(agents, "b", "c")
+
+
+def test_nodes_that_wait_are_not_ready(make_agents: Callable[..., Agents]) -> None:
+    agents = make_agents(options=("--metrics-port", "0"))
+    agents.start("a")
+    wait_until(agents, lambda: "joined job" in agents.outcome(0.0).text())
+    assert ask(f"{url_of(agents, 'a')}/readyz") == (503, "it waits for other nodes: 1 are there\n")
+    assert ask(f"{url_of(agents, 'a')}/healthz") == (200, "ok\n")
+    end(agents, "a")
+
+
+def test_a_port_that_is_taken(make_agents: Callable[..., Agents], tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    agents = make_agents(options=("--metrics-port", str(port)))
+    agents.start("a")
+    wait_until(agents, lambda: "metrics and probes" in agents.outcome(0.0).text())
+    agents.start("b")
+    assert agents.running["b"].wait(60) == 69
+    said = (agents.directory / "agent.b.log").read_text()
+    assert f"--metrics-port {port}: nothing can listen at 127.0.0.1" in said and "a port of its own" in said
+    end(agents, "a")
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_real_prometheus_sees_a_failure(
+    start: Callable[..., Agents], undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    """Through its API: what was counted, the alerts that follow, and every panel of the dashboard."""
+    agents = start("abc")
+    targets = [url_of(agents, node).removeprefix("http://") for node in "abc"]
+    with PrometheusServer(tmp_path / "prometheus", targets, RULES / "alerts.yml") as prometheus:
+        wait_until(agents, lambda: prometheus.value("sum(up)") == 3 and prometheus.value("sum(swift_ready)") == 3)
+        wait_until(agents, lambda: prometheus.value("max(swift_iterations_per_second)") is not None)
+        assert prometheus.value('max(swift_nodes{state="spare"})') == 1
+        assert prometheus.value("sum(swift_recoveries_total)") is None
+        active = owner(agents, 1)
+        agents.kill_node(active)
+        wait_until(agents, lambda: prometheus.value("max(swift_recoveries_total)") == 1)
+        assert prometheus.query("max by (kind, cause) (swift_recoveries_total)") == {
+            (("cause", "node"), ("kind", "replica")): 1.0
+        }
+        wait_until(agents, lambda: prometheus.value("sum(up)") == 2)
+        took_s = prometheus.value('max(swift_recovery_seconds_sum{phase="total"})')
+        stalled_s = prometheus.value("max(swift_stalled_seconds_total)")
+        assert took_s is not None and stalled_s is not None and abs(took_s - stalled_s) < 1.0
+        wait_until(agents, lambda: prometheus.value("max(swift_stalled)") == 0)
+        # Pending: its 10 minutes are not over.
+        wait_until(agents, lambda: prometheus.value('ALERTS{alertname="SwiftNoSpare"}') == 1)
+        assert prometheus.value('ALERTS{alertname="SwiftJobStalled"}') is None
+        shown = {one: prometheus.query(one.replace("$job", ".*")) for one in expressions()["dashboard"]}
+        empty = [one for one, found in shown.items() if not found and "changes(" not in one]
+        assert not empty, empty
+        assert free(agents).hashes == {undisturbed(iterations=ITERATIONS)}
