@@ -15,7 +15,7 @@ export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 
 .DEFAULT_GOAL := help
 .PHONY: help venv etcd hdfs slurm helm kubernetes prometheus chromium native ready demo test test-all test-gpu soak lint bench tables \
-    experiments clean
+    experiments docs image clean
 
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run; a page shows it"
@@ -29,6 +29,8 @@ help:
 	@echo "make test TORCH=2.15.0   with that torch, as are test-all, demo and the others, in an environment of its own"
 	@echo "make tables  the tables of the SWIFT paper that can be computed; FIGURES=DIR draws its figures there, too"
 	@echo "make experiments  figures of the paper that can be run here, small, in about ten minutes; into FIGURES, or experiments/"
+	@echo "make docs    the documentation as a site, into site/html"
+	@echo "make image   the container image without a daemon (Debian, as root), into .cache/image"
 	@echo "make clean   remove what the other targets made"
 
 venv: $(VENV)/.installed
@@ -37,7 +39,7 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "swift-agent needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[etcd,demo,test,strangers,dev]'
+	$(PY) -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[etcd,demo,test,strangers,dev,docs]'
 	@# pip would do this on one core, and for what nobody imports. What fails is meant for other versions of Python.
 	@$(PY) -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' $(VENV)/lib/python3*/site-packages || true
 	touch $@
@@ -114,6 +116,12 @@ tables: venv
 experiments: venv etcd native
 	$(PY) benchmarks/experiments.py --figures '$(or $(FIGURES),experiments)'
 
+docs: venv
+	$(PY) scripts/docs_site.py site
+
+image:
+	scripts/build_image.sh .cache/image
+
 clean:
-	rm -rf experiments $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf experiments site $(VENV) .venv-torch-* .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
