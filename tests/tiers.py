@@ -69,6 +69,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_without_a_spare_it_leaves_and_the_job_waits_for_another[0]",
         "test_all_are_told_to_go_and_nothing_is_lost[ab-0.0]",
     ),
+    "integration/test_traces.py": ALL,
     "faults/test_injection.py": ("test_a_worker_is_killed_at_a_moment[backward]",),
     "faults/test_metrics.py": ("test_a_node_is_lost",),
     "integration/test_observability.py": ALL,

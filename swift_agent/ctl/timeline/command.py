@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import click
@@ -20,8 +21,12 @@ from swift_agent.ctl.common import etcd_options, opened, records_of
 from swift_agent.ctl.timeline import from_etcd, from_journals, model, text
 from swift_agent.ctl.timeline.assemble import Known, assemble
 from swift_agent.ctl.timeline.page import page
+from swift_agent.ctl.timeline.traces import traces
 from swift_agent.version import __version__
 from swift_rendezvous.store.etcd_config import EtcdConfig
+
+# For a collector to take them.
+SEND_TIMEOUT_S = 10.0
 
 
 @click.command()
@@ -32,12 +37,14 @@ from swift_rendezvous.store.etcd_config import EtcdConfig
     "jobs in a directory JOB says which.",
 )  # fmt: skip
 @click.option("--html", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write a page to look at.")
+@click.option("--otlp", metavar="FILE|URL", help="Write a trace of OpenTelemetry for each incident: into a file, or to "
+              "a collector, such as http://127.0.0.1:4318/v1/traces.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu-hour-cost", type=click.FloatRange(min=0), metavar="MONEY", help="What one GPU costs in an hour.")
 @etcd_options
 def timeline(
-    config: EtcdConfig | None, job: str | None, journals: tuple[str, ...], html: str | None, as_json: bool,
-    gpu_hour_cost: float | None,
+    config: EtcdConfig | None, job: str | None, journals: tuple[str, ...], html: str | None, otlp: str | None,
+    as_json: bool, gpu_hour_cost: float | None,
 ) -> None:  # fmt: skip
     """Show what JOB went through: failures, recoveries and their phases, the speed around them, and what they cost.
 
@@ -58,13 +65,33 @@ def timeline(
     found = assemble(known)
     if html is not None:
         write_page(found, html, gpu_hour_cost)
+    if otlp is not None:
+        write_traces(found, otlp)
     if as_json:
         click.echo(json.dumps(model.to_json(found)))
-    elif html is not None:
+        return
+    if html is not None:
         click.echo(f"the timeline of job {found.job} is in {html}")
-    else:
+    if otlp is not None:
+        click.echo(f"{len(found.incidents)} traces of job {found.job} are in {otlp}")
+    if html is None and otlp is None:
         for line in text.lines(found, gpu_hour_cost):
             click.echo(line)
+
+
+def write_traces(found: model.Timeline, where: str) -> None:
+    """Into a file, or to a collector (OTLP over HTTP). Raises `ClickException` if it does not take them."""
+    content = json.dumps(traces(found, __version__)).encode()
+    try:
+        if where.startswith(("http://", "https://")):
+            request = urllib.request.Request(where, content, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=SEND_TIMEOUT_S):
+                pass
+        else:
+            Path(where).write_bytes(content + b"\n")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise click.ClickException(f"--otlp {where}: the traces are not there: {why}") from None
 
 
 def write_page(found: model.Timeline, path: str, gpu_hour_cost: float | None = None) -> None:
