@@ -334,7 +334,7 @@ def test_where_the_output_of_a_helper_is(
 ) -> None:
     number, place = helper_number(1, 0), helped(bench)
     env: dict[str, str] = {}
-    output = bench.workers._output
+    output = bench.workers.output
     output.open_helper(place, number, env)
     logs = tmp_path / "logs"
     if not bench.workers._config.keep_logs:
@@ -638,4 +638,4 @@ def test_logs_for_which_there_is_no_thread_are_tried_again(bench: Bench, monkeyp
         (one,) = bench.workers.start(bench.place(), (0,), warm=False)
     assert isinstance(one, NotStarted) and one.may_pass and "can't start new thread" in one.end.message
     bench.start(0, warm=False)
-    assert bench.ends() == [(0, 7)] and bench.workers._output._tails
+    assert bench.ends() == [(0, 7)] and bench.workers.output._tails
