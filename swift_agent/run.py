@@ -110,10 +110,12 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _launch(**options: Any) -> None:
-    # As under torchrun: 1 with the traceback and the summary of a ChildFailedError, 2 for a wrong command line.
+    # As under torchrun: 1 with the summary of a ChildFailedError, 2 for a wrong command line.
     ns, why, cause = argparse.Namespace(**options), "", "script"
     try:
-        record(partial(run, all_children_are_ours=True))(ns)
+        # Where nobody has named a file for the failure, torch would only complain of that.
+        launch = partial(run, all_children_are_ours=True)
+        (record(launch) if os.environ.get("TORCHELASTIC_ERROR_FILE") else launch)(ns)
         cause = "succeeded"
     except ConfigError as error:
         cause, why = "usage", str(error)
@@ -123,7 +125,9 @@ def _launch(**options: Any) -> None:
         cause, why = "infrastructure", str(error)
     except ChildFailedError as error:
         write_result(ns, cause, why, error)
-        raise
+        # Without the frames of this launcher, which say nothing of the failure.
+        click.echo(f"{type(error).__module__}.{type(error).__qualname__}: {error}", err=True)
+        raise click.exceptions.Exit(EXIT_CODES[cause]) from None
     except BaseException as error:
         write_result(ns, cause, f"{type(error).__name__}: {error}")
         raise
