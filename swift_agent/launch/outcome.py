@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from swift_agent.errors import JobStopped
 from swift_agent.launch.config import AgentConfig
+from swift_agent.wire.root_cause import line_of
 from swift_rendezvous.roster.records import AS_LONG_AS_IT_ADVANCES, ResultRecord, WorkerExit
 from swift_rendezvous.roster.setbacks import MOST, PER_HOUR, WINDOW
 
@@ -51,15 +51,18 @@ def write_result(ns: argparse.Namespace, cause: str, why: str, failed: ChildFail
         why = f"rank {failures[0]['rank']}: {failures[0]['message']}"
     found = {"exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id, "failures": failures}
     try:
-        Path(f"{ns.result}.new").write_text(json.dumps(found) + "\n")
+        # For its owner only: a traceback may say more than others should read.
+        fd = os.open(f"{ns.result}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "w") as stream:
+            stream.write(json.dumps(found) + "\n")
         os.replace(f"{ns.result}.new", ns.result)
     except OSError as error:
         log.warning("--result %s cannot be written: %s", ns.result, error)
 
 
 def _failures_of(failed: ChildFailedError) -> list[dict[str, Any]]:
-    """The first one first. *message*: its last line, which names the exception; *details*: a traceback, or what the
-    worker wrote last to its standard error."""
+    """The first one first. *message*: the line that names the exception, or the last one; *details*: a traceback, or
+    what the worker wrote last to its standard error."""
     exits: tuple[WorkerExit, ...] = getattr(failed, "exits", ())
     if not exits:  # of torch's own launcher
         return [
@@ -78,8 +81,10 @@ def _failures_of(failed: ChildFailedError) -> list[dict[str, Any]]:
 
 def _line_of(exit_: WorkerExit) -> str:
     """The line of a traceback that says it, or what the kernel said."""
-    lines = exit_.message.splitlines() or [_signal_name(exit_.exit_code) or f"exited with code {exit_.exit_code}"]
-    return lines[0] if lines[0].startswith("the kernel") else lines[-1]
+    first = exit_.message.partition("\n")[0]
+    if first.startswith("the kernel"):
+        return first
+    return line_of(exit_.message) or _signal_name(exit_.exit_code) or f"exited with code {exit_.exit_code}"
 
 
 def _signal_name(exit_code: int) -> str | None:

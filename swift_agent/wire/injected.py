@@ -125,13 +125,15 @@ def fault_of(value: bytes) -> Fault:
             raise ValueError("not an order of this version")
         known = {field.name: data[field.name] for field in fields(Fault)}
         iteration = known["iteration"]
+        if known["kind"] not in list(KINDS) or known["phase"] not in list(PHASES):
+            raise ValueError("no such fault or phase")
         typed = Fault(
             id=str(known["id"]), kind=known["kind"], rank=int(known["rank"]), node=str(known["node"]),
             iteration=None if iteration is None else int(iteration), phase=known["phase"], part=float(known["part"]),
             for_s=float(known["for_s"]), rate=str(known["rate"]), num_bytes=int(known["num_bytes"]),
         )  # fmt: skip
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise FaultError([f"cannot be read: {error}"]) from None
-    if typed.phase not in PHASES or not typed.rate.isalnum() or not typed.id.isalnum():
-        raise FaultError(["cannot be read: no such phase, rate or name"])
+    if not typed.rate.isalnum() or not typed.id.isalnum():
+        raise FaultError(["cannot be read: no such rate or name"])
     return checked(typed)

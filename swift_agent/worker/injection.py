@@ -34,16 +34,21 @@ class Injection:
 
     def begins(self, iteration: int) -> None:
         """An iteration does."""
-        self._take_off()
+        if self._handles:
+            self._take_off()
+            self._tell("missed")  # no such call was made in that iteration
         if not self._order.exists():
             return
         try:
             order = json.loads(self._order.read_text())
         except (OSError, ValueError):  # it was taken back
             return
-        if order["id"] == self._id or order["iteration"] not in (NEXT, iteration):
+        if order["id"] == self._id or order["iteration"] > iteration:
             return
         self._id = order["id"]
+        if order["iteration"] not in (NEXT, iteration):
+            self._tell("past")
+            return
         phase, part = order["phase"], order["part"]
         if phase == "begin":
             self._stop()
@@ -69,12 +74,19 @@ class Injection:
                 self._stop()
 
         self._handles = [one(called) for one in register]
+        if not register:
+            self._tell("missed")
 
     def _stop(self) -> None:
+        self._take_off()
+        self._tell("here")
+        if self._order.exists():  # else it was given up, and nobody would wake this process
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _tell(self, what: str) -> None:
         new = self._reached.with_suffix(".new")
-        new.write_text(self._id)
+        new.write_text(f"{self._id} {what}")
         new.replace(self._reached)
-        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _take_off(self) -> None:
         for handle in self._handles:

@@ -98,6 +98,11 @@ def test_what_is_not_possible_is_said_and_does_no_harm(start: Start, undisturbed
     # The worker had stopped itself at that moment: it goes on.
     refused = inject(agents, "corrupt-log", "--rank", "0", "--at", "phase=forward", code=1)
     assert refused["state"] == "refused" and "has logged no messages" in refused["what"]
+    past = inject(agents, "kill-worker", "--rank", "1", "--at", "iteration=0", code=1)
+    assert "has begun a later iteration than 0 already" in past["what"]
+    # Taken back in time: nothing strikes later.
+    late = inject(agents, "kill-worker", "--rank", "1", "--at", "iteration=70", "--timeout", "0.5", code=1)
+    assert late["state"] == "unanswered"
     assert "no rank 9; there are 0 to 3" in ctl(agents, "inject", "kill-worker", "--rank", "9", code=1)
     assert "no node x; there are a, b" in ctl(agents, "inject", "freeze", "--node", "x", code=1)
     outcome = free(agents)

@@ -60,6 +60,7 @@ OF_OTHERS = (  # of etcd, Python, Hadoop
     "can't start new thread", "failed to connect", "address already in use", "watch cancelled by the server",
     "RPC listener disconnected", "not supported for erasure-coded files",
     "\\(os error (\\d+)\\)", "Traceback (most recent call last):",
+    "During handling of the above exception", "The above exception was the direct",
 )  # fmt: skip
 MISTAKES_OF_OURS = (  # nothing that a script or an operator does gives these
     "module 'swift_agent' has no attribute", "there is no rank", "has failed already", "rebuild of generation",

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -37,6 +38,10 @@ LOOK_S = 0.002
 # So long a worker has to come to its moment before the order is given up.
 MOMENT_TIMEOUT_S = 600.0
 RETRY_S = 1.0
+# For a shell to strike.
+STRUCK_S = 0.2
+# For a worker that is about to stop itself.
+WAKE_S = 0.5
 
 
 @contextlib.contextmanager
@@ -78,7 +83,7 @@ class Injector:
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
-    # ---- in the thread ----
+    # ---- in its threads ----
 
     def _run(self) -> None:
         prefix = self._keys.prefix + ORDERS
@@ -99,34 +104,45 @@ class Injector:
                 self._stopped.wait(RETRY_S)
 
     def _take(self, value: bytes) -> None:
+        """An order, in a thread of its own: one that waits for its moment keeps no other waiting."""
         try:
             fault = fault_of(value)
         except FaultError as error:
             log.warning("an order of a fault is left out: %s", error)
             return
-        if not self._is_ours(fault):
-            return
+        if self._is_ours(fault):
+            has_started(threading.Thread(target=self._carry_out, args=(fault,), name="swift-fault", daemon=True))
+
+    def _carry_out(self, fault: Fault) -> None:
         try:
-            if fault.iteration is not None:
-                self._wait_for(fault)
-                self._forget(fault)  # the next process of that rank comes to the same moment
-            command = command_of(fault, self._place())
-            for program in ("ip", "tc"):
-                if f"{program} " in command and shutil.which(program) is None:
-                    raise CannotStrike(f"no program {program} on this node")
+            place = self._place()
+            with self._at_the_moment(fault, place) as left:
+                command = command_of(fault, place)
+                self._check(command)
+                what = f"{fault.kind} of {fault.target}, {fault.moment}"
+                if not self._answer(fault, "done", what):
+                    return  # it was carried out before, or is not wanted any more
+                log.warning("injected: %s", what)
+                subprocess.Popen(
+                    ["sh", "-c", command], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+                if fault.kind == "freeze":
+                    left.append("frozen")
+                elif fault.kind in ("kill-worker", "kill-node"):
+                    self._stopped.wait(STRUCK_S)  # it must not go on for a moment
         except CannotStrike as error:
-            self._let_go(fault)
             self._answer(fault, "refused", str(error))
-            return
-        what = f"{fault.kind} of {fault.target}, {fault.moment}"
-        log.warning("injected: %s", what)
-        self._answer(fault, "done", what)
-        subprocess.Popen(
-            ["sh", "-c", command], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        if fault.kind not in ("kill-worker", "kill-node", "freeze"):
-            self._let_go(fault)
+        except Exception as error:
+            log.warning("a fault that was ordered came to nothing: %s: %s", type(error).__name__, error)
+
+    def _check(self, command: str) -> None:
+        for program in ("ip", "tc"):
+            if f"{program} " in command:
+                if shutil.which(program) is None:
+                    raise CannotStrike(f"no program {program} on this node")
+                if os.geteuid() != 0:
+                    raise CannotStrike("this agent does not run as root, and cannot change the network")
 
     def _is_ours(self, fault: Fault) -> bool:
         state = self._state()
@@ -154,58 +170,98 @@ class Injector:
                     segments.setdefault(rank, []).append(str(path))
         me = state.view.nodes.get(state.node_id)
         return Place(
-            os.getpid(), workers, others, _interface_of(me.host if me is not None else ""),
+            os.getpid(), first, workers, others, _interface_of(me.host if me is not None else ""),
             {rank: tuple(found) for rank, found in segments.items()}, self._messages,
         )  # fmt: skip
 
     # ---- the moment ----
 
-    def _files(self, fault: Fault) -> tuple[Path, Path]:
-        generation = self._state().view.generation
-        assert generation is not None
-        local_rank = fault.rank - generation.first_rank(generation.slot_with(fault.rank))
-        return Path(self._directory, f"{ORDERED}-{local_rank}"), Path(self._directory, f"{REACHED}-{local_rank}")
-
-    def _wait_for(self, fault: Fault) -> None:
-        """Until the worker has stopped itself there."""
+    @contextlib.contextmanager
+    def _at_the_moment(self, fault: Fault, place: Place) -> Iterator[list[str]]:
+        """Inside, the worker stands at that moment, if one was named. It goes on in the end, whatever happens; so does
+        one that comes there too late. Not if something is put into the list: then others wake it."""
+        left: list[str] = []
+        if fault.iteration is None:
+            yield left
+            return
         if not self._state().view.tracked:
-            raise CannotStrike("the script does not call swift_agent.init(), and has no iterations: leave --at out")
-        order, reached = self._files(fault)
-        reached.unlink(missing_ok=True)
-        new = order.with_suffix(".new")
-        new.write_text(
-            json.dumps({"id": fault.id, "iteration": fault.iteration, "phase": fault.phase, "part": fault.part})
-        )
-        os.replace(new, order)
+            raise CannotStrike("the script has not called swift_agent.init() yet, or does not: leave --at out")
+        local_rank, pid = place.local_rank(fault.rank), place.workers.get(fault.rank, 0)
+        if not pid:
+            raise CannotStrike(f"rank {fault.rank} has no process on this node")
+        order, reached = (Path(self._directory, f"{name}-{local_rank}") for name in (ORDERED, REACHED))
+        try:
+            reached.unlink(missing_ok=True)
+            new = order.with_suffix(".new")
+            new.write_text(
+                json.dumps({"id": fault.id, "iteration": fault.iteration, "phase": fault.phase, "part": fault.part})
+            )
+            new.replace(order)
+            self._wait_for(fault, pid, reached)
+            order.unlink(missing_ok=True)  # the next process of that rank comes to the same moment
+            yield left
+        finally:
+            order.unlink(missing_ok=True)
+            if not left:
+                self._wake(pid, reached)
+
+    def _wait_for(self, fault: Fault, pid: int, reached: Path) -> None:
+        """Until the worker has stopped itself there."""
         deadline_s = time.monotonic() + MOMENT_TIMEOUT_S
         while not self._stopped.is_set():
-            with contextlib.suppress(OSError):
-                if reached.read_text() == fault.id:
+            said = _text(reached).split()
+            if said[:1] == [fault.id]:
+                if said[1:] == ["past"]:
+                    raise CannotStrike(f"rank {fault.rank} has begun a later iteration than {fault.iteration} already")
+                if said[1:] == ["missed"]:
+                    raise CannotStrike(f"that moment did not come in that iteration of rank {fault.rank}")
+                if _status(pid) == psutil.STATUS_STOPPED:
                     return
+            if _status(pid) in ("", psutil.STATUS_ZOMBIE):
+                raise CannotStrike(f"the process of rank {fault.rank} has ended before that moment")
             if time.monotonic() > deadline_s:
                 raise CannotStrike(f"rank {fault.rank} has not come to that moment within {MOMENT_TIMEOUT_S:g} s")
             self._stopped.wait(LOOK_S)
         raise CannotStrike("this agent ends")
 
-    def _forget(self, fault: Fault) -> None:
-        if fault.iteration is not None:
-            for path in self._files(fault):
-                path.unlink(missing_ok=True)
+    def _wake(self, pid: int, reached: Path) -> None:
+        """A worker that says that it is there stops in the next moment, if it has not yet."""
+        deadline_s = time.monotonic() + WAKE_S
+        while time.monotonic() < deadline_s:
+            if _status(pid) == psutil.STATUS_STOPPED and not self._state().paused:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+                break
+            if not reached.exists():
+                break
+            time.sleep(LOOK_S)
+        reached.unlink(missing_ok=True)
 
-    def _let_go(self, fault: Fault) -> None:
-        """The worker that stopped itself goes on."""
-        if fault.iteration is None:
-            return
-        self._forget(fault)  # if it has not come there yet
-        pid = self._place().workers.get(fault.rank, 0)
-        if pid:
-            subprocess.run(["kill", "-CONT", str(pid)], check=False)
-
-    def _answer(self, fault: Fault, state: str, what: str) -> None:
+    def _answer(self, fault: Fault, state: str, what: str) -> bool:
+        """Whether this is the first answer to an order that still stands: only then it may be carried out."""
         answer = {"version": 1, "node": self._state().node_id, "state": state, "what": what, "time_s": time.time()}
-        key = f"{self._keys.prefix}{ANSWERS}{fault.id}"
-        with contextlib.suppress(RendezvousError):
-            self._store.transaction([Compare.absent(key)], [Put(key, json.dumps(answer).encode())])
+        order, key = f"{self._keys.prefix}{ORDERS}{fault.id}", f"{self._keys.prefix}{ANSWERS}{fault.id}"
+        guards = [Compare.exists(order), Compare.absent(key)]
+        try:
+            return self._store.transaction(guards, [Put(key, json.dumps(answer).encode())]).succeeded
+        except RendezvousError as error:
+            log.warning("a fault that was ordered came to nothing: %s: %s", type(error).__name__, error)
+            return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _status(pid: int) -> str:
+    """'' for a process that is not there."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""
 
 
 def _interface_of(address: str) -> str:

@@ -15,16 +15,20 @@ from swift_agent.wire.injected import Fault
 
 @dataclass(frozen=True)
 class Place:
-    """What a strike needs to know of its node. *workers*: process ids by rank; *others*: further processes of the
-    agent. *interface*: of the network that leads to the other nodes. *log*: of messages, by rank: its segments, the
-    newest last. *directory*: for a file that fills the disk."""
+    """What a strike needs to know of its node. *workers*: process ids by rank, from *first_rank* on; *others*: further
+    processes of the agent. *interface*: of the network that leads to the other nodes. *log*: of messages, by rank: its
+    segments, the newest last. *directory*: for a file that fills the disk."""
 
     agent: int
+    first_rank: int
     workers: dict[int, int]
     others: tuple[int, ...]
     interface: str
     log: dict[int, tuple[str, ...]]
     directory: str
+
+    def local_rank(self, rank: int) -> int:
+        return rank - self.first_rank
 
 
 class CannotStrike(Exception):
@@ -50,7 +54,9 @@ def command_of(fault: Fault, place: Place) -> str:
             return f"{slow} && sleep {fault.for_s:g}; tc qdisc del dev {name} root"
         case "fill-disk":
             file = shlex.quote(f"{place.directory}/injected-{fault.id}")
-            return f"fallocate -l {fault.num_bytes} {file}; sleep {fault.for_s:g}; rm -f {file}"
+            free = f"$(( $(df --output=avail -B1 {shlex.quote(place.directory)} | tail -n 1) ))"
+            size = f"size={fault.num_bytes}; free={free}; [ $size -lt $free ] || size=$free"
+            return f"{size}; fallocate -l $size {file}; sleep {fault.for_s:g}; rm -f {file}"
         case "corrupt-log":
             segments = place.log.get(fault.rank, ())
             if not segments:

@@ -118,7 +118,8 @@ def told(figures: Figures, generation: int, event: EventRecord | None) -> Figure
     phases_s, after = event.details.get("phases_s"), event.details.get("iteration")
     phases = dict(figures.phases)
     for name, seconds in phases_s.items() if isinstance(phases_s, dict) else ():
-        phases[name] = phases.get(name, Spread(PHASE_BOUNDS_S)).plus(float(seconds))
+        if isinstance(seconds, int | float):
+            phases[name] = phases.get(name, Spread(PHASE_BOUNDS_S)).plus(float(seconds))
     # It names the iteration after the one that it went on with.
     lost = max(0, over.iteration - (after - 1)) if isinstance(after, int) else 0
     way = way_of(over.cause, event.details.get("plan"))

@@ -6,6 +6,7 @@ option there is none, and prometheus_client is not imported. Must never write to
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import threading
@@ -22,6 +23,8 @@ from swift_agent.agent.metrics.exposition import Metrics, Snapshot
 
 # Of a client that says nothing.
 CLIENT_TIMEOUT_S = 5.0
+# At a time; more are refused at once, so that they cannot take the agent's descriptors.
+MOST_CLIENTS = 16
 PATHS = ("/metrics", "/healthz", "/readyz")
 
 
@@ -37,6 +40,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         ready: Callable[[], str],
     ) -> None:  # fmt: skip
         self.job_id, self.snapshot, self.alive, self.ready = job_id, snapshot, alive, ready
+        self._free = threading.Semaphore(MOST_CLIENTS)
         self.address_family, _, _, _, at = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         super().__init__(at, _Handler)  # type: ignore[arg-type]  # of IPv6 it is longer
         self._thread = threading.Thread(target=self.serve_forever, name="swift-metrics", args=(0.1,), daemon=True)
@@ -46,6 +50,23 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     def port(self) -> int:
         return int(self.socket.getsockname()[1])
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # Of the whole request: one byte now and then must not keep the place of others.
+        deadline = threading.Timer(CLIENT_TIMEOUT_S, _hang_up, (request,))
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._free.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away."""
 
@@ -54,6 +75,11 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -18,9 +18,8 @@ import os
 import select
 import termios
 import threading
+import time
 from dataclasses import dataclass, field
-
-from swift_rendezvous.threads import has_started
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +31,13 @@ CHUNK = 1 << 16
 # So long the end of a worker is told later so that what it has said comes first.
 FLUSH_S = 0.05
 STDERR = 2
+# What has no end of a line yet waits for it so long, unless it is longer.
+LINE_S = 0.1
+LINE_BYTES = 8192
+# In one call, as many lines as fit: so much goes into a pipe as a whole, beside what others write there.
+PIECE = 4096
+# At the end of the job, for a reader that is slow.
+CLOSE_S = 30.0
 
 
 @dataclass
@@ -43,6 +49,20 @@ class _Stream:
     kept_open: int
     last: bytearray = field(default_factory=bytearray)
     waiting: bytearray = field(default_factory=bytearray)
+    read_s: float = 0.0
+
+    def due(self, now_s: float, at_once: bool) -> int:
+        """How many of the bytes that wait are to be written now: whole lines, and the rest if nothing follows."""
+        end = max(self.waiting.rfind(b"\n"), self.waiting.rfind(b"\r")) + 1
+        if at_once or now_s - self.read_s >= LINE_S or len(self.waiting) - end >= LINE_BYTES:
+            return len(self.waiting)
+        return end
+
+    def drain(self) -> None:
+        """All that was there when this was called, at most."""
+        for _ in range(PIPE_BYTES // CHUNK + 1):
+            if not self.read():
+                return
 
     def read(self) -> bool:
         """What is there; False for nothing."""
@@ -53,6 +73,7 @@ class _Stream:
         self.last += chunk
         del self.last[:-KEPT]
         self.waiting += chunk
+        self.read_s = time.monotonic()
         return bool(chunk)
 
 
@@ -81,8 +102,7 @@ class ErrorStreams:
                     return ""
                 self._streams[local_rank] = stream
                 self._woken()
-            while stream.read():  # of the worker before
-                pass
+            stream.drain()  # of the worker before
             stream.last.clear()
             return stream.path
 
@@ -92,23 +112,22 @@ class ErrorStreams:
             stream = self._streams.get(local_rank)
             if stream is None:
                 return ""
-            while stream.read():
-                pass
+            stream.drain()
+            stream.read_s = 0.0  # nothing follows
             self._woken()
             self._changed.wait_for(lambda: not stream.waiting, FLUSH_S)
             return stream.last.decode(errors="replace")
 
-    def close(self) -> None:
-        """Of what is still on its way, what the agent's standard error takes at once is written."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """What is still on its way is written, if the reader of the agent's standard error takes it in that time."""
         with self._changed:
             if self._thread is None:
                 return
             for stream in self._streams.values():
-                while stream.read():
-                    pass
+                stream.drain()
             self._is_closing = True
             self._woken()
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout_s)
         with self._changed:
             for stream in self._streams.values():
                 os.close(stream.ours)
@@ -135,7 +154,9 @@ class ErrorStreams:
         os.set_blocking(self._wake[1], False)
         self._is_closing = False
         thread = threading.Thread(target=self._copy, args=(self._wake[0],), name="swift-stderr", daemon=True)
-        if not has_started(thread):
+        try:
+            thread.start()
+        except RuntimeError:  # there is none left: workers write to the agent's own
             for fd in self._wake:
                 os.close(fd)
             self._wake = None
@@ -185,10 +206,12 @@ class ErrorStreams:
         while True:
             with self._changed:
                 streams = list(self._streams.values())
-                chunks = [(stream, bytes(stream.waiting)) for stream in streams if stream.waiting]
-                is_closing = self._is_closing
+                is_closing, now_s = self._is_closing, time.monotonic()
+                due = [(stream, stream.due(now_s, is_closing)) for stream in streams if stream.waiting]
+                chunks = [(stream, bytes(stream.waiting[:number])) for stream, number in due if number]
             for stream, chunk in chunks:
-                self._write(chunk, is_closing)
+                for piece in _pieces(chunk):
+                    self._write(piece, is_closing)
                 with self._changed:
                     del stream.waiting[: len(chunk)]
                     self._changed.notify_all()
@@ -199,7 +222,7 @@ class ErrorStreams:
             poller = select.poll()
             for fd in (wake, *(stream.ours for stream in streams)):
                 poller.register(fd, select.POLLIN)
-            poller.poll()
+            poller.poll(LINE_S * 1000 if due else None)
             with contextlib.suppress(OSError):
                 os.read(wake, CHUNK)
             with self._changed:
@@ -219,3 +242,14 @@ class ErrorStreams:
             except OSError as error:
                 if error.errno != errno.EINTR:
                     return  # nobody will ever read it
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    """Whole lines together, as many as fit into `PIECE`."""
+    pieces: list[bytes] = []
+    for line in data.splitlines(keepends=True):
+        if pieces and len(pieces[-1]) + len(line) <= PIECE:
+            pieces[-1] += line
+        else:
+            pieces.append(line)
+    return pieces

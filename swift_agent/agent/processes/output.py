@@ -38,6 +38,7 @@ class Output:
     def __init__(self, config: AgentConfig, directory: str) -> None:
         """*directory*: for what passes between processes."""
         self._config, self._streams = config, ErrorStreams(directory)
+        self._begins: dict[int, int] = {}  # by local rank: where what its process writes begins in its file
         self._dest: LogsDest | None = None
         self._dest_attempt = -1
         self._tails: list[TailLog] = []
@@ -54,7 +55,14 @@ class Output:
         """The file, or the pipe, of the next worker of that rank; '' is the agent's own."""
         if share_of(local_rank):
             return self._helpers[local_rank][1]
-        return self._opened().stderrs.get(local_rank) or self._streams.path(local_rank)
+        path = self._opened().stderrs.get(local_rank, "")
+        if not path:
+            return self._streams.path(local_rank)
+        try:
+            self._begins[local_rank] = os.path.getsize(path)
+        except OSError:
+            self._begins[local_rank] = 0
+        return path
 
     def _opened(self) -> LogsDest:
         assert self._dest is not None
@@ -166,7 +174,7 @@ class Output:
     def explained(self, end: WorkerExit, error_file: str, evidence: str) -> WorkerExit:
         """*end*, of a worker that has recorded nothing of its failure, with what is known of it: *evidence*, a clause,
         and what it said last. That is also in *error_file*, as if the worker had recorded it."""
-        said = last_words(self._last_of(end.local_rank))
+        said = last_words(self._last_of(end.local_rank), was_killed=end.exit_code < 0)
         if evidence:
             said = "\n".join(part for part in (evidence, said) if part)
         elif not said and end.exit_code > 0:
@@ -190,7 +198,8 @@ class Output:
             return self._streams.last(local_rank)
         try:
             with builtins.open(path, "rb") as stream:
-                stream.seek(max(0, os.fstat(stream.fileno()).st_size - KEPT))
+                # What its predecessor wrote there explains nothing.
+                stream.seek(max(self._begins.get(local_rank, 0), os.fstat(stream.fileno()).st_size - KEPT))
                 return stream.read(KEPT).decode(errors="replace")
         except (OSError, ValueError):
             return ""

@@ -18,7 +18,7 @@ from swift_agent.wire.injected import ANSWERS, KINDS, ORDERS, Fault, FaultError,
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.etcd_config import EtcdConfig
-from swift_rendezvous.store.kv import KeyValueStore
+from swift_rendezvous.store.kv import Compare, Delete, KeyValueStore
 
 TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -99,7 +99,12 @@ def order(store: KeyValueStore, keys: Keys, fault: Fault, timeout_s: float) -> d
             answer: dict[str, Any] = json.loads(found.value)
             return {name: answer.get(name, "") for name in ("state", "node", "what", "time_s")}
         if time.monotonic() >= deadline_s:
-            break
+            # Taken back: it must not strike when nobody expects it any more.
+            taken = store.transaction(
+                [Compare.absent(f"{keys.prefix}{ANSWERS}{fault.id}")], [Delete(f"{keys.prefix}{ORDERS}{fault.id}")]
+            )
+            if taken.succeeded:
+                break
         time.sleep(POLL_S)
     what = (
         f"nobody has answered for {fault.target} within {timeout_s:g} s: its agent has to be started with "

@@ -26,6 +26,7 @@ def test_an_order_is_read_as_it_was_written() -> None:
             for change in (
                 {"kind": "rm"}, {"phase": "x"}, {"part": 2.0}, {"part": None}, {"rank": "x"}, {"id": "../x"},
                 {"rate": "1mbit; reboot"}, {"for_s": -1}, {"for_s": 1e999}, {"iteration": "x"},
+                {"kind": ["x"]}, {"kind": {}}, {"phase": ["begin"]}, {"rank": 1e999}, {"num_bytes": 1e999},
             )
         ),
     ],

@@ -13,7 +13,7 @@ import pytest
 from swift_agent.agent.injection.strikes import CannotStrike, Place, command_of
 from swift_agent.wire.injected import Fault
 
-PLACE = Place(10, {2: 12, 3: 13}, (14,), "eth0", {}, "/logs")
+PLACE = Place(10, 2, {2: 12, 3: 13}, (14,), "eth0", {}, "/logs")
 
 
 def test_the_agent_is_killed_first() -> None:

@@ -60,6 +60,10 @@ def test_all_of_it_arrives_whoever_writes(target: tuple[int, int], tmp_path: Pat
     for thread in threads:
         thread.join(30)
     assert len(found) == total
+    # No line is torn apart by another worker's.
+    for rank in lines:
+        ours = [line for line in bytes(found).splitlines() if line.startswith(b"%d:" % rank)]
+        assert ours == [b"%d:%d" % (rank, number) for number in range(20_000)]
     for rank in lines:
         assert streams.last(rank).endswith(f"{rank}:19999\n")
     streams.close()
@@ -74,8 +78,37 @@ def test_a_reader_that_stands_still_keeps_only_those_who_write_to_it(target: tup
     assert streams.last(0).endswith("the end\n")
     assert time.monotonic() - began_s < 5.0
     os.set_blocking(target[1], False)
-    streams.close()
+    streams.close(timeout_s=1.0)
     assert time.monotonic() - began_s < 10.0
+
+
+def test_what_has_no_end_of_a_line_is_shown_after_a_moment(target: tuple[int, int], tmp_path: Path) -> None:
+    """A question, or a dot for each batch."""
+    streams = ErrorStreams(str(tmp_path), target[1])
+    path = streams.path(0)
+    write(path, b"begin\n...")
+    assert os.read(target[0], 100) == b"begin\n"
+    assert os.read(target[0], 100) == b"..."
+    write(path, b"30%\r40%\r")
+    assert os.read(target[0], 100) == b"30%\r40%\r"
+    streams.close()
+
+
+def test_a_slow_reader_gets_all_of_it(target: tuple[int, int], tmp_path: Path) -> None:
+    streams = ErrorStreams(str(tmp_path), target[1])
+    write(streams.path(0), b"w" * 400_000 + b"\nthe end\n")
+    found = bytearray()
+
+    def read() -> None:
+        while not found.endswith(b"the end\n"):
+            time.sleep(0.02)
+            found.extend(os.read(target[0], 4096))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    streams.close()
+    reader.join(20)
+    assert len(found) == 400_009
 
 
 def test_a_target_that_is_gone_harms_nobody(tmp_path: Path) -> None:
