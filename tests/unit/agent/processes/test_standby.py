@@ -35,6 +35,7 @@ from swift_agent.launch.options import parse_args
 from swift_agent.wire.channel import ChannelClosed
 from swift_agent.wire.environment import Placement, helper_number
 from swift_agent.wire.standing import Standing, Standings
+from swift_rendezvous.roster.records import WorkerExit
 from tests.support.limits import without_descriptors
 from tests.support.standby_forks import StandbyForks
 
@@ -350,6 +351,26 @@ def test_where_the_output_of_a_helper_is(
     assert env["TORCHELASTIC_ERROR_FILE"] == "" and "no log of helper" in caplog.text
     logs.unlink()
     logs.mkdir()
+
+
+@pytest.mark.parametrize(
+    "bench", [("--log-dir", "logs", "--redirects", "2"), ("--log-dir", "logs", "--tee", "2")],
+    ids=["redirects", "tee"], indirect=True,
+)  # fmt: skip
+def test_a_worker_is_not_explained_by_what_its_predecessor_wrote(bench: Bench) -> None:
+    """Both append to the same file."""
+    place, output = bench.place(), bench.workers.output
+    output.open(place, {rank: {} for rank in range(2)}, set())
+    end = WorkerExit(6, 0, 77, 9, "h")
+    before, after = "Traceback (most recent call last):\nValueError: long ago\n", "no space left\n"
+    with open(output.stderr(0), "a") as stream:
+        stream.write(before)
+    assert output.explained(end, "", "").message == before.strip()
+    with open(output.stderr(0), "a") as stream:
+        assert output.explained(end, "", "").message == "exited with code 9, and wrote nothing to its standard error"
+        stream.write(after)
+    assert output.explained(end, "", "").message == f"the last lines of its standard error:\n{after.strip()}"
+    output.close()
 
 
 @pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3")], indirect=True)
