@@ -5,17 +5,24 @@ result is bit for bit that of an undisturbed run.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+from swift_agent.ctl.main import cli
 from tests.faults.conftest import assert_recovered
 from tests.faults.test_drain import ITERATIONS, PIPELINE, free, owner, wait_until
 from tests.faults.test_drain import ctl as swiftctl
 from tests.support.etcd_cluster import EtcdCluster
-from tests.support.job import Agents
+from tests.support.job import ROOT, SOURCE_ROOTS, Agents
 from tests.support.network import Network
 from tests.tiers import in_soak
 
@@ -198,3 +205,41 @@ def test_a_damaged_log_is_found_out(make_agents: Start, tmp_path: Path) -> None:
     outcome = free(agents)
     for rank, result in expected.results.items():
         assert outcome.results[rank]["hash"] == result["hash"], outcome.text()
+
+
+def test_a_stage_is_lost_whose_iterations_are_given_numbers_only(etcd: str, tmp_path: Path) -> None:
+    """What its module is called with first is looked at then; but not what stages call it with to tell each other
+    shapes, which a replacement does in whichever iteration it begins."""
+    weights = []
+    for name, is_struck in (("undisturbed", False), ("struck", True)):
+        out = tmp_path / name
+        out.mkdir()
+        job = f"numbers-{name}-{os.getpid()}"
+        with (out / "log").open("w") as log:
+            process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "swift_agent.run", "--rdzv-endpoint", etcd, "--rdzv-id", job,
+                    "--nproc-per-node", "4", "--allow-injection", str(ROOT / "examples" / "pipeline.py"),
+                    "--checkpoints", str(out / "checkpoints"), "--replicas", "2", "--iterations", "60", "--out", str(out),
+                ],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "PYTHONUNBUFFERED": "1"},
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        try:
+            if is_struck:
+                deadline_s = time.monotonic() + 60
+                while "iteration 20/60" not in (out / "log").read_text():
+                    assert time.monotonic() < deadline_s, (out / "log").read_text()
+                    time.sleep(0.05)
+                words = ["inject", "--rdzv-endpoint", etcd, job, "kill-worker", "--rank", "3"]
+                done = CliRunner().invoke(cli, [*words, "--at", "phase=backward,part=0.5"])
+                assert done.exit_code == 0, done.output
+            assert process.wait(90) == 0, (out / "log").read_text()
+        finally:
+            process.kill()
+            process.wait()
+        weights.append([torch.load(out / f"weights.{rank}.pt") for rank in range(4)])
+    said = (tmp_path / "struck" / "log").read_text()
+    assert RECOVERED.format(2) in said and "all workers restart" not in said, said
+    for before, after in zip(*weights, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)

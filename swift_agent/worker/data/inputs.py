@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swift_agent.errors import UsageError
+from swift_agent.torch_private import pipelining
 from swift_agent.wire.given import PLAIN, Given, fingerprint, fingerprint_of_indices, leaves
 from swift_agent.worker.data.given_again import CannotPutBack, GivenAgain, storage_of
 from swift_agent.worker.data.made_before import Alive, MadeBefore
@@ -269,8 +270,8 @@ class Inputs:
         """A model that `watch` has named is called."""
         if torch.compiler.is_compiling():
             return  # whoever compiles what is around the model compiles this, too
-        if not self._awaits_forward:
-            return
+        if not self._awaits_forward or pipelining.tells_shapes():
+            return  # each process of a stage does the latter once, in whichever iteration it begins
         self._awaits_forward = False
         inputs, place = [*args, kwargs], self._place
         if place.remaking is not None:
