@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from swift_agent.agent.journal.replay import JournalError, Replay
+from swift_agent.agent.journal.reading import JournalError
+from swift_agent.agent.journal.replay import Replay
 from swift_agent.agent.journal.replay import replay as replay_lines
 
 DIFFERS = 3

@@ -29,6 +29,7 @@ LEFT_OUT = {
     "swift_agent/native/": "what swiftctl native prints: docs/operations.md",
     "swift_agent/launch/options.py": "the help of swift-run: docs/cli.md",
     "swift_agent/agent/journal/format.py": "what swiftctl replay says of a journal: docs/journals.md",
+    "swift_agent/agent/journal/reading.py": "what swiftctl replay says of a journal: docs/journals.md",
     "swift_agent/agent/journal/replay.py": "what swiftctl replay says of a journal: docs/journals.md",
     "swift_agent/torchrun_plugin/": "under the stock torchrun: docs/torchrun-plugin.md",
     "swift_agent/torch_private/": "texts of torch, which are looked for; errors that only a mistake of ours gives",

@@ -17,7 +17,6 @@ from typing import Any
 
 from swift_agent.agent.journal.format import (
     DECISION_COMMANDS,
-    FORMAT,
     NUM_VIEWS_KEPT,
     changed_view,
     decision_plain,
@@ -26,6 +25,7 @@ from swift_agent.agent.journal.format import (
     tagged,
     untagged,
 )
+from swift_agent.agent.journal.reading import CUT, JournalError, lines_of
 from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state
 from swift_agent.agent.lifecycle.planning import plan_generation
@@ -35,10 +35,6 @@ from swift_rendezvous.roster.losses import missing
 from swift_rendezvous.roster.membership import decide
 from swift_rendezvous.roster.records import GenerationRecord
 from swift_rendezvous.roster.view import View
-
-
-class JournalError(ValueError):
-    """This is no journal, or not one of this version; the message says which line and why."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +72,10 @@ def replay(lines: Iterable[bytes]) -> Replay:
     Raises `JournalError` for what is no journal of this format, or is damaged in another place than its end.
     """
     fold = _Fold()
-    cut = False
-    for number, raw in enumerate(lines, 1):
-        if cut:
-            raise JournalError(f"line {fold.found.cut_at} is damaged: it is not JSON")
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            if number == 1:
-                raise JournalError("this is no journal: its first line is not JSON") from None
-            # The last line may end anywhere; any other one has to be whole.
-            cut, fold.found.cut_at = True, number
-            continue
+    for number, line in lines_of(lines):
+        if line is CUT:
+            fold.found.cut_at = number
+            break
         if number == 1:
             fold.begin(line)
             continue
@@ -96,9 +84,7 @@ def replay(lines: Iterable[bytes]) -> Replay:
         except (RecordError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise JournalError(f"line {number} cannot be read by this version: {error}") from error
         if fold.found.difference is not None:
-            return fold.found
-    if not fold.found.header:
-        raise JournalError("this is no journal: it is empty")
+            break
     return fold.found
 
 
@@ -111,14 +97,7 @@ class _Fold:
         self._rules = Rules()
         self._decided: tuple[View, GenerationRecord | None] = (View(), None)
 
-    def begin(self, header: Any) -> None:
-        if not isinstance(header, dict) or "journal" not in header:
-            raise JournalError("this is no journal: its first line is not the head of one")
-        if header["journal"] != FORMAT:
-            by = header.get("version", "another version")
-            raise JournalError(
-                f"format {header['journal']} of swift-agent {by}; this version reads format {FORMAT}: use that version"
-            )
+    def begin(self, header: dict[str, Any]) -> None:
         self.found.header = header
         try:
             self._rules = from_plain(Rules, header.get("rules"), "rules")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from swift_agent.agent.journal.replay import JournalError
+from swift_agent.agent.journal.reading import JournalError
 from swift_agent.ctl.common import etcd_options, opened, records_of
 from swift_agent.ctl.timeline import from_etcd, from_journals, model, text
 from swift_agent.ctl.timeline.assemble import Known, assemble

@@ -6,14 +6,13 @@ by the agent that was the coordinator in it. Must never take what one agent saw 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift_agent.agent.journal.format import FORMAT, NUM_VIEWS_KEPT, changed_view
-from swift_agent.agent.journal.replay import JournalError
+from swift_agent.agent.journal.format import NUM_VIEWS_KEPT, changed_view
+from swift_agent.agent.journal.reading import CUT, JournalError, lines_of
 from swift_agent.agent.lifecycle import strategy
 from swift_agent.agent.lifecycle.timeline import PHASES, Timeline, merge_phases
 from swift_agent.ctl.reports.explain import read_plan
@@ -66,24 +65,14 @@ class Journal:
 def read_lines(lines: Iterable[bytes]) -> Journal:
     """One journal. Raises `JournalError` for what is none."""
     fold = _Fold()
-    for number, raw in enumerate(lines, 1):
-        if fold.journal.cut_at is not None:
-            raise JournalError(f"line {fold.journal.cut_at} is damaged: it is not JSON")
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            if number == 1:
-                raise JournalError("this is no journal: its first line is not JSON") from None
+    for number, line in lines_of(lines):
+        if line is CUT:
             fold.journal.cut_at = number
-            continue
+            break
         try:
             fold.begin(line) if number == 1 else fold.take(line)
-        except JournalError:
-            raise
         except (RecordError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise JournalError(f"line {number} cannot be read by this version: {error}") from error
-    if not fold.journal.node:
-        raise JournalError("this is no journal: it is empty")
     return fold.journal
 
 
@@ -98,14 +87,7 @@ class _Fold:
         self._timeline = Timeline()
         self._own: dict[tuple[int, int], Mapping[str, float]] = {}
 
-    def begin(self, header: Any) -> None:
-        if not isinstance(header, dict) or "journal" not in header:
-            raise JournalError("this is no journal: its first line is not the head of one")
-        if header["journal"] != FORMAT:
-            by = header.get("version", "another version")
-            raise JournalError(
-                f"format {header['journal']} of swift-agent {by}; this version reads format {FORMAT}: use that version"
-            )
+    def begin(self, header: dict[str, Any]) -> None:
         journal = self.journal
         journal.job, journal.node = str(header.get("job")), str(header.get("node"))
         journal.incarnation = str(header.get("incarnation"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swift_agent.agent.journal.format import FORMAT, event_line, line_of, view_changes
-from swift_agent.agent.journal.replay import JournalError
+from swift_agent.agent.journal.reading import JournalError
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.ctl.timeline.assemble import assemble
 from swift_agent.ctl.timeline.from_journals import Journal, read, read_lines
