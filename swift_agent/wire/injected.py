@@ -25,8 +25,6 @@ OF_RANKS: frozenset[Kind] = frozenset({"kill-worker", "corrupt-log"})
 NEXT = -1
 """In place of an iteration: the one that the worker begins next."""
 
-# In etcd, below the prefix of the job.
-ORDERS, ANSWERS = "inject/", "injected/"
 # Beside the agent's socket, for the local rank that follows: what is ordered, and that it stands at that moment.
 ORDERED, REACHED = "inject", "injected"
 

@@ -18,6 +18,9 @@ import torch
 from click.testing import CliRunner
 
 from swift_agent.ctl.main import cli
+from swift_rendezvous.roster.keys import Keys
+from swift_rendezvous.store.etcd import EtcdStore
+from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.faults.conftest import assert_recovered
 from tests.faults.test_drain import ITERATIONS, PIPELINE, free, owner, wait_until
 from tests.faults.test_drain import ctl as swiftctl
@@ -67,6 +70,11 @@ def test_a_worker_is_killed_at_a_moment(phase: str, start: Start, undisturbed: C
     assert done["state"] == "done" and done["node"] == owner(agents, 0), done
     wait_until(agents, lambda: RECOVERED.format(2) in agents.outcome(0.0).text())
     assert_recovered(free(agents), undisturbed(iterations=ITERATIONS), lost={1}, num_faults=0)
+    # Neither orders nor answers outlive the job.
+    config = EtcdConfig.from_environment({}, endpoints=agents.endpoint)
+    assert config is not None
+    with EtcdStore(config) as store:
+        assert store.get_prefix(Keys(agents.job_id).prefix)[0] == []
 
 
 def test_at_the_iteration_that_was_named(start: Start, undisturbed: Callable[..., str]) -> None:

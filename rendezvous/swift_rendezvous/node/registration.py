@@ -287,6 +287,8 @@ def _all_but_nodes(keys: Keys) -> list[Op]:
     return [
         *(Delete(keys.prefix + kind.name) for kind in kinds.PER_JOB),
         *(DeletePrefix(keys.prefix + name) for name in (*many, f"{kinds.HISTORY}/")),
+        DeletePrefix(keys.faults),
+        DeletePrefix(keys.fault_answers),
         DeletePrefix(keys.for_coordinator),  # also what a newer version has there
     ]
 

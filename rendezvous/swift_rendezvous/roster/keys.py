@@ -143,6 +143,22 @@ class Keys:
         return f"{self.prefix}drain/{node_id}"
 
     @property
+    def faults(self) -> str:
+        """Below it, faults that a person has ordered (`swiftctl inject`)."""
+        return self.prefix + "inject/"
+
+    def fault(self, name: str) -> str:
+        return f"{self.faults}{name}"
+
+    @property
+    def fault_answers(self) -> str:
+        return self.prefix + "injected/"
+
+    def fault_answer(self, name: str) -> str:
+        """What became of it."""
+        return f"{self.fault_answers}{name}"
+
+    @property
     def events(self) -> str:
         return self.prefix + "events/"
 

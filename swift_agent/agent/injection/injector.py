@@ -25,7 +25,7 @@ from swift_agent.agent.injection.strikes import CannotStrike, Place, command_of
 from swift_agent.agent.lifecycle.state import AgentState
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
-from swift_agent.wire.injected import ANSWERS, ORDERED, ORDERS, REACHED, Fault, FaultError, fault_of
+from swift_agent.wire.injected import ORDERED, REACHED, Fault, FaultError, fault_of
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.store.kv import Compare, KeyValueStore, Put, Watch
@@ -86,7 +86,7 @@ class Injector:
     # ---- in its threads ----
 
     def _run(self) -> None:
-        prefix = self._keys.prefix + ORDERS
+        prefix = self._keys.faults
         revision: int | None = None
         while not self._stopped.is_set():
             try:
@@ -133,7 +133,7 @@ class Injector:
                     self._stopped.wait(STRUCK_S)  # it must not go on for a moment
         except CannotStrike as error:
             self._answer(fault, "refused", str(error))
-        except Exception as error:
+        except Exception as error:  # of this order only: the training goes on
             log.warning("a fault that was ordered came to nothing: %s: %s", type(error).__name__, error)
 
     def _check(self, command: str) -> None:
@@ -240,7 +240,7 @@ class Injector:
     def _answer(self, fault: Fault, state: str, what: str) -> bool:
         """Whether this is the first answer to an order that still stands: only then it may be carried out."""
         answer = {"version": 1, "node": self._state().node_id, "state": state, "what": what, "time_s": time.time()}
-        order, key = f"{self._keys.prefix}{ORDERS}{fault.id}", f"{self._keys.prefix}{ANSWERS}{fault.id}"
+        order, key = self._keys.fault(fault.id), self._keys.fault_answer(fault.id)
         guards = [Compare.exists(order), Compare.absent(key)]
         try:
             return self._store.transaction(guards, [Put(key, json.dumps(answer).encode())]).succeeded

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from swift_agent.wire.injected import NEXT, PHASES, Fault, Kind
+from swift_agent.wire.injected import NEXT, PHASES, Fault, Kind, Phase
 from swift_rendezvous.roster.view import View
 
 # Those that every script and machine can have, if none are named.
@@ -18,11 +18,11 @@ DEFAULT_KINDS: tuple[Kind, ...] = ("kill-worker", "kill-node", "freeze")
 
 @dataclass(frozen=True)
 class Draw:
-    """*random* is this campaign's own, so that a seed means the same faults whatever the job does; *u* are drawn for
-    each fault whether it needs them or not."""
+    """All of these are drawn for each fault, whether it needs them or not: a seed means the same faults, whatever the
+    job does."""
 
     kind: Kind
-    phase: str
+    phase: Phase
     part: float
     target: float
     """0 to 1: which rank."""
@@ -49,4 +49,4 @@ def fault_of(draw: Draw, view: View, fault_id: str, for_s: float) -> Fault | Non
     if kind == "kill-node" and not has_spare:
         kind = "kill-worker"
     rank = min(int(draw.target * generation.world_size), generation.world_size - 1)
-    return Fault(fault_id, kind, rank, iteration=NEXT, phase=draw.phase, part=round(draw.part, 2), for_s=for_s)  # type: ignore[arg-type]
+    return Fault(fault_id, kind, rank, iteration=NEXT, phase=draw.phase, part=round(draw.part, 2), for_s=for_s)

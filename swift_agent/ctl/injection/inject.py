@@ -14,7 +14,7 @@ import click
 
 from swift_agent.ctl.common import needs_etcd, no_job, opened, records_of
 from swift_agent.ctl.reports import jobs
-from swift_agent.wire.injected import ANSWERS, KINDS, ORDERS, Fault, FaultError, checked, moment_of
+from swift_agent.wire.injected import KINDS, Fault, FaultError, checked, moment_of
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.etcd_config import EtcdConfig
@@ -91,17 +91,17 @@ def not_there(view: View, fault: Fault) -> str:
 
 def order(store: KeyValueStore, keys: Keys, fault: Fault, timeout_s: float) -> dict[str, Any]:
     """Write it, and return the answer of its target: `state` is `done`, `refused` or `unanswered`."""
-    store.put(f"{keys.prefix}{ORDERS}{fault.id}", fault.encoded())
+    store.put(keys.fault(fault.id), fault.encoded())
     deadline_s = time.monotonic() + timeout_s
     while True:
-        found = store.get(f"{keys.prefix}{ANSWERS}{fault.id}")
+        found = store.get(keys.fault_answer(fault.id))
         if found is not None:
             answer: dict[str, Any] = json.loads(found.value)
             return {name: answer.get(name, "") for name in ("state", "node", "what", "time_s")}
         if time.monotonic() >= deadline_s:
             # Taken back: it must not strike when nobody expects it any more.
             taken = store.transaction(
-                [Compare.absent(f"{keys.prefix}{ANSWERS}{fault.id}")], [Delete(f"{keys.prefix}{ORDERS}{fault.id}")]
+                [Compare.absent(keys.fault_answer(fault.id))], [Delete(keys.fault(fault.id))]
             )
             if taken.succeeded:
                 break
