@@ -284,11 +284,10 @@ def _remove_leftovers(store: KeyValueStore, keys: Keys, job_revision: int) -> No
 def _all_but_nodes(keys: Keys) -> list[Op]:
     below = [*kinds.PER_NODE, *kinds.PER_GENERATION, *kinds.PER_SLOT]
     many = [f"{kind.name}/" for kind in below if kind is not kinds.NODES]
+    many += [f"{name}/" for name in (kinds.HISTORY, kinds.FAULTS, kinds.FAULT_ANSWERS)]
     return [
         *(Delete(keys.prefix + kind.name) for kind in kinds.PER_JOB),
-        *(DeletePrefix(keys.prefix + name) for name in (*many, f"{kinds.HISTORY}/")),
-        DeletePrefix(keys.faults),
-        DeletePrefix(keys.fault_answers),
+        *(DeletePrefix(keys.prefix + name) for name in many),
         DeletePrefix(keys.for_coordinator),  # also what a newer version has there
     ]
 

@@ -99,5 +99,7 @@ PER_SLOT = (
 )
 # Read by people; of them a view has the last numbers.
 HISTORY = "events"
+# Faults that a person orders, and what became of them: of no view, and removed with the job.
+FAULTS, FAULT_ANSWERS = "inject", "injected"
 # The same, but a view has nothing of them.
 PACE = "~pace"

@@ -27,9 +27,12 @@ def test_a_view_has_a_field_for_each_kind_and_no_other() -> None:
     assert len({kind.name for kind in BELOW}) == len({kind.attribute for kind in BELOW}) == len(BELOW)
 
 
+BESIDE_VIEWS = {kinds.HISTORY, kinds.PACE, kinds.FAULTS, kinds.FAULT_ANSWERS}
+
+
 def test_every_key_that_keys_can_make_is_of_a_kind() -> None:
     """`Keys.finished(3, 1)` is "~finished/3/1"."""
-    made = {kinds.HISTORY, kinds.PACE}
+    made = {kinds.HISTORY, kinds.PACE}  # the others are properties
     for name, member in inspect.getmembers(Keys):
         if name.startswith("_") or name in ("prefix", "job_id", "for_coordinator", "for_members"):
             continue
@@ -40,9 +43,9 @@ def test_every_key_that_keys_can_make_is_of_a_kind() -> None:
             parts = member(KEYS, *given)[len(KEYS.prefix) :].split("/")
             made.add(parts[0])
             rows = {2: kinds.PER_GENERATION, 3: kinds.PER_SLOT}.get(len(parts), ())
-            is_of_node = parts[0] in {kind.name for kind in kinds.PER_NODE} | {kinds.HISTORY, kinds.PACE}
+            is_of_node = parts[0] in {kind.name for kind in kinds.PER_NODE} | BESIDE_VIEWS
             assert is_of_node or parts[0] in {kind.name for kind in rows}, name
-    assert made == {kind.name for kind in BELOW} | {kinds.HISTORY, kinds.PACE}
+    assert made == {kind.name for kind in BELOW} | BESIDE_VIEWS
 
 
 def touched(ops: list[Op]) -> set[str]:
