@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
+from swift_agent.launch import log_names
 from swift_agent.launch import secret as job_secret
 from swift_agent.launch.checks import (
     SUMS,
@@ -47,6 +48,7 @@ from swift_rendezvous.store.etcd_config import EtcdConfig
 # torchrun's.
 DEFAULT_ROLE = "default"
 DEFAULT_MASTER_ADDR = "127.0.0.1"
+METRICS_ADDR = "127.0.0.1"
 
 OnEtcdLoss = Literal["pause", "train"]
 
@@ -58,6 +60,7 @@ class AgentConfig:
     *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
     it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
     `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
+    *log_names*: see `swift_agent.launch.log_names`.
     *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given; *restarts_window_s*: for how long one counts, 0: for
     ever.
     *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
@@ -110,6 +113,7 @@ class AgentConfig:
     parallel_sum: str
     key: JobKey = field(repr=False)
     keep_logs: bool = True
+    log_names: str = ""
     allow_injection: bool = False
     journal: str | None = None
     profile: str | None = None
@@ -133,6 +137,10 @@ class AgentConfig:
         nproc = _num_workers(ns, mistakes)
         _check_numbers(ns, mistakes)
         _check_streams(ns, mistakes)
+        if ns.log_names and (mistake := log_names.mistake_in(ns.log_names, ns.log_dir)):
+            mistakes.append(mistake)
+        if ns.metrics_addr and ns.metrics_port is None:
+            mistakes.append(f"--metrics-addr {ns.metrics_addr}: at which port? type --metrics-port 9108, too")
         kind = _entry_kind(ns, mistakes)
         _check_entry(kind, ns.training_script, environ, mistakes)
         preload = _preload(ns.preload, mistakes)
@@ -200,7 +208,7 @@ class AgentConfig:
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             preempt_grace_s=ns.preempt_grace,
-            metrics_addr=ns.metrics_addr,
+            metrics_addr=ns.metrics_addr or METRICS_ADDR,
             metrics_port=ns.metrics_port,
             recovery=ns.recovery,
             log_groups=groups,
@@ -211,6 +219,7 @@ class AgentConfig:
             profile=ns.profile or None,
             key=job_secret.key(secret, job_id, alone=etcd is None),
             keep_logs=ns.log_dir is not None,
+            log_names=ns.log_names or "",
             allow_injection=bool(ns.allow_injection),
             journal=journal,
             message_log=logs,

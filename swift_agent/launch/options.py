@@ -99,7 +99,8 @@ def _add_ours(parser: _Parser) -> None:
     add("--stop-deadline", "S", 10.0, "Seconds that a worker has to stop for a recovery, else it is replaced.", float)
     add("--recovery", "WAY", "exact", "What becomes of a half-done update: exact, immediate-rollback, lossy-forward.")
     add("--metrics-port", "PORT", None, "Metrics and probes over HTTP there; 0 for any free port. Default: none.", int)
-    add("--metrics-addr", "ADDR", "127.0.0.1", "The address of this node that they are at; any program may read them.")
+    add("--metrics-addr", "ADDR", None, "The node's address that they are at, for any program. Default: 127.0.0.1.")
+    add("--log-names", "NAME", None, "In --log-dir, links of such a name to files of workers, as ${rank}-${host}.")
     parser.ours.append(
         parser.add_argument("--allow-injection", action=check_env, help="Faults may be ordered by swiftctl inject.")
     )

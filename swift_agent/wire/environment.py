@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from string import Template
 
 from swift_agent.wire.channel import ENV_SOCKET
 
@@ -203,9 +202,3 @@ def _visible_device(visible: str | None, local_rank: int) -> str:
     if local_rank >= len(devices):
         raise ValueError(f"local rank {local_rank} has no device: CUDA_VISIBLE_DEVICES={visible}")
     return devices[local_rank].strip()
-
-
-def log_prefix(template: str, role: str, rank: int, local_rank: int, **ours: str | int) -> str:
-    """A console line prefix, as `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE` describes it. *ours*: names that torch's
-    launcher does not know."""
-    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, **ours)

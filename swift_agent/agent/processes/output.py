@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from swift_agent.agent.processes.error_streams import KEPT, ErrorStreams
 from swift_agent.launch.config import AgentConfig
-from swift_agent.wire.environment import Placement, log_prefix, share_of
+from swift_agent.launch.log_names import line_prefix, name_of
+from swift_agent.wire.environment import Placement, share_of
 from swift_agent.wire.root_cause import last_words
 from swift_rendezvous.roster.records import WorkerExit
 
@@ -102,6 +103,28 @@ class Output:
                 except OSError:
                     envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = ""
 
+    def link(self, place: Placement, local_ranks: Collection[int]) -> None:
+        """Names of the user's own for the files of these, which start (see `swift_agent.launch.log_names`)."""
+        config, dest = self._config, self._opened()
+        specs = config.launch.logs_specs
+        if not config.log_names or specs is None:
+            return
+        for local_rank in local_ranks:
+            name = name_of(config.log_names, self._words_for(place, local_rank))
+            files = (dest.stdouts, "stdout.log"), (dest.stderrs, "stderr.log"), (dest.error_files, "error.json")
+            for paths, ending in files:
+                path = paths.get(local_rank, "")
+                if path in ("", os.devnull):
+                    continue
+                link = os.path.join(specs.root_log_dir, f"{name}.{ending}")
+                try:
+                    # Relative: the directory may be moved. Renamed: another node may make the same one now.
+                    made = f"{link}.{os.getpid()}"
+                    os.symlink(os.path.relpath(path, specs.root_log_dir), made)
+                    os.replace(made, link)
+                except OSError as error:
+                    log.warning("no link %s can be made (%s): the log is %s", link, error, path)
+
     def open_helper(self, place: Placement, number: int, env: dict[str, str]) -> None:
         """Before that helper starts. It runs the script once more: what it writes is in a file in `--log-dir`; without
         that its standard output is dropped, and what it says of errors is in the agent's own output."""
@@ -146,10 +169,7 @@ class Output:
         prefixes = None
         if template:
             prefixes = {
-                local_rank: log_prefix(
-                    template, place.role, place.rank(local_rank), local_rank, host=socket.gethostname(),
-                    node_id=self._config.node_id, attempt=place.generation,
-                )
+                local_rank: line_prefix(template, self._words_for(place, local_rank))
                 for local_rank in range(place.num_workers)
             }  # fmt: skip
         self._tails = [
@@ -170,6 +190,13 @@ class Output:
         except RuntimeError:  # all of them are started again
             self.close()
             raise
+
+    def _words_for(self, place: Placement, local_rank: int) -> dict[str, str | int]:
+        """Those of torch's prefixes of lines, and ours."""
+        return {
+            "role_name": place.role, "rank": place.rank(local_rank), "local_rank": local_rank,
+            "host": socket.gethostname(), "node_id": self._config.node_id, "attempt": place.generation,
+        }  # fmt: skip
 
     def explained(self, end: WorkerExit, error_file: str, evidence: str) -> WorkerExit:
         """*end*, of a worker that has recorded nothing of its failure, with what is known of it: *evidence*, a clause,

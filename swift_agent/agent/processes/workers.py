@@ -94,6 +94,7 @@ class Workers:
         started: list[WorkerProcess | NotStarted] = []
         try:
             self.output.open(place, envs, {rank for rank, one in self.processes.items() if one.exit_code is None})
+            self.output.link(place, local_ranks)
             no_logs: Exception | None = None
         except (OSError, RuntimeError) as error:  # the latter: there is no thread for them
             no_logs = error

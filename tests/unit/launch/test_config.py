@@ -287,6 +287,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--preempt-grace", "-1", "train.py"], r"--preempt-grace -1.0: must be 0 or more"),
     (["--max-restarts", "3", "--max-restarts-window", "0", "train.py"], r"--max-restarts-window 0.0: must be above 0"),
     (["--max-restarts-window", "60", "train.py"], r"--max-restarts-window 60.0: of how many\? type --max-restarts N"),
+    (["--metrics-addr", "10.0.0.7", "train.py"], r"--metrics-addr 10.0.0.7: at which port\? type --metrics-port 9108"),
+    (["--log-names", "${rank}", "train.py"], r"--log-names \$\{rank\}: needs a directory .*--log-dir DIR, too"),
     (["--metrics-port", "70000", "train.py"], r"--metrics-port 70000: not a port; type for example"),
     (["--preempt-grace", "nan", "train.py"], r"--preempt-grace nan: must be 0 or more"),
 ]

@@ -21,7 +21,6 @@ from swift_agent.wire.environment import (
     Placement,
     helped_by,
     helper_number,
-    log_prefix,
     nodes_of,
     run_name,
     share_of,
@@ -114,10 +113,3 @@ def test_virtual_local_rank_gives_each_worker_one_device() -> None:
     with pytest.raises(ValueError, match="local rank 3 has no device: CUDA_VISIBLE_DEVICES=0,1"):
         worker_env(place, 3, {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert "CUDA_VISIBLE_DEVICES" not in worker_env(PLACE, 3, {})
-
-
-def test_log_prefix() -> None:
-    assert log_prefix("[${role_name}${rank}/${local_rank}]:", "t", 17, 1) == "[t17/1]:"
-    assert log_prefix("${unknown} $rank", "t", 17, 1) == "${unknown} 17"
-    ours = log_prefix("$host/$node_id/$attempt", "t", 17, 1, host="h", node_id="n", attempt=3)
-    assert ours == "h/n/3"

@@ -660,3 +660,27 @@ def test_logs_for_which_there_is_no_thread_are_tried_again(bench: Bench, monkeyp
     assert isinstance(one, NotStarted) and one.may_pass and "can't start new thread" in one.end.message
     bench.start(0, warm=False)
     assert bench.ends() == [(0, 7)] and bench.workers.output._tails
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("bench", [("--log-dir", "logs", "--redirects", "3", "--log-names", "r$rank-g$attempt")],
+                         indirect=True)  # fmt: skip
+def test_files_have_names_of_the_users_own(bench: Bench, tmp_path: Path, warm: bool) -> None:
+    bench.start(0, warm=False)
+    assert bench.ends() == [(0, 7)]
+    bench.started.clear()
+    if warm:
+        bench.workers.prepare(1, ())
+        bench.standbys(1)
+    bench.start(0, generation=3, warm=warm)
+    assert bench.ends() == [(0, 7)]
+    links = {path.name for path in (tmp_path / "logs").iterdir() if path.is_symlink()}
+    first = {name for name in links if "-g3" not in name}
+    assert {name.partition(".")[2] for name in first} == {"error.json", "stderr.log", "stdout.log"}
+    assert {name.replace("-g2", "-g3") for name in first} == links - first and len(links) == 6
+    # Of a directory that may be moved as a whole.
+    (tmp_path / "logs").rename(tmp_path / "moved")
+    (stdout,) = (tmp_path / "moved" / name for name in links if name.endswith("-g3.stdout.log"))
+    assert stdout.resolve().name == "stdout.log" and stdout.resolve().parent.name == "0"
+    assert stdout.resolve().is_relative_to(tmp_path / "moved")
+    assert stdout.is_file()
