@@ -81,8 +81,9 @@ class Agent:
             lambda local_ranks: self._channels.send(local_ranks, wire.Wait(), may_skip=True),
         )
         self._crew = Crew(
-            config, Workers(config, address, directories.standings, all_children_are_ours), self._reactor.selector,
-            self._event_log, lambda: self._state, self._event, self._on_end_of,
+            config,
+            Workers(config, address, directories.standings, directories.log_counters, all_children_are_ours),
+            self._reactor.selector, self._event_log, lambda: self._state, self._event, self._on_end_of,
         )  # fmt: skip
         self._channels = WorkerChannels(
             directories.socket, self._reactor.selector, self._crew.processes, self._patience, self._event,
@@ -94,9 +95,8 @@ class Agent:
         )  # fmt: skip
         self._incarnations = Incarnations(config, store, Keys(config.job_id), address, self._listeners(), signals)
         self._meters = Meters(
-            config, store, requests, directories.messages, state=lambda: self._state,
-            is_away=lambda: self._presence.is_away(), lease_until_s=lambda: self._presence.acts_until_s(),
-            num_standbys=lambda: self._crew.num_standbys,
+            config, store, requests, directories, lambda: self._state, is_away=lambda: self._presence.is_away(),
+            lease_until_s=lambda: self._presence.acts_until_s(), num_standbys=lambda: self._crew.num_standbys,
         )  # fmt: skip
         self._state = state.AgentState(config.node_id, "")
         self._end: ResultRecord | None = None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from swift_agent.launch.checks import ConfigError
 from swift_agent.launch.config import AgentConfig
+from swift_agent.wire.log_counters import LogCounters
 from swift_agent.wire.standing import Standings
 from swift_rendezvous.store.owned_directory import own, remove_orphans
 
@@ -56,6 +57,7 @@ class Directories:
         self.socket: str = _directory_for_socket()
         self._own(self.socket)
         self.standings = Standings(self.socket, config.nproc)
+        self.log_counters = LogCounters(self.socket, config.nproc)
         logs = config.launch.logs_specs
         if not config.keep_logs and logs is not None:
             root = Path(logs.root_log_dir)

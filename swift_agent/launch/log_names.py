@@ -4,7 +4,8 @@
 
     LOG_DIR/3-host-a.stderr.log --> JOB_x1y2/attempt_0/1/stderr.log
 
-A link, since torch's `LogsSpecs` decides where files are, and tools of others look for them there.
+A link, since torch's `LogsSpecs` decides where files are, and tools of others look for them there. This module must
+never open a file.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Standings:
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self._num_workers, self.directory = num_workers, directory
-        self._numbers = _map(os.path.join(directory, NAME), os.O_CREAT | os.O_EXCL, num_workers)
+        self._numbers = shared_numbers(os.path.join(directory, NAME), os.O_CREAT | os.O_EXCL, _size(num_workers))
 
     def vouch(self, until_s: float) -> None:
         """The places of this node are its own until then, on the monotonic clock. Before the first call nothing is said
@@ -80,7 +80,7 @@ class MyStanding:
         if directory is not None:
             # A file of another length, or none: of an agent of another version, or a full disk.
             with contextlib.suppress(OSError, ValueError):
-                numbers = _map(os.path.join(directory, NAME), 0, local_rank + 1)
+                numbers = shared_numbers(os.path.join(directory, NAME), 0, _size(local_rank + 1))
                 start = _HEAD + local_rank * _FIELDS
                 self._head, self._numbers = numbers[:_HEAD], numbers[start : start + _FIELDS]  # type: ignore[assignment]
 
@@ -108,8 +108,15 @@ class MyStanding:
         self._numbers[_EXCUSED] = 1
 
 
-def _map(path: str, flags: int, num_workers: int) -> memoryview:
-    size = (_HEAD + num_workers * _FIELDS) * 8
+def _size(num_workers: int) -> int:
+    return _HEAD + num_workers * _FIELDS
+
+
+def shared_numbers(path: str, flags: int, count: int) -> memoryview:
+    """The first *count* 8-byte integers of a file that processes of this machine map: one writes each, others read it
+    without a lock. *flags*: how it is opened besides; `O_CREAT`: it is made. Raises `OSError`, and `ValueError` if it
+    is shorter."""
+    size = count * 8
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         if flags & os.O_CREAT:

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.faults.test_drain import ITERATIONS, free, owner, wait_until
 from tests.integration.test_observability import RULES, expressions
 from tests.support.job import Agents
+from tests.support.pipelines import SCRIPT as PIPELINE
+from tests.support.pipelines import References, assert_same
 from tests.support.ports import free_ports
 from tests.support.prometheus_server import PrometheusServer, why_not
 
@@ -138,6 +140,35 @@ def test_a_port_that_is_taken(make_agents: Callable[..., Agents], tmp_path: Path
     said = (agents.directory / "agent.b.log").read_text()
     assert f"--metrics-port {port}: nothing can listen at 127.0.0.1" in said and "a port of its own" in said
     end(agents, "a")
+
+
+def test_logs_of_messages_and_their_store(
+    make_agents: Callable[..., Agents], undisturbed_pipelines: References, tmp_path: Path
+) -> None:
+    """What a node has counted stays when one of its workers is replaced."""
+    agents = make_agents(
+        num_nodes=4, num_workers=1, script=PIPELINE,
+        orders={
+            "faults": [{"at": "backward", "iteration": 8, "rank": 2, "scope": "worker"}], "schedule": "Schedule1F1B",
+            "loses_logs": [7], "pace_s": 0.5,
+        },
+        options=("--log-store", str(tmp_path / "store"), "--metrics-port", "0"),
+    )  # fmt: skip
+    for node in "abcd":
+        agents.start(node)
+
+    def told(name: str, *labels: str) -> list[float]:
+        return [metrics_of(url_of(agents, node)).get((name, *labels), 0.0) for node in "abcd"]
+
+    wait_until(agents, lambda: agents.outcome(0.0).text().count("metrics and probes are served") == 4)
+    wait_until(agents, lambda: all(told("swift_message_log_written_bytes_total")))
+    before = told("swift_message_log_written_bytes_total")
+    wait_until(agents, lambda: sum(told("swift_log_store_seconds_count", "get")) >= 2)
+    assert all(was <= now for was, now in zip(before, told("swift_message_log_written_bytes_total"), strict=True))
+    assert sum(told("swift_log_store_bytes_total", "get")) > 0 < sum(told("swift_log_store_bytes_total", "put"))
+    assert sum(told("swift_log_store_seconds_sum", "get")) > 0 < sum(told("swift_log_store_seconds_sum", "put"))
+    assert not any(told("swift_log_store_errors_total") + told("swift_message_logs_given_up"))
+    assert_same(free(agents), undisturbed_pipelines("Schedule1F1B"), {2})
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

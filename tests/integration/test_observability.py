@@ -12,6 +12,7 @@ import pytest
 from swift_agent.agent.lifecycle.state import AgentState
 from swift_agent.agent.metrics.exposition import Requests, Snapshot, families
 from swift_agent.agent.metrics.figures import REQUEST_BOUNDS_S, Figures, Spread
+from swift_logging_store.log.rate import LogFigures
 from tests.support.job import ROOT
 from tests.support.prometheus_server import promtool, why_not
 from tests.support.records import view
@@ -26,9 +27,13 @@ def exported() -> dict[str, set[str]]:
     requests = Requests({"Txn": Spread(REQUEST_BOUNDS_S).plus(0.1)}, {"Txn": 1})
     seen = Snapshot(
         now_s=10.0, figures=Figures(training_since_s=1.0), state=AgentState("n0", "n0.1", view=view()), strategy="auto",
-        is_ready=True, is_away=False, lease_s=3.0, num_standbys=1, log_bytes=0, requests=requests,
+        is_ready=True, is_away=False, lease_s=3.0, num_standbys=1, log_bytes=0,
+        logs=LogFigures(), requests=requests,
     )  # fmt: skip
-    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    suffixes = {
+        "counter": ("_total",), "gauge": ("",),
+        "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count"),
+    }  # fmt: skip
     return {
         family.name + suffix: set(family._labelnames) | ({"le"} if suffix == "_bucket" else set())
         for family in families("gpt", seen) for suffix in suffixes[family.type]
@@ -45,7 +50,7 @@ def expressions() -> dict[str, list[str]]:
 
 @needs_promtool
 def test_the_alerts_are_right() -> None:
-    assert "8 rules found" in promtool("check", "rules", RULES / "alerts.yml")
+    assert "11 rules found" in promtool("check", "rules", RULES / "alerts.yml")
     assert "SUCCESS" in promtool("test", "rules", "alerts_test.yml", cwd=RULES)
     assert "is valid" in promtool("check", "config", RULES / "prometheus.yml")
 

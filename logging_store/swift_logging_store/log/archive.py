@@ -114,6 +114,10 @@ class Archive:
         self._closing = False
         self.copied = Rate()
         """To the store, in tries that have succeeded."""
+        self.fetched = Rate()
+        """From there, likewise."""
+        self.num_failures = 0
+        """Requests to the store that have failed."""
         self._helper: Helper | None = None  # made and ended by the thread
         self._has_told_of_rest = self._has_told_of_later = False  # of the thread
         self._thread = threading.Thread(target=self._run, name="swift-log-archive", daemon=True)
@@ -173,6 +177,7 @@ class Archive:
                 num_bytes = self._stored[name]
             for number in range(_NUM_TRIES):
                 check()
+                began_s = time.monotonic()
                 try:
                     if not helpers:
                         helpers.append(self._new_helper())
@@ -180,8 +185,12 @@ class Archive:
                         "get", name=f"{self._directory}/{name}", path=str(path), check=check,
                         timeout_s=_time_s(num_bytes, number),
                     )  # fmt: skip
+                    with self._changed:  # there may be several readers
+                        self.fetched = self.fetched.more(num_bytes, time.monotonic() - began_s)
                     return
                 except OSError as error:
+                    with self._changed:
+                        self.num_failures += 1
                     if helpers:
                         helpers.pop().kill()
                     why = error
@@ -306,6 +315,7 @@ class Archive:
         with self._changed:
             if self._closing:
                 return
+            self.num_failures += 1
             helper, self._helper = self._helper, None
             is_put = task.kind == "put"
             is_wanted = not is_put or _Task("remove", task.name) not in self._tasks

@@ -26,7 +26,7 @@ from swift_logging_store.log.archive import Archive
 from swift_logging_store.log.checked_segment import SegmentReader, SentSegment
 from swift_logging_store.log.predecessor import SENT
 from swift_logging_store.log.prefetch import ahead
-from swift_logging_store.log.rate import Rate
+from swift_logging_store.log.rate import LogFigures, Rate
 from swift_logging_store.log.writer import SEGMENT_BYTES, LogWriter
 
 # Of a log that is copied to a store, in the room on its node, at least: what is being written has no copy yet.
@@ -59,6 +59,7 @@ class SentLog:
         self._lock = threading.Lock()
         self._num_readers = 0  # guarded by the lock
         self._any_writer: LogWriter | None = None
+        self._past = LogFigures()  # of writers before that one
         with self._giving_up():  # a full disk is no reason for the job to end
             self._any_writer = self._new_writer()
 
@@ -71,6 +72,21 @@ class SentLog:
     def copied(self) -> Rate | None:
         """To the store; None: to none."""
         return self._archive.copied if self._archive is not None else None
+
+    @property
+    def figures(self) -> LogFigures:
+        """Since this process began, also of logs that were given up."""
+        past, writer, archive = self._past, self._any_writer, self._archive
+        copied = archive.copied if archive is not None else Rate()
+        fetched = archive.fetched if archive is not None else Rate()
+        return LogFigures(
+            past.written_bytes + (writer.written.num_bytes if writer is not None else 0),
+            past.waited_ns + (int(writer.wait_s * 1e9) if writer is not None else 0),
+            copied.num, copied.num_bytes, int(copied.seconds * 1e9),
+            fetched.num, fetched.num_bytes, int(fetched.seconds * 1e9),
+            archive.num_failures if archive is not None else 0,
+            bool(self.incomplete),
+        )  # fmt: skip
 
     @property
     def _writer(self) -> LogWriter:
@@ -243,6 +259,8 @@ class SentLog:
 
     def _new_writer(self) -> LogWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
+        figures = self.figures
+        self._past, self._any_writer = LogFigures(figures.written_bytes, figures.waited_ns), None
         self._num_logs += 1
         self._next_note_at_s = _FIRST_WAIT_S
         name = f"rank{self._rank}.{self._num_logs:04d}"

@@ -10,14 +10,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from swift_agent.agent.lifecycle.state import AgentState
 from swift_agent.agent.metrics.figures import Figures, Spread
+from swift_logging_store.log.rate import LogFigures
 from swift_rendezvous.roster.view import View
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | SummaryMetricFamily
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class Requests:
 @dataclass(frozen=True)
 class Snapshot:
     """Of one agent, as of *now_s*. *lease_s*: seconds that its lease has left, infinite where no other node can have
-    its place. *num_standbys*: that are ready. *log_bytes*: of logs of messages on its disk."""
+    its place. *num_standbys*: that are ready. *log_bytes*: of logs of messages on its disk; *logs*: what was
+    done with them."""
 
     now_s: float
     figures: Figures
@@ -42,6 +49,7 @@ class Snapshot:
     lease_s: float
     num_standbys: int
     log_bytes: int
+    logs: LogFigures
     requests: Requests
 
 
@@ -121,6 +129,7 @@ def _of_node(job_id: str, seen: Snapshot) -> Iterator[Family]:
                  seen.lease_s)  # fmt: skip
     yield _gauge("swift_etcd_away", "1 if etcd is known to have no quorum.", job_id, seen.is_away)
     yield _gauge("swift_message_log_bytes", "Of logged messages on the disk of this node.", job_id, seen.log_bytes)
+    yield from _of_logs(job_id, seen.logs)
     took = HistogramMetricFamily("swift_etcd_request_seconds", "Requests to etcd.", labels=["job_id", "request"])
     for name, spread in sorted(seen.requests.took.items()):
         took.add_metric([job_id, name], buckets=spread.cumulated(), sum_value=spread.sum_s)
@@ -131,6 +140,28 @@ def _of_node(job_id: str, seen: Snapshot) -> Iterator[Family]:
     for name, number in sorted(seen.requests.failed.items()):
         failed.add_metric([job_id, name], number)
     yield failed
+
+
+def _of_logs(job_id: str, logs: LogFigures) -> Iterator[Family]:
+    yield _counter("swift_message_log_written_bytes", "Of messages, to the disk of this node.", job_id,
+                   logs.written_bytes)  # fmt: skip
+    yield _counter("swift_message_log_wait_seconds", "That training has waited for that disk, all workers together.",
+                   job_id, logs.waited_ns / 1e9)  # fmt: skip
+    yield _gauge("swift_message_logs_given_up", "Workers of this node that log no more: no room, or no disk.", job_id,
+                 logs.num_given_up)  # fmt: skip
+    labels = ["job_id", "operation"]
+    took = SummaryMetricFamily("swift_log_store_seconds", "Copies of logs to the store, and from there.", labels=labels)
+    moved = CounterMetricFamily("swift_log_store_bytes", "In these copies.", labels=labels)
+    for operation, num, num_bytes, nanoseconds in (
+        ("put", logs.num_copies, logs.copied_bytes, logs.copies_ns),
+        ("get", logs.num_fetches, logs.fetched_bytes, logs.fetches_ns),
+    ):
+        took.add_metric([job_id, operation], num, nanoseconds / 1e9)
+        moved.add_metric([job_id, operation], num_bytes)
+    yield took
+    yield moved
+    yield _counter("swift_log_store_errors", "Copies that have failed; they are tried again.", job_id,
+                   logs.num_failures)  # fmt: skip
 
 
 def nodes_by_state(view: View) -> dict[str, int]:

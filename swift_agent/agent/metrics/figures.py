@@ -120,8 +120,8 @@ def told(figures: Figures, generation: int, event: EventRecord | None) -> Figure
     for name, seconds in phases_s.items() if isinstance(phases_s, dict) else ():
         if isinstance(seconds, int | float):
             phases[name] = phases.get(name, Spread(PHASE_BOUNDS_S)).plus(float(seconds))
-    # It names the iteration after the one that it went on with.
-    lost = max(0, over.iteration - (after - 1)) if isinstance(after, int) else 0
+    # It names the iteration after the one that it went on with. The last that was begun was interrupted, not lost.
+    lost = max(0, (over.iteration - 1) - (after - 1)) if isinstance(after, int) else 0
     way = way_of(over.cause, event.details.get("plan"))
     return replace(
         figures,

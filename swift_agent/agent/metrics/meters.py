@@ -24,6 +24,7 @@ from swift_agent.agent.metrics import health
 from swift_agent.agent.metrics.figures import REQUEST_BOUNDS_S, Figures, Spread, observe, told
 from swift_agent.errors import JobStopped
 from swift_agent.launch.config import AgentConfig
+from swift_agent.launch.directories import Directories
 from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
@@ -55,14 +56,14 @@ class Requests:
 
 class Meters:
     """*state*: the agent's, as of now; *is_away*, *lease_until_s*: of its presence; *num_standbys*: how many are ready,
-    None where there can be none. *messages*: the directory of its logs of messages."""
+    None where there can be none. Logs of messages are in *directories*, and what their workers count of them."""
 
     def __init__(
-        self, config: AgentConfig, store: KeyValueStore, requests: Requests, messages: str, *,
-        state: Callable[[], AgentState], is_away: Callable[[], bool], lease_until_s: Callable[[], float],
+        self, config: AgentConfig, store: KeyValueStore, requests: Requests, directories: Directories,
+        state: Callable[[], AgentState], *, is_away: Callable[[], bool], lease_until_s: Callable[[], float],
         num_standbys: Callable[[], int | None],
     ) -> None:  # fmt: skip
-        self._config, self._store, self._requests, self._messages = config, store, requests, messages
+        self._config, self._store, self._requests, self._directories = config, store, requests, directories
         self._state, self._is_away, self._lease_until_s = state, is_away, lease_until_s
         self._num_standbys = num_standbys
         self._lock, self._figures, self._turned_s = threading.Lock(), Figures(), math.inf
@@ -131,7 +132,8 @@ class Meters:
         return Snapshot(
             now_s=now_s, figures=self._figures, state=self._state(), strategy=self._config.strategy,
             is_ready=not self.why_not_ready(), is_away=self._is_away(), lease_s=self._lease_until_s() - now_s,
-            num_standbys=self._num_standbys() or 0, log_bytes=_size_of(self._messages), requests=requests,
+            num_standbys=self._num_standbys() or 0, log_bytes=_size_of(self._directories.messages),
+            logs=self._directories.log_counters.total(), requests=requests,
         )  # fmt: skip
 
 

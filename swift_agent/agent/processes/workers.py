@@ -32,6 +32,7 @@ from swift_agent.launch.config import AgentConfig
 from swift_agent.torch_private import launcher as torch_launcher
 from swift_agent.wire.channel import ChannelClosed
 from swift_agent.wire.environment import ENV_STARTED, Placement, helped_by, worker_env
+from swift_agent.wire.log_counters import LogCounters
 from swift_agent.wire.root_cause import place_of
 from swift_agent.wire.standing import Standings
 from swift_rendezvous.roster.records import WorkerExit
@@ -65,12 +66,15 @@ class WorkerProcess:
 class Workers:
     """*processes*: the newest process of each local rank, ended or not."""
 
-    def __init__(self, config: AgentConfig, host: str, standings: Standings, all_are_ours: bool = False) -> None:
+    def __init__(
+        self, config: AgentConfig, host: str, standings: Standings, log_counters: LogCounters,
+        all_are_ours: bool = False,
+    ) -> None:  # fmt: skip
         """*all_are_ours*: see `orphans`."""
         self._config = config
         self.host = host
         self._orphans = Orphans(all_are_ours)
-        self._standings = standings
+        self._standings, self._log_counters = standings, log_counters
         self.output = Output(config, standings.directory)
         self._guard = Guard()
         self.processes: dict[int, WorkerProcess] = {}
@@ -103,6 +107,7 @@ class Workers:
             if old is not None:
                 self.forget(old)
             self._standings.clear(local_rank)
+            self._log_counters.retire(local_rank)
             if no_logs is None:
                 self.output.check(local_rank, envs[local_rank])
             if no_logs is not None:

@@ -1,4 +1,5 @@
-"""What this process was told about its log of messages: the room it may take on the node, and where it is copied to.
+"""What this process was told about its log of messages: the room it may take on the node, where it is copied to, and
+where what it does is counted.
 
 Read from the environment when the log begins; must never change it.
 """
@@ -10,14 +11,17 @@ import shutil
 import uuid
 from pathlib import Path
 
+from swift_agent.wire.channel import ENV_SOCKET
 from swift_agent.wire.environment import (
     ENV_GENERATION,
     ENV_HELPER,
+    ENV_LOCAL_RANK,
     ENV_LOG_STORE,
     ENV_MESSAGE_LOG_BYTES,
     ENV_PARALLEL_SUM,
     ENV_RUN,
 )
+from swift_agent.wire.log_counters import MyLogCounters
 from swift_logging_store.log.archive import directory_name
 
 
@@ -34,6 +38,14 @@ def compares() -> bool:
     """Whether what is sent again has to be what was sent before: not where repeated gradients are added in another
     order."""
     return os.environ.get(ENV_PARALLEL_SUM) != "unordered"
+
+
+def counters() -> MyLogCounters:
+    """Where this process counts what its log does, for the metrics of its agent."""
+    env = os.environ
+    if ENV_SOCKET not in env or ENV_LOCAL_RANK not in env:
+        return MyLogCounters()
+    return MyLogCounters(os.path.dirname(env[ENV_SOCKET]), int(env[ENV_LOCAL_RANK]))
 
 
 def copied_to(rank: int) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ from swift_agent.worker.messages.beginnings import Beginnings
 from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.interception import Interception
-from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to
+from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to, counters
 from swift_agent.worker.messages.operations import Meter, waiting
 from swift_agent.worker.messages.trees import count_on, from_tree, to_tree, told_of, tree_of, tree_of_counts
 from swift_logging_store.format.record import Channel
@@ -70,7 +70,7 @@ class Messages:
         prefix = f"helper-{rank}-" if helps else self._sent_before.prefix
         self._directory = directory / f"{prefix}{uuid.uuid4().hex[:8]}"
         self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note, is_ours, copied_to(rank))
-        self._complete_from = 0  # the iteration
+        self._complete_from, self._counters = 0, counters()
         self.checkpoint = 0
         """The iteration of the newest one that counts: what was sent before it is gone."""
         self._counts = Counts()
@@ -79,10 +79,9 @@ class Messages:
         self._repetition = Repetition(self._directory / "taken", self._sent_before, note)
         self._sent_here: dict[Channel, int] = {}  # to this rank, before the plan's iteration, while it repeats others
         self._is_uncounted = False  # it has the state of a replica, and begins to count where the others are
-        self.reconnected = 0
+        self.reconnected, self._has_threads = 0, False
         self.meter: Meter | None = None
         """Counts while the job is measured."""
-        self._has_threads = False
         self._again_before: list[Any] = []  # sent again in the last iteration
         self._collectives, unseen = Collectives(), Unseen()
         self._unseen, self._ways = unseen, Ways(unseen, lambda error: self._its.refuse(error))
@@ -132,6 +131,7 @@ class Messages:
         self._results.end()  # first: it is of this iteration what they log
         was_iteration, self._its.iteration = self._its.iteration >= 0, -1
         self.log.end_iteration()
+        self._counters.tell(self.log.figures)
         if not was_iteration:
             return
         self._its.let_go()

@@ -20,12 +20,13 @@ from swift_agent.agent.processes import workers as workers_module
 from swift_agent.agent.processes.workers import WorkerProcess, Workers
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import parse_args
+from swift_agent.wire.log_counters import LogCounters
 from swift_agent.wire.standing import Standings
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 workers_module.KILL_TIMEOUT_S = 0.2
 config = AgentConfig.from_args(parse_args(["--standalone", "--nproc-per-node", "1", "--no-python", "/bin/true"]))
-workers = Workers(config, "127.0.0.1", Standings(sys.argv[1], 1))
+workers = Workers(config, "127.0.0.1", Standings(sys.argv[1], 1), LogCounters(sys.argv[1], 1))
 popen = subprocess.Popen(["sleep", "600"], user=1, start_new_session=True, stdout=-3, stderr=-3)
 print(popen.pid, flush=True)
 process = WorkerProcess(0, 3, 1, popen.pid, os.pidfd_open(popen.pid), "", popen)

@@ -34,6 +34,7 @@ from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import parse_args
 from swift_agent.wire.channel import ChannelClosed
 from swift_agent.wire.environment import Placement, helper_number
+from swift_agent.wire.log_counters import LogCounters
 from swift_agent.wire.standing import Standing, Standings
 from swift_rendezvous.roster.records import WorkerExit
 from tests.support.limits import without_descriptors
@@ -60,7 +61,8 @@ class Bench:
         script.chmod(0o755)  # --no-python runs it by itself
         self.out = folder / "out"
         args = parse_args(["--standalone", "--nproc-per-node", "2", *options, str(script), str(self.out)])
-        self.workers = Workers(AgentConfig.from_args(args), "127.0.0.1", Standings(str(folder), 2))
+        standings, counters = Standings(str(folder), 2), LogCounters(str(folder), 2)
+        self.workers = Workers(AgentConfig.from_args(args), "127.0.0.1", standings, counters)
         self.started: list[WorkerProcess] = []
 
     def place(self, generation: int = 2) -> Placement:

@@ -89,6 +89,9 @@ def test_segments_go_and_come_back(make: Callable[..., Archive], tmp_path: Path,
         with pytest.raises(LogError, match=f"{paths[0].name} of the log cannot be brought from {tmp_path}/store"):
             fetch(paths[0].name, back)
     assert checked
+    moved = archive.fetched
+    assert (archive.copied.num, moved.num, moved.num_bytes) == (3, 2, 2 * 3_000_000) and moved.seconds > 0
+    assert archive.num_failures > 0  # tries for what was removed by somebody else
     archive.close()
     archive.close()
     assert not list((tmp_path / "store").iterdir()) and notes == []

@@ -583,6 +583,28 @@ def test_who_waits_for_the_disk_is_told_now_and_then(make: Callable[[int], Messa
     assert waits == ["training has waited 1.5 s", "training has waited 3.1 s"]
 
 
+def test_what_a_log_has_done_counts_also_when_it_was_given_up(make: Callable[[int], Messages]) -> None:
+    sender = make(1)
+
+    def sends(iteration: int) -> None:
+        sender.begin(iteration, 1)
+        send(1)
+        sender.end()
+        sender.log.segments()  # they are on the disk
+
+    sends(0)
+    first = sender.log.figures
+    sender.log._writer.wait_s = 0.5
+    assert first.written_bytes > SENT.nbytes and not first.num_given_up
+    sender.log.give_up("on purpose")
+    assert sender.log.figures.num_given_up == 1
+    assert sender.log.begin_checkpoint(1)
+    again = sender.log.figures
+    assert again.written_bytes >= first.written_bytes and again.waited_ns == 500_000_000 and not again.num_given_up
+    sends(1)
+    assert sender.log.figures.written_bytes > again.written_bytes
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where logs are copied to; the node has room for 10 messages."""
