@@ -18,20 +18,21 @@ KNOWN = ("role_name", "rank", "local_rank", "host", "node_id", "attempt")
 
 def mistake_in(template: str, log_dir: str | None) -> str:
     """Why these cannot be names of files, and what to type; '' if they can."""
-    flag = f"--log-names {template}"
     try:
         used = string.Template(template).get_identifiers()
         string.Template(template).substitute(dict.fromkeys(used, ""))
     except ValueError:
-        return f"{flag}: a $ begins one of {_listed()}; type for example --log-names '${{rank}}-${{host}}'"
+        example = "type for example --log-names '${rank}-${host}'"
+        return f"--log-names {template}: a $ begins one of {_listed()}; {example}"
     if unknown := [name for name in used if name not in KNOWN]:
-        return f"{flag}: ${{{unknown[0]}}} is not known; there are {_listed()}"
+        return f"--log-names {template}: ${{{unknown[0]}}} is not known; there are {_listed()}"
     if "rank" not in used and not {"local_rank", "node_id"} <= {*used}:
-        return f"{flag}: workers would share a name; it needs ${{rank}}, or ${{node_id}} and ${{local_rank}}"
+        wanted = "${rank}, or ${node_id} and ${local_rank}"
+        return f"--log-names {template}: workers would share a name; it needs {wanted}"
     if "/" in template:
-        return f"{flag}: a name of a file has no /; directories are for --log-dir"
+        return f"--log-names {template}: a name of a file has no /; directories are for --log-dir"
     if log_dir is None:
-        return f"{flag}: needs a directory that stays; type --log-dir DIR, too"
+        return f"--log-names {template}: needs a directory that stays; type --log-dir DIR, too"
     return ""
 
 
