@@ -22,13 +22,17 @@ def mistake_in(template: str, log_dir: str | None) -> str:
         used = string.Template(template).get_identifiers()
         string.Template(template).substitute(dict.fromkeys(used, ""))
     except ValueError:
-        example = "type for example --log-names '${rank}-${host}'"
-        return f"--log-names {template}: a $ begins one of {_listed()}; {example}"
+        return (
+            f"--log-names {template}: a $ begins one of {_listed()}; "
+            "type for example --log-names '${rank}-${host}'"
+        )
     if unknown := [name for name in used if name not in KNOWN]:
         return f"--log-names {template}: ${{{unknown[0]}}} is not known; there are {_listed()}"
     if "rank" not in used and not {"local_rank", "node_id"} <= {*used}:
-        wanted = "${rank}, or ${node_id} and ${local_rank}"
-        return f"--log-names {template}: workers would share a name; it needs {wanted}"
+        return (
+            f"--log-names {template}: workers would share a name; "
+            "it needs ${rank}, or ${node_id} and ${local_rank}"
+        )
     if "/" in template:
         return f"--log-names {template}: a name of a file has no /; directories are for --log-dir"
     if log_dir is None:
