@@ -80,7 +80,7 @@ def decide(view: View, slurm: Mapping[str, NodeState], had: Collection[str], at_
         one = view.nodes[name].incarnation
         if name in view.drains or one in had:
             continue
-        why = f"drained in Slurm: {state.reason}" if state.reason else "drained in Slurm"
+        why = "drained in Slurm" + (f": {state.reason}" if state.reason else "")
         if len(drained) == len(view.nodes):
             left.append((one, f"node {name} is {why}; so are all nodes of the job, and none could take its place"))
         elif needs_state(view, one):
