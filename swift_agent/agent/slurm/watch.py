@@ -130,7 +130,9 @@ class Watch:
         for one in decision.orders:
             if drain_orders.order(self._store, self._keys, view, one):
                 self._had.add(one.incarnation)
-                log.info("node %s is %s; it leaves the job when a spare has its place", one.node_id, one.why)
+                slot = view.generation.slot_of(one.incarnation) if view.generation is not None else None
+                waits = "" if slot is None else " when a spare has its place"
+                log.info("node %s is %s; it leaves the job%s", one.node_id, one.why, waits)
         for node in decision.taken_back:
             if drain_orders.take_back(self._store, self._keys, view, node):
                 log.info("Slurm has node %s in service again: it stays in the job", node)

@@ -93,6 +93,14 @@ def test_a_node_is_drained_and_resumed(lab: Lab, caplog: pytest.LogCaptureFixtur
     ]
 
 
+def test_a_spare_has_no_place_to_hand_over(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    lab.answers("printf 'n0|mixed|none\\nn2|draining|memory\\n'")
+    with lab.watch():
+        wait_for(lambda: caplog.messages)
+    assert caplog.messages == ["node n2 is drained in Slurm: memory; it leaves the job"]
+    assert lab.store.get(KEYS.drain("n2"))
+
+
 def test_what_a_person_takes_back_stays_so_until_it_is_drained_anew(lab: Lab) -> None:
     lab.answers("printf 'n1|draining|memory\\n'")
     with lab.watch():
