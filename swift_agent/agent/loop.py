@@ -2,8 +2,7 @@
 
 Everything that happens (a record changed, a worker spoke, a process died, a peer was lost, a signal came) becomes an
 event, one at a time; the commands that follow are carried out by the `executor`, and those that end or move this agent
-here. The loop never waits for the store: records are written by a writer thread, read by a watcher thread, and the
-coordinator has a thread of its own.
+here. The loop never waits for the store: writer, watcher and coordinator have threads of their own.
 
     signals, crew, worker channels, presence --> lifecycle.on_event --> commands --> executor
 
@@ -37,6 +36,7 @@ from swift_agent.agent.processes.linux import expecting_children
 from swift_agent.agent.processes.workers import Workers
 from swift_agent.agent.reactor import Reactor
 from swift_agent.agent.record_writer import Writer
+from swift_agent.agent.slurm.watch import watching
 from swift_agent.agent.store_hosting import CannotHost, GenerationStores, PortTaken
 from swift_agent.agent.torch_events import AgentEvents
 from swift_agent.agent.worker_channels import WorkerChannels
@@ -126,9 +126,9 @@ class Agent:
             stack.enter_context(self._signals.listening(self._on_signal))
             stack.enter_context(self._meters.served())
             stack.enter_context(injecting(config, self._store, self._directories, lambda: self._state))
-            writer = Writer(
-                self._store, lambda why: post(lambda: self._stop(why)), lambda why: post(lambda: self._fail(why))
-            )
+            stack.enter_context(watching(config, self._store, lambda: self._state))
+            fail = lambda why: post(lambda: self._fail(why))  # noqa: E731
+            writer = Writer(self._store, lambda why: post(lambda: self._stop(why)), fail)
             stack.callback(writer.stop)
             self._crew.warm_up()
             timers = watchdog.start(os.environ, self._directories.socket, config.job_id, self._event_log.timer)

@@ -12,14 +12,14 @@ import click
 from swift_agent.ctl.common import needs_etcd, no_job, opened, records_of
 from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.steer import POLL_S, who
-from swift_rendezvous.codec import encode
-from swift_rendezvous.roster.draining import progress_of
+from swift_rendezvous.node import drain_orders
+from swift_rendezvous.roster.draining import is_handed_over, needs_state, progress_of
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.losses import spares
 from swift_rendezvous.roster.records import DrainRecord
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.etcd_config import EtcdConfig
-from swift_rendezvous.store.kv import Compare, Delete, KeyValueStore, Put
+from swift_rendezvous.store.kv import KeyValueStore
 
 DRAIN_TIMEOUT_S = 600.0
 
@@ -62,7 +62,8 @@ def drain(
             outcome = _cancel(store, keys, view, node)
         else:
             reason = why or f"{who()} ran swiftctl drain"
-            _order(store, keys, view, DrainRecord(node, incarnation, reason, time.time()))
+            # What becomes of it, also if it could not be written, `_follow` finds.
+            drain_orders.order(store, keys, view, DrainRecord(node, incarnation, reason, time.time()))
             outcome = _follow(store, keys, node, incarnation, timeout_s if wait else 0.0, quiet=as_json)
     if as_json:
         found = {"state": outcome.state, "why": outcome.text, "slot": outcome.slot, "new_owner": outcome.new_owner}
@@ -87,9 +88,7 @@ def _checked(config: EtcdConfig, view: View, job: str, node: str, cancel: bool) 
     if record is None:
         here = ", ".join(sorted(view.nodes)) or "none"
         raise click.ClickException(f"job {job!r} has no node {node!r}; its nodes are: {here}")
-    generation = view.generation
-    has_slot = generation is not None and generation.slot_of(record.incarnation) is not None
-    if has_slot and not view.tracked and not cancel:
+    if needs_state(view, record.incarnation) and not cancel:
         raise click.ClickException(
             f"the script of job {job!r} has not called swift_agent.init(): nothing could be handed over, and all "
             "workers would start again. Stop the node instead if that is meant"
@@ -97,32 +96,15 @@ def _checked(config: EtcdConfig, view: View, job: str, node: str, cancel: bool) 
     return record.incarnation
 
 
-def _order(store: KeyValueStore, keys: Keys, view: View, drain: DrainRecord) -> None:
-    """Write the order, unless this incarnation has it already, or has just gone, or its job: `_follow` finds that."""
-    known = view.drains.get(drain.node_id)
-    if known is not None and known.incarnation == drain.incarnation:
-        return
-    guards = [
-        Compare.absent(keys.result),
-        Compare.create_revision(keys.node(drain.node_id), "==", view.joined[drain.node_id]),
-    ]
-    store.transaction(guards, [Put(keys.drain(drain.node_id), encode(drain))])
-
-
 def _cancel(store: KeyValueStore, keys: Keys, view: View, node: str) -> Outcome:
-    drain, generation = view.drains.get(node), view.generation
+    drain = view.drains.get(node)
     if drain is None:
         raise click.ClickException(f"node {node!r} of job {keys.job_id!r} is not being drained")
     if drain.signal:
         raise click.ClickException(f"node {node!r}: {drain.why}, and goes in any case")
-    if generation is not None and any(owner.node_id == node for owner in generation.handover.values()):
+    if is_handed_over(view, node):
         raise click.ClickException(f"it is too late: node {node!r} has handed its slot over already")
-    guards = [
-        Compare.value(keys.drain(node), "==", encode(drain)),
-        Compare.mod_revision(keys.generation, "==", view.generation_revision),
-    ]
-    result = store.transaction(guards, [Delete(keys.drain(node))])
-    if not result.succeeded and not (result.retried and store.get(keys.drain(node)) is None):
+    if not drain_orders.take_back(store, keys, view, node):
         raise click.ClickException(f"the job has just changed; look at `swiftctl status {keys.job_id}` and try again")
     return Outcome("cancelled", f"node {node} is not drained any more")
 

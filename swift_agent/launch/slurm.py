@@ -40,6 +40,15 @@ def step_of(environ: Mapping[str, str]) -> Step | None:
     )
 
 
+def nodes_of(environ: Mapping[str, str]) -> str:
+    """All nodes of the job, as one list of Slurm's notation (`n[1-3],m7`); '' outside of a step. Those of other
+    parts of a heterogeneous job are among them."""
+    if step_of(environ) is None:
+        return ""
+    parts = sorted(name for name in environ if name.startswith("SLURM_JOB_NODELIST_HET_GROUP_"))
+    return ",".join(dict.fromkeys(filter(None, (environ.get(name, "") for name in ("SLURM_JOB_NODELIST", *parts)))))
+
+
 def nodes_left_out(environ: Mapping[str, str]) -> int:
     """In a batch script, which runs on the first node only: how many nodes the job has beside that."""
     if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" in environ:

@@ -164,6 +164,39 @@ def test_one_node_is_told_to_go(slurm: SlurmCluster, tmp_path: Path, undisturbed
     job.assert_result(undisturbed(iterations=ITERATIONS))
 
 
+@pytest.mark.timeout(240)
+def test_a_node_is_drained_in_slurm(slurm: SlurmCluster, tmp_path: Path, undisturbed: Callable[..., str]) -> None:
+    """By an operator who knows nothing of this job."""
+    job = Job(slurm, tmp_path, pace_s=1.0).train()
+    going = job.node_of_slot(1)
+    slurm("scontrol", "update", f"nodename={going}", "state=drain", "reason=bad | memory: 5%")
+    job.wait(lambda: f"node {going} was drained" in job.text(), "the drain")
+    told = f"node {going} is drained in Slurm: bad | memory: 5%; it leaves the job when a spare has its place"
+    assert job.text().count("drained in Slurm") == job.text().count(told) == 1, job.text()
+    assert job.end() == "COMPLETED", job.text()
+    assert job.node_of_slot(1) != going
+    assert [job.iterations(rank) for rank in range(4)] == [list(range(ITERATIONS))] * 4, job.text()
+    job.assert_result(undisturbed(iterations=ITERATIONS))
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_slurm_resumes_keeps_its_place(
+    slurm: SlurmCluster, tmp_path: Path, undisturbed: Callable[..., str]
+) -> None:
+    """There was no spare, so its order stood."""
+    job = Job(slurm, tmp_path, pace_s=1.0).train(nodes=2, spares=0)
+    staying = job.node_of_slot(1)
+    slurm("scontrol", "update", f"nodename={staying}", "state=drain", "reason=memory")
+    job.wait(lambda: f"node {staying} is drained in Slurm: memory;" in job.text(), "the order")
+    slurm("scontrol", "update", f"nodename={staying}", "state=resume")
+    told = f"Slurm has node {staying} in service again: it stays in the job"
+    job.wait(lambda: told in job.text(), "it is taken back")
+    assert job.end() == "COMPLETED", job.text()
+    assert job.node_of_slot(1) == staying and "was drained" not in job.text(), job.text()
+    assert [job.iterations(rank) for rank in range(4)] == [list(range(ITERATIONS))] * 4, job.text()
+    job.assert_result(undisturbed(iterations=ITERATIONS))
+
+
 @pytest.mark.parametrize("how", ["requeue", *in_soak("crash of the first node")])
 def test_a_job_that_is_queued_again(
     how: str, slurm: SlurmCluster, tmp_path: Path, undisturbed: Callable[..., str]

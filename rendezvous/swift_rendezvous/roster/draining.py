@@ -32,6 +32,16 @@ def is_ordered(view: View, node_id: str, incarnation: str) -> bool:
     return drain is not None and drain.incarnation == incarnation
 
 
+def needs_state(view: View, incarnation: str) -> bool:
+    """Whether it has a slot whose state nobody can hand over, since the script tracks none: it cannot be drained."""
+    return view.generation is not None and view.generation.slot_of(incarnation) is not None and not view.tracked
+
+
+def is_handed_over(view: View, node_id: str) -> bool:
+    """Another node has its slot already: its order cannot be taken back."""
+    return view.generation is not None and any(o.node_id == node_id for o in view.generation.handover.values())
+
+
 def ordered_slots(view: View) -> list[int]:
     """Slots whose owners were told to leave."""
     slots = view.generation.slots if view.generation else ()

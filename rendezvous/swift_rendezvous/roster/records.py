@@ -1,7 +1,6 @@
 """Records of everything a job keeps in etcd; their names are in `keys`, their JSON in `codec`.
 
-Every record is a frozen dataclass, stored as JSON with a version field; nothing is ever pickled. This module must never
-talk to a store.
+Every record is a frozen dataclass, stored as JSON with a version; nothing is pickled. Must never talk to a store.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ class NodeRecord:
     """One agent that is alive. Stored under the agent's lease, so it goes away with it.
 
     *fingerprint*: of its command. *role*: what its workers are, empty for torchrun's default. *node_rank*: where it
-    shall stand among the first nodes.
-    """
+    shall stand among the first nodes."""
 
     node_id: str
     incarnation: str
@@ -307,7 +305,8 @@ class ResultRecord:
 
 @dataclass(frozen=True)
 class DrainRecord:
-    """That incarnation of a node shall leave the job without loss of work: by order, or in *grace_s* after *signal*."""
+    """That incarnation of a node shall leave the job without loss of work: by order, or in *grace_s* after *signal*.
+    *ordered_by*: the scheduler that takes it back when it has the node in service again; '' of a person or the node."""
 
     node_id: str
     incarnation: str
@@ -315,6 +314,7 @@ class DrainRecord:
     time_s: float
     signal: str = ""
     grace_s: float = 0.0
+    ordered_by: str = ""
 
 
 @dataclass(frozen=True)

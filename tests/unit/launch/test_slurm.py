@@ -37,6 +37,18 @@ def test_a_step() -> None:
     assert slurm.step_of(JOB) is None and slurm.step_of({}) is None
 
 
+def test_the_nodes_of_a_job() -> None:
+    assert slurm.nodes_of({**STEP, "SLURM_JOB_NODELIST": "n[1-3]"}) == "n[1-3]"
+    assert slurm.nodes_of({**JOB, "SLURM_JOB_NODELIST": "n[1-3]"}) == slurm.nodes_of({}) == slurm.nodes_of(STEP) == ""
+
+
+def test_the_nodes_of_a_heterogeneous_job() -> None:
+    """In a step of all parts, and in one of the second part only."""
+    parts = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "m[2-3]"}
+    assert slurm.nodes_of({**STEP, **parts, "SLURM_JOB_NODELIST": "n1,m[2-3]"}) == "n1,m[2-3],n1,m[2-3]"
+    assert slurm.nodes_of({**STEP, **parts, "SLURM_JOB_NODELIST": "m[2-3]"}) == "m[2-3],n1"
+
+
 def test_srun_needs_no_other_option(run: Callable[..., AgentConfig]) -> None:
     found = run(STEP, "--spares", "1")
     assert (found.nnodes, found.max_nodes, found.spares) == (2, 2, 1)

@@ -1,0 +1,1 @@
+"""Nodes that an operator drains in Slurm. See README.md."""
