@@ -6,7 +6,7 @@ dies after that, or (scope "wait") waits for the file `go.{index}`. After each i
 is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints` or in "store"; if
 "patient" the iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file
 `free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`.
-"timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends,
+"timeout_s" is that of the groups. If "held" (`tests/support/injected.py`) it trains when the file `go` is there. The file `last` may hold the number of iterations after which the job ends,
 if that is sooner: a whole number of epochs, far ahead when the file is made. With "device" and "backend" it trains on a
 GPU.
 
@@ -307,7 +307,17 @@ def until_it_counts(job: swift.Job) -> None:
 
 def init() -> swift.Job:
     limit = timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None
-    return swift.init(ORDERS.get("backend"), timeout=limit)
+    job = swift.init(ORDERS.get("backend"), timeout=limit)
+    hold()
+    return job
+
+
+def hold() -> None:
+    """If that is ordered: training begins when the test has ordered its faults."""
+    if ORDERS.get("held"):
+        (DIR / f"held.{RANK}").write_text(os.environ["WORLD_SIZE"])
+        wait_for(DIR / "go", 60.0)
+        assert (DIR / "go").exists(), "the test has not let it go"
 
 
 def build(job: swift.Job) -> None:

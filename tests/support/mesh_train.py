@@ -30,6 +30,7 @@ from tests.support.fault_train import (
     RANK,
     arm_private_places,
     fault,
+    init,
     leave_result,
     now,
     update,
@@ -148,7 +149,7 @@ def main() -> None:
     torch.set_num_threads(1)
     arm_private_places()
     arm_agreement()
-    job = swift.init()
+    job = init()
     torch.manual_seed(7)
     layout = ORDERS["model"]
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "shard", "model"))
