@@ -6,9 +6,9 @@ dies after that, or (scope "wait") waits for the file `go.{index}`. After each i
 is there. With "checkpoint" there is one before each iteration which that divides, below `checkpoints` or in "store"; if
 "patient" the iteration waits until it counts. With "pace_s" an iteration takes that long until the test makes the file
 `free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`.
-"timeout_s" is that of the groups. If "held" (`tests/support/injected.py`) it trains when the file `go` is there. The file `last` may hold the number of iterations after which the job ends,
+"timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends,
 if that is sooner: a whole number of epochs, far ahead when the file is made. With "device" and "backend" it trains on a
-GPU.
+GPU. With "held" (`tests/support/injected.py`) training begins when there is a file `go`.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.

@@ -36,6 +36,11 @@ def node_killed(rank: int, iteration: int, phase: Phase, part: float = 0.5, micr
     return killed(rank, iteration, phase, part, micro_batch, "kill-node")
 
 
+def apart(faults: Sequence[dict[str, Any] | Fault]) -> tuple[list[dict[str, Any]], list[Fault]]:
+    """Those of the script, and those that are injected."""
+    return [one for one in faults if isinstance(one, dict)], [one for one in faults if isinstance(one, Fault)]
+
+
 class Injected:
     """Orders for a job whose orders have "held": made when all ranks are there, and when each of them stands in its
     worker the job is let go. One for each rank at a time."""

@@ -22,7 +22,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import swift_agent as swift
 from tests.support.fault_train import (
     DIR,
     ITERATIONS,
