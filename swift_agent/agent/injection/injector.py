@@ -25,7 +25,7 @@ from swift_agent.agent.injection.strikes import CannotStrike, Place, command_of
 from swift_agent.agent.lifecycle.state import AgentState
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
-from swift_agent.wire.injected import ORDERED, REACHED, Fault, FaultError, fault_of
+from swift_agent.wire.injected import NEXT, ORDERED, REACHED, Fault, FaultError, fault_of
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.store.kv import Compare, KeyValueStore, Put, Watch
@@ -209,7 +209,7 @@ class Injector:
             new.write_text(json.dumps(named))
             new.replace(order)
             log.warning("waits for its moment: %s of %s, %s", fault.kind, fault.target, fault.moment)
-            self._wait_for(fault, pid, reached)
+            pid = self._wait_for(fault, local_rank, pid, reached)
             order.unlink(missing_ok=True)  # the next process of that rank comes to the same moment
             yield left
         finally:
@@ -218,8 +218,8 @@ class Injector:
                 self._wake(pid, reached)
             del self._at[local_rank]
 
-    def _wait_for(self, fault: Fault, pid: int, reached: Path) -> None:
-        """Until the worker has stopped itself there."""
+    def _wait_for(self, fault: Fault, local_rank: int, pid: int, reached: Path) -> int:
+        """Until the worker has stopped itself there: its process, which may have come in the place of *pid*."""
         deadline_s = time.monotonic() + MOMENT_TIMEOUT_S
         while not self._stopped.is_set():
             said = _text(reached).split()
@@ -229,9 +229,12 @@ class Injector:
                 if said[1:] == ["missed"]:
                     raise CannotStrike(f"that moment did not come in that iteration of rank {fault.rank}")
                 if _status(pid) == psutil.STATUS_STOPPED:
-                    return
+                    return pid
             if _status(pid) in ("", psutil.STATUS_ZOMBIE):
-                raise CannotStrike(f"the process of rank {fault.rank} has ended before that moment")
+                if fault.iteration == NEXT:
+                    raise CannotStrike(f"the process of rank {fault.rank} has ended before that moment")
+                worker = self._state().workers.get(local_rank)  # the next one may come to that iteration
+                pid = worker.pid if worker is not None and worker.alive else pid
             if fault.id in self._taken_back:
                 raise CannotStrike("it was taken back")
             if time.monotonic() > deadline_s:
