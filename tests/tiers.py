@@ -77,12 +77,12 @@ QUICK: dict[str, tuple[str, ...]] = {
     # ---- models ----
     "faults/test_hsdp.py": (
         "test_workers",
-        "test_nodes[agree and agreed]",
+        "test_nodes[its end and the step]",
         "test_shards_without_replicas_come_back_from_a_checkpoint",
     ),
     "faults/test_meshes.py": (
         "test_workers",
-        "test_nodes[forward and before_step-pipeline]",
+        "test_nodes[forward and step-pipeline]",
     ),
     "faults/test_overlap.py": (
         "test_exact[sgd]",

@@ -25,6 +25,8 @@ OF_RANKS: frozenset[Kind] = frozenset({"kill-worker", "corrupt-log"})
 NEXT = -1
 """In place of an iteration: the one that the worker begins next."""
 
+MOST_MICRO_BATCHES = 1_000_000
+
 # Beside the agent's socket, for the local rank that follows: what is ordered, and that it stands at that moment.
 ORDERED, REACHED = "inject", "injected"
 
@@ -32,8 +34,8 @@ ORDERED, REACHED = "inject", "injected"
 @dataclass(frozen=True)
 class Fault:
     """*rank*: whose worker, or whose node; -1 if *node* is named. *iteration*: None is at once. *part*: of the phase, 0
-    to 1: of the modules whose forward, or of the parameters whose gradient is made. *for_s*: how long what lasts does.
-    *rate*: of a slow link, as tc has it. *num_bytes*: that fill a disk."""
+    to 1: of the modules whose forward, or of the parameters whose gradient is made; in that *micro_batch*, from 1 on.
+    *for_s*: how long what lasts does. *rate*: of a slow link, as tc has it. *num_bytes*: that fill a disk."""
 
     id: str
     kind: Kind
@@ -45,6 +47,7 @@ class Fault:
     for_s: float = 5.0
     rate: str = "10mbit"
     num_bytes: int = 1 << 30
+    micro_batch: int = 1
 
     def encoded(self) -> bytes:
         return json.dumps({"version": 1, **asdict(self)}, sort_keys=True).encode()
@@ -55,8 +58,10 @@ class Fault:
         if self.iteration is None:
             return "at once"
         when = "the next iteration" if self.iteration == NEXT else f"iteration {self.iteration}"
-        part = f" after {self.part:.0%} of" if self.phase in ("forward", "backward") and self.part else ""
-        return f"in {when}," + (f"{part} the {self.phase}" if part else f" {self.phase}")
+        is_counted = self.phase in ("forward", "backward")
+        part = f" after {self.part:.0%} of the" if is_counted and self.part else ""
+        which = f" of micro-batch {self.micro_batch}" if is_counted and self.micro_batch > 1 else ""
+        return f"in {when},{part} {self.phase}{which}"
 
     @property
     def target(self) -> str:
@@ -88,6 +93,8 @@ def checked(fault: Fault) -> Fault:
         mistakes.append("--at: the moment of which rank? type --rank R in place of --node")
     if not 0.0 <= fault.part <= 1.0:
         mistakes.append(f"--at part={fault.part:g}: must be from 0 to 1")
+    if not 1 <= fault.micro_batch <= MOST_MICRO_BATCHES:
+        mistakes.append(f"--at micro-batch={fault.micro_batch}: must be from 1 to {MOST_MICRO_BATCHES}")
     if not 0.0 < fault.for_s < math.inf:
         mistakes.append(f"--for {fault.for_s:g}: must be above 0 s")
     if mistakes:
@@ -107,10 +114,12 @@ def moment_of(text: str) -> dict[str, Any]:
             found["phase"] = value
         elif name == "part" and value.replace(".", "", 1).isdecimal():
             found["part"] = float(value)
+        elif name == "micro-batch" and value.isdecimal():
+            found["micro_batch"] = int(value)
         else:
             raise FaultError([
-                f"--at {text}: {item.strip()!r} is none of iteration=N (or next), phase={'|'.join(PHASES)}, part=0..1; "
-                "type for example --at iteration=120,phase=backward,part=0.5"
+                f"--at {text}: {item.strip()!r} is none of iteration=N (or next), phase={'|'.join(PHASES)}, part=0..1, "
+                "micro-batch=N; type for example --at iteration=120,phase=backward,part=0.5"
             ])  # fmt: skip
     return found
 
@@ -121,7 +130,8 @@ def fault_of(value: bytes) -> Fault:
         data = json.loads(value)
         if not isinstance(data, Mapping) or data.get("version") != 1:
             raise ValueError("not an order of this version")
-        known = {field.name: data[field.name] for field in fields(Fault)}
+        known = {"micro_batch": 1, **data}  # swiftctl before there were any
+        known = {field.name: known[field.name] for field in fields(Fault)}
         iteration = known["iteration"]
         if known["kind"] not in list(KINDS) or known["phase"] not in list(PHASES):
             raise ValueError("no such fault or phase")
@@ -129,6 +139,7 @@ def fault_of(value: bytes) -> Fault:
             id=str(known["id"]), kind=known["kind"], rank=int(known["rank"]), node=str(known["node"]),
             iteration=None if iteration is None else int(iteration), phase=known["phase"], part=float(known["part"]),
             for_s=float(known["for_s"]), rate=str(known["rate"]), num_bytes=int(known["num_bytes"]),
+            micro_batch=int(known["micro_batch"]),
         )  # fmt: skip
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise FaultError([f"cannot be read: {error}"]) from None

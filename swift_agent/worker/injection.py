@@ -8,6 +8,7 @@ leaves no word.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -49,31 +50,34 @@ class Injection:
         if order["iteration"] not in (NEXT, iteration):
             self._tell("past")
             return
-        phase, part = order["phase"], order["part"]
+        phase, part, nth = order["phase"], order["part"], order["micro_batch"]
         if phase == "begin":
             self._stop()
         elif phase == "forward":
             modules = [module for model in self._models for module in model.modules() if not list(module.children())]
-            self._count(part, [module.register_forward_hook for module in modules])
+            self._count(part, nth, [module.register_forward_hook for module in modules])
         elif phase == "backward":
             parameters = [one for model in self._models for one in model.parameters() if one.requires_grad]
-            self._count(part, [one.register_post_accumulate_grad_hook for one in parameters])
+            self._count(part, nth, [one.register_post_accumulate_grad_hook for one in parameters])
         elif phase == "step":
-            self._count(0.0, [optimizer.register_step_pre_hook for optimizer in self._optimizers])
+            self._count(0.0, 1, [optimizer.register_step_pre_hook for optimizer in self._optimizers])
         else:
-            self._count(1.0, [optimizer.register_step_post_hook for optimizer in self._optimizers])
+            self._count(1.0, 1, [optimizer.register_step_post_hook for optimizer in self._optimizers])
 
-    def _count(self, part: float, register: list[Callable[[Any], Any]]) -> None:
-        """Stop in the call of a hook that makes *part* of all calls; the first one for 0."""
+    def _count(self, part: float, nth: int, register: list[Callable[[Any], Any]]) -> None:
+        """Stop in the call that makes *part* of the hooks have been called *nth* times; the first one of them for 0."""
         left = max(1, round(part * len(register)))
+        counts = [0] * len(register)
 
-        def called(*_: Any) -> None:
+        def called(index: int, *_: Any) -> None:
             nonlocal left
-            left -= 1
-            if left == 0:
-                self._stop()
+            counts[index] += 1
+            if counts[index] == nth:
+                left -= 1
+                if left == 0:
+                    self._stop()
 
-        self._handles = [one(called) for one in register]
+        self._handles = [one(functools.partial(called, index)) for index, one in enumerate(register)]
         if not register:
             self._tell("missed")
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swift_agent.wire.injected import Fault
 from swift_logging_store.stores.open import open_store
 from tests.faults.conftest import assert_recovered
 from tests.support import job
 from tests.support.hdfs_cluster import HdfsCluster, why_not
+from tests.support.injected import apart, node_killed
 from tests.support.job import Agents, Outcome
-from tests.support.pipelines import References
+from tests.support.pipelines import References, at
 from tests.support.s3_server import BUCKET, S3Server
 from tests.tiers import in_soak
 
@@ -27,13 +29,16 @@ PIPELINE = Path(job.__file__).with_name("pipeline_train.py")
 
 @pytest.fixture
 def pipeline(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
-    def train(faults: list[dict[str, Any]], nodes: str = "abcd", num_workers: int = 1, **orders: Any) -> Outcome:
+    def train(
+        faults: Sequence[dict[str, Any] | Fault], nodes: str = "abcd", num_workers: int = 1, **orders: Any
+    ) -> Outcome:
         num_nodes = 4 // num_workers
         options = ("--spares", str(len(nodes) - num_nodes)) if len(nodes) > num_nodes else ()
+        of_script, injected = apart(faults)
         return make_agents(
             num_nodes=num_nodes, num_workers=num_workers, max_restarts=20, script=PIPELINE, options=options,
-            orders={"faults": faults, "checkpoint": 3, "patient": True, **orders},
-        ).run(nodes)  # fmt: skip
+            orders={"faults": of_script, "checkpoint": 3, "patient": True, **orders},
+        ).run(nodes, injected)  # fmt: skip
 
     return train
 
@@ -67,10 +72,7 @@ def test_a_lost_stage_begins_with_the_newest(
 ) -> None:
     """Each stage once; also right after a checkpoint, where nothing is to be repeated but the pipeline's first step.
     Where all go on with iteration 6 none is taken there."""
-    faults = [
-        {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
-        for iteration, rank in ((3, 2), (5, 0), (7, 3), (10, 1))
-    ]
+    faults = [at(place, iteration, rank) for iteration, rank in ((3, 2), (5, 0), (7, 3), (10, 1))]
     outcome = pipeline(faults)
     assert_only({0, 1, 2, 3}, outcome)
     assert_equal(outcome, expected())
@@ -81,7 +83,7 @@ def test_a_lost_stage_begins_with_the_newest(
 
 def test_several_stages_on_each_rank(pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]) -> None:
     schedule = "ScheduleInterleaved1F1B"
-    faults = [{"at": "backward", "iteration": number, "rank": number % 4, "scope": "worker"} for number in (4, 6, 11)]
+    faults = [at("backward", number, number % 4) for number in (4, 6, 11)]
     outcome = pipeline(faults, schedule=schedule)
     assert_only({0, 2, 3}, outcome)
     assert_equal(outcome, expected(schedule=schedule))
@@ -103,10 +105,7 @@ def test_a_pipeline_that_evaluates_now_and_then(
 def test_neighbours_lost_together_begin_with_the_same(
     pipeline: Callable[..., Outcome], expected: Callable[..., Outcome]
 ) -> None:
-    faults = [
-        {"at": "backward", "iteration": 5, "rank": 2, "scope": "node"},
-        {"at": "before_step", "iteration": 10, "rank": 1, "scope": "node"},
-    ]
+    faults = [at("backward", 5, 2, "node"), node_killed(1, 10, "backward", 1.0, micro_batch=8)]
     outcome = pipeline(faults, nodes="abcd", num_workers=2)
     assert_only({0, 1, 2, 3}, outcome)
     assert_equal(outcome, expected())
@@ -311,13 +310,9 @@ def test_checkpoints_in_hdfs(
 
 def test_replicas_write_one_part(make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
     """And all begin with it if none of them lives."""
-    faults = [
-        {"at": "forward", "iteration": 5, "rank": 0, "scope": "node"},
-        {"at": "forward", "iteration": 5, "rank": 2, "scope": "node"},
-    ]
-    agents = make_agents(orders={"faults": faults, "checkpoint": 1, "patient": True}, options=("--spares", "2"))
-    outcome = agents.run("abcd")
-    assert_recovered(outcome, undisturbed(), {0, 1, 2, 3}, num_faults=2)
+    agents = make_agents(orders={"checkpoint": 1, "patient": True}, options=("--spares", "2"))
+    outcome = agents.run("abcd", [node_killed(0, 5, "forward"), node_killed(2, 5, "forward")])
+    assert_recovered(outcome, undisturbed(), {0, 1, 2, 3}, num_faults=0)
     assert "no checkpoint of iteration 1: rank 0: DistributedDataParallel rebuilds its buckets" in outcome.text()
     assert "all ranks begin with the checkpoint of iteration 5" in outcome.text()
     assert iterations_in(outcome.directory) == [11, 12]

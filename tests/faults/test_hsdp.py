@@ -15,23 +15,28 @@ from typing import Any
 import psutil
 import pytest
 
+from swift_agent.wire.injected import Fault, Phase
 from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import wait_for
+from tests.support.injected import killed, node_killed
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "hsdp_train.py"
 Start = Callable[..., Outcome]
 
-# Places in an iteration; a node is lost at each pair of them in one job, first ranks 2 and 3, then 0 and 1.
-PLACES = [("backward", "after_step"), ("agree", "agreed")]
+# Moments of an iteration; a node is lost at each pair of them in one job, first ranks 2 and 3, then 0 and 1. The end of
+# the backward is right before, and the step right after all ranks agree to make it.
+PLACES: list[tuple[tuple[Phase, float], tuple[Phase, float]]] = [
+    (("backward", 0.5), ("after-step", 0.0)), (("backward", 1.0), ("step", 0.0))
+]  # fmt: skip
 # Of the job in which nodes are lost at any moment: iterations, seconds of each, lost nodes.
 ITERATIONS, PACE_S, NUM_LOST = 100, 0.25, 10
 
 
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
-    def train(faults: list[dict[str, Any]], model: str = "hsdp", nodes: str = "ab", **options: Any) -> Outcome:
-        return make_agents(orders={"model": model, "faults": faults}, script=SCRIPT, **options).run(nodes)
+    def train(injected: list[Fault], model: str = "hsdp", nodes: str = "ab", **options: Any) -> Outcome:
+        return make_agents(orders={"model": model}, script=SCRIPT, **options).run(nodes, injected)
 
     return train
 
@@ -58,23 +63,17 @@ def assert_same(outcome: Outcome, expected: str, lost: set[int]) -> None:
 
 def test_workers(run: Start, undisturbed: str) -> None:
     """Each rank once, in the first iterations too."""
-    faults = [
-        {"at": "forward", "iteration": 0, "rank": 1, "scope": "worker"},
-        {"at": "backward", "iteration": 1, "rank": 2, "scope": "worker"},
-        {"at": "before_step", "iteration": 5, "rank": 0, "scope": "worker"},
-        {"at": "after_step", "iteration": 8, "rank": 3, "scope": "worker"},
-    ]
-    outcome = run(faults, max_restarts=6)
+    injected = [
+        killed(1, 0, "forward"), killed(2, 1, "backward"), killed(0, 5, "backward", 1.0), killed(3, 8, "after-step")
+    ]  # fmt: skip
+    outcome = run(injected, max_restarts=6)
     assert_same(outcome, undisturbed, {0, 1, 2, 3})
 
 
-@pytest.mark.parametrize("places", PLACES, ids=" and ".join)
-def test_nodes(places: tuple[str, str], run: Start, undisturbed: str) -> None:
-    faults = [
-        {"at": places[0], "iteration": 4, "rank": 2, "scope": "node"},
-        {"at": places[1], "iteration": 7, "rank": 0, "scope": "node"},
-    ]
-    outcome = run(faults, nodes="abcd", options=("--spares", "2"))
+@pytest.mark.parametrize("places", PLACES, ids=["backward and after the step", "its end and the step"])
+def test_nodes(places: tuple[tuple[Phase, float], tuple[Phase, float]], run: Start, undisturbed: str) -> None:
+    injected = [node_killed(2, 4, *places[0]), node_killed(0, 7, *places[1])]
+    outcome = run(injected, nodes="abcd", options=("--spares", "2"))
     assert_same(outcome, undisturbed, {0, 1, 2, 3})
     assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0], outcome.text()
 
@@ -116,7 +115,7 @@ def test_either_node_at_random_moments(
 
 def test_shards_without_replicas_are_told_at_the_start(run: Start) -> None:
     """And a loss restarts all workers, as under torchrun."""
-    outcome = run([{"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"}], model="fsdp")
+    outcome = run([killed(1, 4, "backward")], model="fsdp")
     text = outcome.text()
     assert "the model is sharded, and no rank holds a replica of another one's shards" in text
     assert "all workers restart: ranks [1] are lost" in text
@@ -133,12 +132,9 @@ def test_shards_without_replicas_come_back_from_a_checkpoint(
     expected = make_agents(
         tmp_path / "undisturbed", orders={"model": "fsdp", "evaluates": True}, script=SCRIPT
     ).run()
-    faults = [
-        {"at": "backward", "iteration": 4, "rank": 1, "scope": "worker"},
-        {"at": "after_step", "iteration": 8, "rank": 2, "scope": "node"},
-    ]
-    orders = {"model": "fsdp", "faults": faults, "checkpoint": 3, "patient": True, "evaluates": True}
-    outcome = make_agents(orders=orders, script=SCRIPT, options=("--spares", "1")).run("abc")
+    orders = {"model": "fsdp", "checkpoint": 3, "patient": True, "evaluates": True}
+    injected = [killed(1, 4, "backward"), node_killed(2, 8, "after-step")]
+    outcome = make_agents(orders=orders, script=SCRIPT, options=("--spares", "1")).run("abc", injected)
     text = outcome.text()
     for iteration in (3, 6):
         assert f"all ranks begin with the checkpoint of iteration {iteration}" in text

@@ -6,18 +6,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
 
+from swift_agent.ctl.injection.inject import new_id, order
 from swift_agent.ctl.main import cli
+from swift_agent.wire.injected import Fault, checked
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
@@ -25,6 +30,7 @@ from tests.faults.conftest import assert_recovered
 from tests.faults.test_drain import ITERATIONS, PIPELINE, free, owner, wait_until
 from tests.faults.test_drain import ctl as swiftctl
 from tests.support.etcd_cluster import EtcdCluster
+from tests.support.injected import Injected, killed
 from tests.support.job import ROOT, SOURCE_ROOTS, Agents
 from tests.support.network import Network
 from tests.tiers import in_soak
@@ -60,6 +66,12 @@ def inject(agents: Agents, *words: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+def config_of(agents: Agents) -> EtcdConfig:
+    config = EtcdConfig.from_environment({}, endpoints=agents.endpoint)
+    assert config is not None
+    return config
+
+
 MOMENTS = ["forward", "backward", "after-step", *in_soak("begin", "step")]
 
 
@@ -71,9 +83,7 @@ def test_a_worker_is_killed_at_a_moment(phase: str, start: Start, undisturbed: C
     wait_until(agents, lambda: RECOVERED.format(2) in agents.outcome(0.0).text())
     assert_recovered(free(agents), undisturbed(iterations=ITERATIONS), lost={1}, num_faults=0)
     # Neither orders nor answers outlive the job.
-    config = EtcdConfig.from_environment({}, endpoints=agents.endpoint)
-    assert config is not None
-    with EtcdStore(config) as store:
+    with EtcdStore(config_of(agents)) as store:
         assert store.get_prefix(Keys(agents.job_id).prefix)[0] == []
 
 
@@ -107,6 +117,33 @@ def test_a_node_that_stands_still_for_a_moment_loses_nothing(start: Start, undis
     assert all(len(pids) == 1 for pids in outcome.pids.values()), outcome.pids
 
 
+def test_orders_stand_though_processes_are_replaced(
+    make_agents: Start, undisturbed: Callable[..., str]
+) -> None:
+    """What comes strikes whoever is there then: the node with the one that has come to it, and the next of a rank."""
+    agents = make_agents(orders={"held": True}, options=("--allow-injection",))
+    for node in "ab":
+        agents.start(node)
+    freeze = checked(Fault(new_id(), "freeze", 0, iteration=6, phase="forward", for_s=1.5))
+    ordered = Injected(agents, [killed(1, 3, "forward"), freeze, killed(3, 9, "backward")])
+    node = owner(agents, 0)
+
+    def processes(rank: int) -> list[int]:
+        return [int(pid) for pid in (agents.directory / f"pids.{rank}").read_text().split()]
+
+    def is_stopped(pid: int) -> bool:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+    wait_until(agents, lambda: is_stopped(agents.running[node].pid))
+    wait_until(agents, lambda: is_stopped(processes(0)[-1]) and is_stopped(processes(1)[-1]))
+    assert len(processes(1)) == 2
+    os.kill(processes(3)[-1], signal.SIGKILL)
+    outcome = agents.wait()
+    ordered.assert_struck(outcome)
+    assert_recovered(outcome, undisturbed(), {1, 3}, num_faults=0)
+    assert [len(outcome.pids[rank]) for rank in range(4)] == [1, 2, 1, 3], outcome.text()
+
+
 def test_what_is_not_possible_is_said_and_does_no_harm(start: Start, undisturbed: Callable[..., str]) -> None:
     agents = start("ab")
     assert "there is no network between them" in inject(agents, "cut-network", "--node", "a", code=1)["what"]
@@ -118,6 +155,19 @@ def test_what_is_not_possible_is_said_and_does_no_harm(start: Start, undisturbed
     # Taken back in time: nothing strikes later.
     late = inject(agents, "kill-worker", "--rank", "1", "--at", "iteration=70", "--timeout", "0.5", code=1)
     assert late["state"] == "unanswered"
+    # It keeps the next order for that rank from nothing, as one does that still stands.
+    again = inject(agents, "kill-worker", "--rank", "1", "--at", "iteration=0", code=1)
+    assert "has begun a later iteration than 0 already" in again["what"]
+    stands = killed(1, 70, "forward")
+    with EtcdStore(config_of(agents)) as store:
+        answers: list[dict[str, Any]] = []
+        waiting = threading.Thread(target=lambda: answers.append(order(store, Keys(agents.job_id), stands, 3.0)))
+        waiting.start()
+        wait_until(agents, lambda: agents.outcome(0.0).text().count(f"{stands.target}, {stands.moment}"))
+        second = inject(agents, "kill-worker", "--rank", "1", "--at", "phase=forward", code=1)
+        assert "rank 1 is to come to the moment of another fault first" in second["what"]
+        waiting.join()
+    assert [one["state"] for one in answers] == ["unanswered"]
     assert "no rank 9; there are 0 to 3" in ctl(agents, "inject", "kill-worker", "--rank", "9", code=1)
     assert "no node x; there are a, b" in ctl(agents, "inject", "freeze", "--node", "x", code=1)
     outcome = free(agents)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from swift_agent.ctl.main import cli
 from swift_rendezvous.node.job_key import JobKey
 from tests.faults.conftest import assert_recovered
+from tests.support.injected import killed, node_killed
 from tests.support.job import Agents
 
 SECRET = "a secret that no journal may have"
@@ -47,28 +48,22 @@ def test_journals_of_a_job_with_kills_replay_as_the_same(
     tmp_path: Path, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
 ) -> None:
     """A worker is lost, then a node, whose journal may end in the middle of a line; a spare takes its place."""
-    faults = [
-        {"at": "backward", "iteration": 4, "rank": 3, "scope": "worker"},
-        {"at": "forward", "iteration": 8, "rank": 0, "scope": "node"},
-    ]
     journals = tmp_path / "journals"
     agents = make_agents(
-        orders={"faults": faults}, options=("--spares", "1"),
+        options=("--spares", "1"),
         environment={"SWIFT_JOURNAL": str(journals), "SWIFT_JOB_SECRET": SECRET},
     )  # fmt: skip
-    for node in ("a", "b", "c"):
-        agents.start(node)
-    outcome = agents.wait()
-    assert_recovered(outcome, undisturbed(), {0, 1, 3}, num_faults=2)
+    outcome = agents.run("abc", [killed(3, 4, "backward"), node_killed(0, 8, "forward")])
+    assert_recovered(outcome, undisturbed(), {0, 1, 3}, num_faults=0)
     paths = sorted(journals.iterdir())
     found = [replayed(path) for path in paths]
     assert sorted(one["node"] for one in found) == ["a", "b", "c"]
     assert all(one["job"] == agents.job_id and one["num_events"] > 10 for one in found)
     # Somebody decided; of the agents that lived to the end all is there.
     assert sum(one["num_decisions"] for one in found) > 5 and sum(one["num_plans"] for one in found) >= 3
-    killed = next(node for node, code in outcome.exit_codes.items() if code == -9)
+    lost = next(node for node, code in outcome.exit_codes.items() if code == -9)
     for one, path in zip(found, paths, strict=True):
-        assert one["cut_at"] is None or one["node"] == killed
+        assert one["cut_at"] is None or one["node"] == lost
         assert path.stat().st_mode & 0o777 == 0o600
     assert_is_told(journals, tmp_path / "page.html")
     written = "\n".join(path.read_text() for path in paths)

@@ -2,7 +2,8 @@
 
 Each test asserts that its fault fired, that the survivors kept their processes and all their ranks, and that
 parameters, buffers and optimizer state at the end are bit for bit those of an undisturbed run. Rank 0, whose node
-hosts the c10d store, is among the victims.
+hosts the c10d store, is among the victims. Moments that have a "phase" are those of `swiftctl inject`; the script
+itself kills at the others ("at"), as the product knows no order for what is outside of an iteration's own phases.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import assert_recovered
+from tests.support.injected import killed, node_killed
 from tests.support.job import Agents
 
 POINTS: dict[str, dict[str, Any]] = {
     "data loading": {"at": "data", "iteration": 5},
-    "forward": {"at": "forward", "iteration": 5},
+    "forward": {"phase": "forward", "iteration": 5},
     "backward, before any all-reduce": {"at": "backward", "iteration": 5},
-    "backward, inside the all-reduces": {"at": "backward", "iteration": 5, "delay_s": 0.001},
-    "after the last all-reduce, before the step": {"at": "before_step", "iteration": 5},
+    "backward, inside the all-reduces": {"phase": "backward", "iteration": 5},
+    "after the last all-reduce, before the step": {"phase": "step", "iteration": 5},
     "inside the step of the victim only": {"at": "step", "iteration": 5},
-    "after the step": {"at": "after_step", "iteration": 5},
+    "after the step": {"phase": "after-step", "iteration": 5},
     "between iterations": {"at": "between", "iteration": 5},
-    "first iteration": {"at": "forward", "iteration": 0},
-    "first iteration, backward": {"at": "backward", "iteration": 0},
-    "second iteration, where DDP settles its buckets": {"at": "forward", "iteration": 1},
-    "last iteration": {"at": "backward", "iteration": 11},
+    "first iteration": {"phase": "forward", "iteration": 0},
+    "first iteration, backward": {"phase": "backward", "iteration": 0},
+    "second iteration, where DDP settles its buckets": {"phase": "forward", "iteration": 1},
+    "last iteration": {"phase": "backward", "iteration": 11},
     "evaluation": {"at": "evaluate", "iteration": 3},
     "end of the evaluation": {"at": "evaluated", "iteration": 3},
     "end of the run": {"at": "close"},
@@ -44,24 +46,25 @@ REPEATED = [name for name, place in POINTS.items() if place.get("iteration") in 
 
 @pytest.mark.parametrize("point", REPEATED)
 def test_both_workers(point: str, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
-    first = {**POINTS[point], "rank": 0, "scope": "worker"}
-    second = {**first, "rank": 1, "iteration": LATER[first["iteration"]]}
-    assert_survived([first, second], {0, 1}, make_agents, undisturbed)
+    place = POINTS[point]
+    later = {**place, "iteration": LATER[place["iteration"]]}
+    assert_survived([(place, 0), (later, 1)], {0, 1}, make_agents, undisturbed)
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name not in REPEATED])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_worker(point: str, victim: int, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
-    assert_survived([{**POINTS[point], "rank": victim, "scope": "worker"}], {victim}, make_agents, undisturbed)
+    assert_survived([(POINTS[point], victim)], {victim}, make_agents, undisturbed)
 
 
 def assert_survived(
-    faults: list[dict[str, Any]], lost: set[int], make_agents: Callable[..., Agents], undisturbed: Callable[..., str]
-) -> None:
-    agents = make_agents(orders={"faults": faults})
-    for node in ("a", "b"):
-        agents.start(node)
-    outcome = agents.wait()
+    kills: list[tuple[dict[str, Any], int]], lost: set[int], make_agents: Callable[..., Agents],
+    undisturbed: Callable[..., str],
+) -> None:  # fmt: skip
+    """*kills*: places, and ranks."""
+    faults = [{**place, "rank": rank, "scope": "worker"} for place, rank in kills if "at" in place]
+    injected = [killed(rank, **place) for place, rank in kills if "phase" in place]
+    outcome = make_agents(orders={"faults": faults}).run("ab", injected)
     assert_recovered(outcome, undisturbed(), lost, num_faults=len(faults))
     assert set(outcome.exit_codes.values()) == {0}, outcome.text()
 
@@ -69,11 +72,11 @@ def assert_survived(
 @pytest.mark.parametrize("point", POINTS)
 def test_node(point: str, make_agents: Callable[..., Agents], undisturbed: Callable[..., str]) -> None:
     """The node of rank 0 is lost: agent, workers, the c10d store, and often the coordinator."""
-    faults = [{**POINTS[point], "rank": 0, "scope": "node"}]
+    place = POINTS[point]
+    faults = [{**place, "rank": 0, "scope": "node"}] if "at" in place else []
+    injected = [node_killed(0, **place)] if "phase" in place else []
     start_method = "spawn" if point in AS_THE_COMMAND_DOES else "forkserver"
     agents = make_agents(start_method=start_method, orders={"faults": faults}, options=("--spares", "1"))
-    for node in ("a", "b", "c"):
-        agents.start(node)
-    outcome = agents.wait()
-    assert_recovered(outcome, undisturbed(), {0, 1})
+    outcome = agents.run("abc", injected)
+    assert_recovered(outcome, undisturbed(), {0, 1}, num_faults=len(faults))
     assert sorted(outcome.exit_codes.values()) == [-9, 0, 0], outcome.text()

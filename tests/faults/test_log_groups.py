@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swift_agent.wire.injected import Fault
 from swift_recovery.strategy.profile import parse
+from tests.support.injected import apart
 from tests.support.job import Agents, Outcome
-from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, kill_at_random
+from tests.support.pipelines import SCRIPT, References, assert_equal, assert_same, at, kill_at_random
 from tests.tiers import in_soak
 
 Start = Callable[..., Outcome]
@@ -27,39 +29,35 @@ ON_6 = "0,1-2,3-5"
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(
-        faults: list[dict[str, Any]], groups: str = ON_4, num_nodes: int = 4, spares: int = 0,
+        faults: Sequence[dict[str, Any] | Fault], groups: str = ON_4, num_nodes: int = 4,
         schedule: str = "Schedule1F1B", options: tuple[str, ...] = (), **orders: Any,
     ) -> Outcome:  # fmt: skip
-        nodes = "abcdefghijkl"[: num_nodes + sum(fault["scope"] == "node" for fault in faults)]
+        of_script, injected = apart(faults)
+        nodes = "abcdefghijkl"[: num_nodes + sum(fault.kind == "kill-node" for fault in injected)]
         return make_agents(
             num_nodes=num_nodes, num_workers=1, max_restarts=20, script=SCRIPT,
-            orders={"faults": faults, "schedule": schedule, **orders},
+            orders={"faults": of_script, "schedule": schedule, **orders},
             options=(*(("--log-groups", groups) if groups else ()), "--spares", str(len(nodes) - num_nodes), *options),
-        ).run(nodes)  # fmt: skip
+        ).run(nodes, injected)  # fmt: skip
 
     return train
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "before_step", "agreed", "between"])
 def test_a_worker_takes_its_group_back(place: str, run: Start, undisturbed_pipelines: References) -> None:
-    faults = [{"at": place, "iteration": 5, "rank": 1, "scope": "worker"}]
-    outcome = run(faults)
+    outcome = run([at(place, 5, 1)])
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {0, 1})
     assert "slots [0] of the same log group begin again with them" in outcome.text()
 
 
 def test_a_node_takes_its_group_back(run: Start, undisturbed_pipelines: References) -> None:
-    faults = [{"at": "forward", "iteration": 5, "rank": 2, "scope": "node"}]
-    outcome = run(faults)
+    outcome = run([at("forward", 5, 2, "node")])
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {2, 3})
     assert sorted(outcome.exit_codes.values()) == [-9, 0, 0, 0, 0], outcome.text()
 
 
 def test_one_group_after_the_other(run: Start, undisturbed_pipelines: References) -> None:
-    faults = [
-        {"at": "backward", "iteration": iteration, "rank": rank, "scope": "worker"}
-        for iteration, rank in ((2, 3), (5, 0), (8, 2))
-    ]
+    faults = [at("backward", iteration, rank) for iteration, rank in ((2, 3), (5, 0), (8, 2))]
     assert_same(run(faults), undisturbed_pipelines("Schedule1F1B"), {0, 1, 2, 3})
 
 
@@ -67,7 +65,7 @@ def test_one_group_after_the_other(run: Start, undisturbed_pipelines: References
 def test_groups_of_one_two_and_three(
     rank: int, lost: set[int], run: Start, undisturbed_pipelines: References
 ) -> None:
-    faults = [{"at": "backward", "iteration": 5, "rank": rank, "scope": "worker"}]
+    faults = [at("backward", 5, rank)]
     assert_same(run(faults, groups=ON_6, num_nodes=6), undisturbed_pipelines("Schedule1F1B", 6), lost)
 
 
@@ -104,8 +102,7 @@ def test_another_loss_in_the_recovery(
 
 def test_they_begin_with_the_newest_checkpoint(run: Start, undisturbed_pipelines: References) -> None:
     """What is repeated from there are two iterations, by two stages together."""
-    faults = [{"at": "forward", "iteration": 5, "rank": 1, "scope": "worker"}]
-    outcome = run(faults, checkpoint=3, patient=True)
+    outcome = run([at("forward", 5, 1)], checkpoint=3, patient=True)
     assert_same(outcome, undisturbed_pipelines("Schedule1F1B"), {0, 1})
     assert "load the checkpoint of iteration 3" in outcome.text()
 

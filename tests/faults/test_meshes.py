@@ -7,28 +7,32 @@ rank's part of the state at the end is bit for bit that of an undisturbed run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from swift_agent.wire.injected import Fault, Phase
 from tests.support.agent_forks import ForkServer
+from tests.support.injected import apart, killed, node_killed
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "mesh_train.py"
 LAYOUTS = ("tensor", "dtensor", "pipeline")
 # A node is lost at the first place, and later another at the second.
-PLACES = [("forward", "before_step"), ("backward", "after_step"), ("agree", "agreed")]
+PLACES: list[tuple[Phase, Phase]] = [("forward", "step"), ("backward", "after-step")]
 Start = Callable[..., Outcome]
 
 
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(
-        layout: str, faults: list[dict[str, Any]], nodes: str = "ab", *, overlap: bool = False, **options: Any
-    ) -> Outcome:
-        orders = {"model": layout, "faults": faults, "overlap": overlap}
-        return make_agents(orders=orders, script=SCRIPT, **options).run(nodes)
+        layout: str, faults: Sequence[dict[str, Any] | Fault], nodes: str = "ab", *, overlap: bool = False,
+        **options: Any,
+    ) -> Outcome:  # fmt: skip
+        of_script, injected = apart(faults)
+        orders = {"model": layout, "faults": of_script, "overlap": overlap}
+        return make_agents(orders=orders, script=SCRIPT, **options).run(nodes, injected)
 
     return train
 
@@ -65,12 +69,7 @@ def assert_same(outcome: Outcome, expected: dict[int, str], lost: set[int]) -> N
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_workers(layout: str, run: Start, undisturbed: Callable[..., dict[int, str]]) -> None:
     """Each rank once, in the first iterations too."""
-    faults = [
-        {"at": "forward", "iteration": 0, "rank": 1, "scope": "worker"},
-        {"at": "backward", "iteration": 1, "rank": 2, "scope": "worker"},
-        {"at": "before_step", "iteration": 5, "rank": 0, "scope": "worker"},
-        {"at": "after_step", "iteration": 8, "rank": 3, "scope": "worker"},
-    ]
+    faults = [killed(1, 0, "forward"), killed(2, 1, "backward"), killed(0, 5, "step"), killed(3, 8, "after-step")]
     assert_same(run(layout, faults, max_restarts=6), undisturbed(layout), {0, 1, 2, 3})
 
 
@@ -88,14 +87,16 @@ def test_updates_in_the_backward(layout: str, run: Start, undisturbed: Callable[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("places", PLACES, ids=" and ".join)
+@pytest.mark.parametrize("places", [*PLACES, ("agree", "agreed")], ids=" and ".join)
 def test_nodes(
-    places: tuple[str, str], layout: str, run: Start, undisturbed: Callable[..., dict[int, str]]
+    places: tuple[Any, Any], layout: str, run: Start, undisturbed: Callable[..., dict[int, str]]
 ) -> None:
-    """Every rank of a node gets its part from the other node, first those of one, then those of the other."""
-    faults = [
-        {"at": places[0], "iteration": 4, "rank": 2, "scope": "node"},
-        {"at": places[1], "iteration": 7, "rank": 1, "scope": "node"},
-    ]
+    """Every rank of a node gets its part from the other node, first those of one, then those of the other. The moment
+    right before all agree is the script's: where the backward ends depends on the layout."""
+    faults: list[dict[str, Any] | Fault] = [
+        node_killed(rank, number, place) if places in PLACES else
+        {"at": place, "iteration": number, "rank": rank, "scope": "node"}
+        for place, number, rank in ((places[0], 4, 2), (places[1], 7, 1))
+    ]  # fmt: skip
     outcome = run(layout, faults, nodes="abcd", options=("--spares", "2"))
     assert_same(outcome, undisturbed(layout), {0, 1, 2, 3})

@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swift_agent.wire.injected import Fault
+from tests.support.injected import apart
 from tests.support.job import Agents, Outcome
 from tests.support.pipelines import (
     SCRIPT,
@@ -22,6 +24,7 @@ from tests.support.pipelines import (
     assert_equal,
     assert_only_the_killed_ended,
     assert_same,
+    at,
     kill_at_random,
     repeated,
 )
@@ -37,14 +40,15 @@ Start = Callable[..., Outcome]
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(
-        faults: list[dict[str, Any]], nodes: str = "abcd", schedule: str = "Schedule1F1B", spares: int = 0,
+        faults: Sequence[dict[str, Any] | Fault], nodes: str = "abcd", schedule: str = "Schedule1F1B", spares: int = 0,
         num_workers: int = 1, max_restarts: int = 20, **orders: Any,
     ) -> Outcome:  # fmt: skip
+        of_script, injected = apart(faults)
         return make_agents(
             num_nodes=4 // num_workers, num_workers=num_workers, max_restarts=max_restarts, script=SCRIPT,
-            orders={"faults": faults, "schedule": schedule, **orders},
+            orders={"faults": of_script, "schedule": schedule, **orders},
             options=("--spares", str(spares)) if spares else (),
-        ).run(nodes)  # fmt: skip
+        ).run(nodes, injected)  # fmt: skip
 
     return train
 
@@ -57,10 +61,7 @@ def undisturbed(undisturbed_pipelines: References) -> References:
 @pytest.mark.parametrize("place", PLACES)
 def test_workers(place: str, run: Start, undisturbed: References) -> None:
     """Each stage once, the first and the last too, in the first iteration too."""
-    faults = [
-        {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
-        for iteration, rank in ((0, 1), (3, 3), (5, 0), (8, 2))
-    ]
+    faults = [at(place, iteration, rank) for iteration, rank in ((0, 1), (3, 3), (5, 0), (8, 2))]
     assert_same(run(faults), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
@@ -104,10 +105,7 @@ def test_logs_take_no_more_than_the_user_says(
 
 @pytest.mark.parametrize("place", ["forward", "agreed"])
 def test_nodes(place: str, run: Start, undisturbed: References) -> None:
-    faults = [
-        {"at": place, "iteration": 4, "rank": 1, "scope": "node"},
-        {"at": place, "iteration": 7, "rank": 3, "scope": "node"},
-    ]
+    faults = [at(place, 4, 1, "node"), at(place, 7, 3, "node")]
     outcome = run(faults, nodes="abcdef", spares=2)
     assert_same(outcome, undisturbed("Schedule1F1B"), {1, 3})
     assert sorted(outcome.exit_codes.values()) == [-9, -9, 0, 0, 0, 0], outcome.text()
@@ -115,10 +113,7 @@ def test_nodes(place: str, run: Start, undisturbed: References) -> None:
 
 def test_neighbours_are_lost_together(run: Start, undisturbed: References) -> None:
     """Two stages on each node: the messages between the lost ones are in no log, and are sent again."""
-    faults = [
-        {"at": "backward", "iteration": 4, "rank": 2, "scope": "node"},
-        {"at": "before_step", "iteration": 7, "rank": 1, "scope": "node"},
-    ]
+    faults = [at("backward", 4, 2, "node"), at("agreed", 7, 1, "node")]
     assert_same(run(faults, nodes="abcd", spares=2, num_workers=2), undisturbed("Schedule1F1B"), {0, 1, 2, 3})
 
 
@@ -142,10 +137,7 @@ def test_several_nodes_are_lost_at_once(ranks: list[int], run: Start, undisturbe
 
 
 def test_messages_in_bfloat16(run: Start, undisturbed: References) -> None:
-    faults = [
-        {"at": "backward", "iteration": iteration, "rank": rank, "scope": "worker"}
-        for iteration, rank in ((3, 1), (6, 3))
-    ]
+    faults = [at("backward", 3, 1), at("backward", 6, 3)]
     assert_same(run(faults, dtype="bfloat16"), undisturbed("Schedule1F1B", dtype="bfloat16"), {1, 3})
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from swift_agent.wire.injected import Fault
 from tests.support.agent_forks import ForkServer
+from tests.support.injected import apart
 from tests.support.job import ROOT, Agents, Outcome
-from tests.support.pipelines import begun, node_of, started
+from tests.support.pipelines import at, begun, node_of, started
 from tests.tiers import in_soak
 
 SCRIPT = ROOT / "tests" / "support" / "replicated_stages_train.py"
@@ -31,14 +33,15 @@ Undisturbed = Callable[..., Outcome]
 @pytest.fixture
 def run(make_agents: Callable[..., Agents]) -> Start:
     def train(
-        faults: list[dict[str, Any]], nodes: str = "abc", width: int = 2, spares: int = 0, **orders: Any
+        faults: Sequence[dict[str, Any] | Fault], nodes: str = "abc", width: int = 2, spares: int = 0, **orders: Any
     ) -> Outcome:
         num_nodes = len(nodes) - spares
+        of_script, injected = apart(faults)
         return make_agents(
             num_nodes=num_nodes, num_workers=width, max_restarts=20, script=SCRIPT,
-            orders={"faults": faults, "width": width, **orders},
+            orders={"faults": of_script, "width": width, **orders},
             options=("--spares", str(spares)) if spares else (),
-        ).run(nodes)  # fmt: skip
+        ).run(nodes, injected)  # fmt: skip
 
     return train
 
@@ -90,10 +93,7 @@ def assert_equal(outcome: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_nodes(place: str, run: Start, undisturbed: Undisturbed) -> None:
     """All replicas of a stage: of the last one, and then of the first; since the begin of training."""
-    faults = [
-        {"at": place, "iteration": 3, "rank": 5, "scope": "node"},
-        {"at": place, "iteration": 8, "rank": 0, "scope": "node"},
-    ]
+    faults = [at(place, 3, 5, "node"), at(place, 8, 0, "node")]
     outcome = run(faults, nodes="abcde", spares=2)
     assert_same(outcome, undisturbed(), {0, 1, 4, 5})
     assert "have no replica and repeat iterations 0 to" in outcome.text()
@@ -104,10 +104,7 @@ def test_nodes(place: str, run: Start, undisturbed: Undisturbed) -> None:
 )
 def test_workers(place: str, run: Start, undisturbed: Undisturbed) -> None:
     """In the place of each comes one with the state of its replica, which nobody repeats anything for."""
-    faults = [
-        {"at": place, "iteration": iteration, "rank": rank, "scope": "worker"}
-        for iteration, rank in ((0, 1), (3, 3), (5, 4), (8, 2))
-    ]
+    faults = [at(place, iteration, rank) for iteration, rank in ((0, 1), (3, 3), (5, 4), (8, 2))]
     outcome = run(faults)
     assert_same(outcome, undisturbed(), {1, 2, 3, 4})
     assert "repeat iterations" not in outcome.text()
@@ -117,7 +114,7 @@ def test_workers(place: str, run: Start, undisturbed: Undisturbed) -> None:
 def test_since_a_checkpoint(width: int, run: Start, undisturbed: Undisturbed) -> None:
     """One rank of each node writes it, and all count their messages from there. Three replicas add gradients in an
     order that depends on DDP's buckets: these have to be those of the iterations that are repeated."""
-    faults = [{"at": "backward", "iteration": 7, "rank": width, "scope": "node"}]
+    faults = [at("backward", 7, width, "node")]
     num_nodes = 6 // width
     outcome = run(faults, nodes="abcd"[: num_nodes + 1], spares=1, width=width, checkpoint=3, patient=True)
     assert_same(outcome, undisturbed(num_nodes, width), set(range(width, 2 * width)))
@@ -137,11 +134,8 @@ def test_two_nodes_at_once(run: Start, undisturbed: Undisturbed) -> None:
 def test_a_worker_and_then_its_neighbour(run: Start, undisturbed: Undisturbed) -> None:
     """What the predecessor of rank 2 had sent is lost, until the next checkpoint."""
     faults = [
-        {"at": "backward", "iteration": 4, "rank": 2, "scope": "worker"},
-        {"at": "backward", "iteration": 7, "rank": 5, "scope": "node"},
-        {"at": "forward", "iteration": 9, "rank": 3, "scope": "worker"},
-        {"at": "forward", "iteration": 10, "rank": 0, "scope": "node"},
-    ]
+        at("backward", 4, 2), at("backward", 7, 5, "node"), at("forward", 9, 3), at("forward", 10, 0, "node")
+    ]  # fmt: skip
     outcome = run(faults, nodes="abcde", spares=2, checkpoint=3, patient=True)
     text = outcome.text()
     assert_equal(outcome, undisturbed())

@@ -8,7 +8,7 @@ is there. With "checkpoint" there is one before each iteration which that divide
 `free`. With "stretch_s" it takes about that long, spread over its parts at random, until there is a file `hurry`.
 "timeout_s" is that of the groups. The file `last` may hold the number of iterations after which the job ends,
 if that is sooner: a whole number of epochs, far ahead when the file is made. With "device" and "backend" it trains on a
-GPU.
+GPU. With "held" (`tests/support/injected.py`) training begins when there is a file `go`.
 
 `calls.{rank}` has a line for each call of the iteration, `times.{rank}` one for each end. Leaves `result.{rank}.json`
 (hash of the state, pid, iterations) at its end.
@@ -307,7 +307,17 @@ def until_it_counts(job: swift.Job) -> None:
 
 def init() -> swift.Job:
     limit = timedelta(seconds=ORDERS["timeout_s"]) if "timeout_s" in ORDERS else None
-    return swift.init(ORDERS.get("backend"), timeout=limit)
+    job = swift.init(ORDERS.get("backend"), timeout=limit)
+    hold()
+    return job
+
+
+def hold() -> None:
+    """If that is ordered: training begins when the test has ordered its faults."""
+    if ORDERS.get("held"):
+        (DIR / f"held.{RANK}").write_text(os.environ["WORLD_SIZE"])
+        wait_for(DIR / "go", 60.0)
+        assert (DIR / "go").exists(), "the test has not let it go"
 
 
 def build(job: swift.Job) -> None:

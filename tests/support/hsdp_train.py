@@ -18,7 +18,6 @@ from tests.support.fault_train import (
     ITERATIONS,
     ORDERS,
     RANK,
-    arm_agreement,
     arm_private_places,
     fault,
     init,
@@ -50,7 +49,6 @@ class Block(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     arm_private_places()
-    arm_agreement()
     job = init()
     torch.manual_seed(7)
     net = nn.Sequential(*(Block(number) for number in range(3)), nn.Linear(31, 4)).to(DEVICE)

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from swift_agent.wire.injected import Fault
 from tests.support.agent_forks import Fork, ForkServer
+from tests.support.injected import Injected
 from tests.support.network import Host
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,11 +106,19 @@ class Agents:
                 )
         return self.running[node_id]
 
-    def run(self, nodes: Iterable[str] = ("a", "b")) -> Outcome:
-        """From the start to the end; asserts that all faults of the orders have fired."""
+    def run(self, nodes: Iterable[str] = ("a", "b"), injected: Sequence[Fault] = ()) -> Outcome:
+        """From the start to the end; asserts that all faults of the orders have fired, and that those which are
+        *injected* have struck.
+        """
+        if injected:
+            self.orders = {**self.orders, "held": True}
+            self.options += ("--allow-injection",)
         for node in nodes:
             self.start(node)
+        ordered = Injected(self, injected) if injected else None
         outcome = self.wait()
+        if ordered is not None:
+            ordered.assert_struck(outcome)
         assert outcome.fired == set(range(len(self.orders.get("faults", ())))), outcome.text()
         return outcome
 

@@ -6,14 +6,29 @@ import random
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from swift_agent.wire.injected import Fault, Phase
 from tests.support.agent_forks import ForkServer
+from tests.support.injected import killed, node_killed
 from tests.support.job import ROOT, Agents, Outcome
 
 SCRIPT = ROOT / "tests" / "support" / "pipeline_train.py"
 ITERATIONS = 12
+# Of `swiftctl inject`; the others the script strikes at itself.
+INJECTED: dict[str, tuple[Phase, int]] = {
+    "forward": ("forward", 3), "backward": ("backward", 3), "agreed": ("step", 1), "after_step": ("after-step", 1),
+}  # fmt: skip
+
+
+def at(place: str, iteration: int, rank: int, scope: str = "worker") -> dict[str, Any] | Fault:
+    """A fault at a place of `fault_train`, in the third micro-batch of what has several."""
+    if place not in INJECTED:
+        return {"at": place, "iteration": iteration, "rank": rank, "scope": scope}
+    phase, micro_batch = INJECTED[place]
+    return (node_killed if scope == "node" else killed)(rank, iteration, phase, micro_batch=micro_batch)
 
 
 class References:

@@ -25,7 +25,7 @@ from swift_agent.agent.injection.strikes import CannotStrike, Place, command_of
 from swift_agent.agent.lifecycle.state import AgentState
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.directories import Directories
-from swift_agent.wire.injected import ORDERED, REACHED, Fault, FaultError, fault_of
+from swift_agent.wire.injected import NEXT, ORDERED, REACHED, Fault, FaultError, fault_of
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.store.kv import Compare, KeyValueStore, Put, Watch
@@ -38,6 +38,8 @@ LOOK_S = 0.002
 # So long a worker has to come to its moment before the order is given up.
 MOMENT_TIMEOUT_S = 600.0
 RETRY_S = 1.0
+# For the record that the script has called swift_agent.init(), which may come after an order.
+TRACKED_S = 2.0
 # For a shell to strike.
 STRUCK_S = 0.2
 # For a worker that is about to stop itself.
@@ -69,6 +71,8 @@ class Injector:
         self._store, self._keys, self._state = store, Keys(job_id), state
         self._directory, self._messages = directory, messages
         self._stopped = threading.Event()
+        self._taken_back: set[str] = set()
+        self._at: dict[int, str] = {}  # local rank -> whose moment it is to come to
         self._watch: Watch | None = None
         self._thread = threading.Thread(target=self._run, name="swift-injector", daemon=True)
         if has_started(self._thread):
@@ -98,6 +102,8 @@ class Injector:
                     for event in response.events:
                         if event.kind == "put":
                             self._take(event.kv.value)
+                        else:
+                            self._taken_back.add(event.kv.key.removeprefix(prefix))
             except RendezvousError as error:
                 log.debug("orders of faults cannot be followed: %s", error)
                 revision = None
@@ -115,9 +121,8 @@ class Injector:
 
     def _carry_out(self, fault: Fault) -> None:
         try:
-            place = self._place()
-            with self._at_the_moment(fault, place) as left:
-                command = command_of(fault, place)
+            with self._at_the_moment(fault) as left:
+                command = command_of(fault, self._place())  # processes may be others than when it was ordered
                 self._check(command)
                 what = f"{fault.kind} of {fault.target}, {fault.moment}"
                 if not self._answer(fault, "done", what):
@@ -177,36 +182,44 @@ class Injector:
     # ---- the moment ----
 
     @contextlib.contextmanager
-    def _at_the_moment(self, fault: Fault, place: Place) -> Iterator[list[str]]:
+    def _at_the_moment(self, fault: Fault) -> Iterator[list[str]]:
         """Inside, the worker stands at that moment, if one was named. It goes on in the end, whatever happens; so does
         one that comes there too late. Not if something is put into the list: then others wake it."""
         left: list[str] = []
         if fault.iteration is None:
             yield left
             return
-        if not self._state().view.tracked:
-            raise CannotStrike("the script has not called swift_agent.init() yet, or does not: leave --at out")
+        deadline_s = time.monotonic() + TRACKED_S
+        while not self._state().view.tracked:
+            if time.monotonic() > deadline_s or self._stopped.wait(LOOK_S):
+                raise CannotStrike("the script has not called swift_agent.init() yet, or does not: leave --at out")
+        place = self._place()
         local_rank, pid = place.local_rank(fault.rank), place.workers.get(fault.rank, 0)
         if not pid:
             raise CannotStrike(f"rank {fault.rank} has no process on this node")
+        deadline_s = time.monotonic() + WAKE_S  # one that was just taken back is soon over
+        while self._at.setdefault(local_rank, fault.id) != fault.id:
+            if time.monotonic() > deadline_s or self._stopped.wait(LOOK_S):
+                raise CannotStrike(f"rank {fault.rank} is to come to the moment of another fault first")
         order, reached = (Path(self._directory, f"{name}-{local_rank}") for name in (ORDERED, REACHED))
         try:
             reached.unlink(missing_ok=True)
             new = order.with_suffix(".new")
-            new.write_text(
-                json.dumps({"id": fault.id, "iteration": fault.iteration, "phase": fault.phase, "part": fault.part})
-            )
+            named = {name: getattr(fault, name) for name in ("id", "iteration", "phase", "part", "micro_batch")}
+            new.write_text(json.dumps(named))
             new.replace(order)
-            self._wait_for(fault, pid, reached)
+            log.warning("waits for its moment: %s of %s, %s", fault.kind, fault.target, fault.moment)
+            pid = self._wait_for(fault, local_rank, pid, reached)
             order.unlink(missing_ok=True)  # the next process of that rank comes to the same moment
             yield left
         finally:
             order.unlink(missing_ok=True)
             if not left:
                 self._wake(pid, reached)
+            del self._at[local_rank]
 
-    def _wait_for(self, fault: Fault, pid: int, reached: Path) -> None:
-        """Until the worker has stopped itself there."""
+    def _wait_for(self, fault: Fault, local_rank: int, pid: int, reached: Path) -> int:
+        """Until the worker has stopped itself there: its process, which may have come in the place of *pid*."""
         deadline_s = time.monotonic() + MOMENT_TIMEOUT_S
         while not self._stopped.is_set():
             said = _text(reached).split()
@@ -216,9 +229,14 @@ class Injector:
                 if said[1:] == ["missed"]:
                     raise CannotStrike(f"that moment did not come in that iteration of rank {fault.rank}")
                 if _status(pid) == psutil.STATUS_STOPPED:
-                    return
+                    return pid
             if _status(pid) in ("", psutil.STATUS_ZOMBIE):
-                raise CannotStrike(f"the process of rank {fault.rank} has ended before that moment")
+                if fault.iteration == NEXT:
+                    raise CannotStrike(f"the process of rank {fault.rank} has ended before that moment")
+                worker = self._state().workers.get(local_rank)  # the next one may come to that iteration
+                pid = worker.pid if worker is not None and worker.alive else pid
+            if fault.id in self._taken_back:
+                raise CannotStrike("it was taken back")
             if time.monotonic() > deadline_s:
                 raise CannotStrike(f"rank {fault.rank} has not come to that moment within {MOMENT_TIMEOUT_S:g} s")
             self._stopped.wait(LOOK_S)

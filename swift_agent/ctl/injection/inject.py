@@ -30,7 +30,8 @@ POLL_S = 0.05
 @click.option("--rank", type=int, default=-1, metavar="R", help="The worker, or the node that it is on.")
 @click.option("--node", default="", metavar="NAME", help="The node.")
 @click.option("--at", "moment", metavar="WHEN", help="iteration=120,phase=backward,part=0.5; or iteration=next. "
-              "Phases: begin, forward, backward, step, after-step. Default: at once.")
+              "Phases: begin, forward, backward, step, after-step; micro-batch=N is of a forward or backward. "
+              "Default: at once.")
 @click.option("--for", "for_s", type=float, default=5.0, show_default=True, metavar="S",
               help="How long freeze, cut-network, slow-link and fill-disk last.")
 @click.option("--rate", default="10mbit", show_default=True, help="Of slow-link, as tc has it.")
