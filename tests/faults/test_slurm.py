@@ -197,6 +197,7 @@ def test_a_node_that_slurm_resumes_keeps_its_place(
     job.assert_result(undisturbed(iterations=ITERATIONS))
 
 
+@pytest.mark.timeout(240)  # Slurm takes its time to notice a crash
 @pytest.mark.parametrize("how", ["requeue", *in_soak("crash of the first node")])
 def test_a_job_that_is_queued_again(
     how: str, slurm: SlurmCluster, tmp_path: Path, undisturbed: Callable[..., str]
