@@ -169,7 +169,12 @@ class AgentConfig:
         resolved = argparse.Namespace(**{**vars(ns), **changes})
         try:
             launch, entrypoint, entry_args = config_from_args(resolved)
-        except (AssertionError, OSError, RuntimeError, ValueError) as error:
+        except OSError as error:
+            where = f"--log-dir {log_dir}" if log_dir else "TMPDIR"
+            raise ConfigError([
+                f"{where}: no directory can be made there: {error.strerror}; name another one"
+            ]) from error  # fmt: skip
+        except (AssertionError, RuntimeError, ValueError) as error:
             raise ConfigError([str(error)]) from error
         return cls(
             launch=launch,

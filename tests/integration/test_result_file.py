@@ -67,6 +67,7 @@ def test_how_it_ended(script: str, args: tuple[str, ...], code: int, cause: str,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(result.read_text())
     assert (done.returncode, found["exit_code"], found["cause"]) == (code, code, cause), done.stderr
+    assert (found["job"] == "none") == (code == 2)  # with --standalone a job has a name of its own
     assert [name for name in os.listdir(tmp_path) if "result" in name] == ["result.json"]
     if script == "succeeds":
         assert found["failures"] == [] and bool(found["why"]) == bool(code)
