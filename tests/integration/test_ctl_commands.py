@@ -98,6 +98,13 @@ def test_history_and_explain(endpoint: str, store: EtcdStore) -> None:
     assert (status["iteration"], status["mode"], status["num_spares"]) == (7, "replace", 0)
 
 
+def test_what_is_piped_is_not_cut(endpoint: str, store: EtcdStore) -> None:
+    name = "a-job-with-a-long-name-" * 5
+    enter(store, name, "n0")
+    heading, *jobs = swiftctl(endpoint, "status").stdout.splitlines()
+    assert heading.split()[:3] == ["JOB", "STATE", "GENERATION"] and any(line.startswith(name) for line in jobs)
+
+
 def test_what_is_not_there(endpoint: str, store: EtcdStore) -> None:
     enter(store, "gpt", "n0")
     unmeasured = swiftctl(endpoint, "explain", "gpt", "--strategy")
