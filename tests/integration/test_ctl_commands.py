@@ -101,7 +101,8 @@ def test_history_and_explain(endpoint: str, store: EtcdStore) -> None:
 def test_what_is_piped_is_not_cut(endpoint: str, store: EtcdStore) -> None:
     name = "a-job-with-a-long-name-" * 5
     enter(store, name, "n0")
-    heading, *jobs = swiftctl(endpoint, "status").stdout.splitlines()
+    without = {"SWIFT_ETCD_ENDPOINTS": endpoint, "COLUMNS": None}
+    heading, *jobs = CliRunner().invoke(cli, ["status"], env=without).stdout.splitlines()
     assert heading.split()[:3] == ["JOB", "STATE", "GENERATION"] and any(line.startswith(name) for line in jobs)
 
 
