@@ -81,6 +81,7 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
     notices = "" if ns.preempt_signal == NO_NOTICE else ns.preempt_signal
     with CaughtSignals(ns.signals_to_handle, notices) as signals:
         config = AgentConfig.from_args(ns)
+        args.rdzv_id = config.job_id  # as torch's function does with --standalone: for the file of --result
         from swift_agent.agent.main import launch_agent  # late: a wrong command line is refused before grpc is loaded
 
         # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +23,9 @@ from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import KeyValue, KeyValueStore
 
 Command = Callable[..., None]
+
+# Columns, where no terminal has any.
+_WIDE = 4000
 
 _OPTIONS = [
     click.option("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="The etcd servers; default: $SWIFT_ETCD_ENDPOINTS"),
@@ -102,6 +107,12 @@ def no_job(config: EtcdConfig, job: str) -> click.ClickException:
         f"no job {job!r} at {', '.join(config.endpoints)}: it has not started, or it has ended and was cleared; "
         "`swiftctl status` lists all"
     )
+
+
+def output() -> Console:
+    """What is piped is not cut to the width of a terminal that is not there: `grep` finds whole lines."""
+    made = Console()
+    return made if made.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDE)
 
 
 # What comes out of etcd is shown as text, never read as rich's markup: hence `Text` everywhere.

@@ -24,10 +24,9 @@ from pathlib import Path
 
 import click
 import psutil
-from rich.console import Console
 from rich.text import Text
 
-from swift_agent.ctl.common import etcd_options, table
+from swift_agent.ctl.common import etcd_options, output, table
 from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.reports.diagnosis import LEASE_TTL_S, Etcd, Finding, Machine, Member, Torch, diagnose, worst
 from swift_rendezvous.errors import RendezvousError
@@ -65,7 +64,7 @@ def _print(findings: tuple[Finding, ...]) -> None:
     for finding in findings:
         verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
         rows.add_row(verdict, *(Text(cell) for cell in (finding.name, finding.found, finding.remedy)))
-    Console().print(rows)
+    output().print(rows)
 
 
 # ---- etcd ----------------------------------------------------------------------------------------------------------

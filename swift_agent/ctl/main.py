@@ -28,10 +28,9 @@ import sys
 from datetime import datetime
 
 import click
-from rich.console import Console
 from rich.text import Text
 
-from swift_agent.ctl.common import add_row, needs_etcd, opened, records_of, table
+from swift_agent.ctl.common import add_row, needs_etcd, opened, output, records_of, table
 from swift_agent.ctl.doctor import doctor
 from swift_agent.ctl.drain import drain
 from swift_agent.ctl.injection.campaign import campaign
@@ -92,7 +91,7 @@ def history(config: EtcdConfig, job: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"job": job, "events": [episode.to_json() for episode in episodes]}))
         return
-    console = Console()
+    console = output()
     if not episodes:
         console.print(Text(f"job {job}: no generation yet"))
         return
@@ -131,7 +130,7 @@ def explain(config: EtcdConfig, job: str, generation: int | None, strategy: bool
         raise click.ClickException(f"job {job!r} has no generation yet: {nodes_are(len(view.nodes))} here")
     found = explaining.explain(view, episodes, number)
     if found is None:
-        kept = ", ".join(str(episode.generation) for episode in episodes) or "none"
+        kept = ", ".join(dict.fromkeys(str(episode.generation) for episode in episodes)) or "none"
         raise click.ClickException(f"nothing is known of generation {number} of job {job!r}; kept: {kept}")
     if as_json:
         plan = found.plan.to_json() if found.plan else None
@@ -139,7 +138,7 @@ def explain(config: EtcdConfig, job: str, generation: int | None, strategy: bool
             json.dumps({"job": job, "generation": number, "sentences": list(found.sentences), "plan": plan})
         )
         return
-    console = Console()
+    console = output()
     for sentence in found.sentences:
         console.print(Text(sentence))
 

@@ -13,10 +13,9 @@ from datetime import datetime
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
-from swift_agent.ctl.common import add_row, needs_etcd, no_job, opened, records_of, table
+from swift_agent.ctl.common import add_row, needs_etcd, no_job, opened, output, records_of, table
 from swift_agent.ctl.reports import jobs
 from swift_rendezvous.codec import decode, encode
 from swift_rendezvous.node.registration import remove_ended
@@ -129,7 +128,7 @@ def gc(config: EtcdConfig, yes: bool, grace_s: float, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_describe(leftover, outcome) for leftover, outcome in outcomes]))
         return
-    console = Console()
+    console = output()
     if not found:
         console.print(Text("nothing to remove: every job has a node"))
         return

@@ -115,6 +115,8 @@ def _check_numbers(ns: argparse.Namespace, mistakes: list[str]) -> None:
     for flag, port, example in (("--master-port", ns.master_port, 29500), ("--metrics-port", ns.metrics_port, 9108)):
         if port is not None and not 0 <= port < 1 << 16:
             mistakes.append(f"{flag} {port}: not a port; type for example {flag} {example}")
+    if ns.metrics_addr and ns.metrics_port is None:
+        mistakes.append(f"--metrics-addr {ns.metrics_addr}: at which port? type --metrics-port 9108, too")
     limit = ns.message_log_limit
     if limit is not None and not 0 < limit < math.inf:
         mistakes.append(f"--message-log-limit {limit}: must be above 0 GB; type for example --message-log-limit 50")
@@ -184,8 +186,9 @@ def _log_groups(
 def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str]) -> None:
     if ns.strategy not in STRATEGIES:
         mistakes.append(f"--strategy {ns.strategy}: there is no such way; type one of {', '.join(STRATEGIES)}")
-    if ns.profile and (os.path.isdir(ns.profile) or not os.path.isdir(os.path.dirname(ns.profile) or ".")):
-        mistakes.append(f"--profile {ns.profile}: no file can be written there; name one in a directory that exists")
+    for flag, path in (("--profile", ns.profile), ("--result", ns.result)):
+        if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
+            mistakes.append(f"{flag} {path}: no file can be written there; name one in a directory that exists")
     _check_helpers(ns, mistakes)
     if ns.log_groups and ns.strategy in ("replica", "checkpoint"):
         mistakes.append(
@@ -272,8 +275,7 @@ def _check_streams(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(
             f"--event-log-handler {ns.event_log_handler}: no such handler of torch's events; type null or console"
         )
-    if ns.log_dir and os.path.isfile(ns.log_dir):
-        mistakes.append(f"--log-dir {ns.log_dir}: is a file; name a directory")
+    _directory("--log-dir", ns.log_dir, mistakes)
 
 
 def _directory(flag: str, directory: str | None, mistakes: list[str]) -> str | None:
@@ -322,9 +324,8 @@ def _check_entry(kind: EntryKind, target: str, environ: Mapping[str, str], mista
         # Another interpreter may see other modules: then only it can tell.
         if "PYTHON_EXEC" not in environ and not _module_exists(target):
             mistakes.append(f"--module {target}: no such module on the path of this Python or in {os.getcwd()}")
-    elif os.path.isdir(target):
-        if not os.path.isfile(os.path.join(target, "__main__.py")):
-            mistakes.append(f"{target}: a directory without __main__.py; name the training script in it")
+    elif os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
+        mistakes.append(f"{target}: a directory without __main__.py; name the training script in it")
     elif not os.path.exists(target):
         mistakes.append(f"{target}: no such file in {os.getcwd()}; give the path of the training script")
 

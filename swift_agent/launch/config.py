@@ -139,8 +139,6 @@ class AgentConfig:
         _check_streams(ns, mistakes)
         if ns.log_names and (mistake := log_names.mistake_in(ns.log_names, ns.log_dir)):
             mistakes.append(mistake)
-        if ns.metrics_addr and ns.metrics_port is None:
-            mistakes.append(f"--metrics-addr {ns.metrics_addr}: at which port? type --metrics-port 9108, too")
         kind = _entry_kind(ns, mistakes)
         _check_entry(kind, ns.training_script, environ, mistakes)
         preload = _preload(ns.preload, mistakes)
@@ -177,7 +175,12 @@ class AgentConfig:
         resolved = argparse.Namespace(**{**vars(ns), **changes})
         try:
             launch, entrypoint, entry_args = config_from_args(resolved)
-        except (AssertionError, OSError, RuntimeError, ValueError) as error:
+        except OSError as error:
+            where = f"--log-dir {log_dir}" if log_dir else "TMPDIR"
+            raise ConfigError([
+                f"{where}: no directory can be made there: {error.strerror}; name another one"
+            ]) from error  # fmt: skip
+        except (AssertionError, RuntimeError, ValueError) as error:
             raise ConfigError([str(error)]) from error
         return cls(
             launch=launch,

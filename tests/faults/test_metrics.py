@@ -130,6 +130,14 @@ def test_nodes_that_wait_are_not_ready(make_agents: Callable[..., Agents]) -> No
     end(agents, "a")
 
 
+def test_an_address_of_another_machine(make_agents: Callable[..., Agents]) -> None:
+    agents = make_agents(options=("--metrics-port", "0", "--metrics-addr", "192.0.2.77"))
+    agents.start("a")
+    assert agents.running["a"].wait(60) == 69
+    said = (agents.directory / "agent.a.log").read_text()
+    assert "nothing can listen at 192.0.2.77" in said and "an address of this machine for --metrics-addr" in said
+
+
 def test_a_port_that_is_taken(make_agents: Callable[..., Agents], tmp_path: Path) -> None:
     (port,) = free_ports(1)
     agents = make_agents(options=("--metrics-port", str(port)))

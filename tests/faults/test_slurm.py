@@ -215,6 +215,14 @@ def test_a_job_that_is_queued_again(
     job.assert_result(undisturbed(iterations=ITERATIONS))
 
 
+def test_what_is_mistyped_ends_the_job_with_2(slurm: SlurmCluster, tmp_path: Path) -> None:
+    spares = Job(slurm, tmp_path).submit("--nodes=2", str(TEMPLATE), str(SCRIPT), SPARES="2")
+    assert spares.ended() == "FAILED" and "SPARES=2: spares are some of the 2 nodes of this job" in spares.text()
+    option = Job(slurm, tmp_path).submit("--nodes=2", str(TEMPLATE), "--no-such-option", str(SCRIPT))
+    assert option.ended() == "FAILED"
+    assert "swift-run ended with 2\n" in option.text() and "is lost" not in option.text()
+
+
 def test_scancel_ends_everything(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = Job(slurm, tmp_path).train()
     slurm("scancel", job.number)

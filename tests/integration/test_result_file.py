@@ -67,6 +67,7 @@ def test_how_it_ended(script: str, args: tuple[str, ...], code: int, cause: str,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(result.read_text())
     assert (done.returncode, found["exit_code"], found["cause"]) == (code, code, cause), done.stderr
+    assert (found["job"] == "none") == (code == 2)  # with --standalone a job has a name of its own
     assert [name for name in os.listdir(tmp_path) if "result" in name] == ["result.json"]
     if script == "succeeds":
         assert found["failures"] == [] and bool(found["why"]) == bool(code)
@@ -84,3 +85,20 @@ def test_how_it_ended(script: str, args: tuple[str, ...], code: int, cause: str,
         assert "NCCL WARN" in next((tmp_path / "logs-n7").rglob("1/stderr.log")).read_text()
     elif script == "says it":
         assert done.stderr.index("NCCL WARN") < done.stderr.index("(pid ")  # as it was written, and before its end
+
+
+@pytest.mark.parametrize("how", ["exit(7)", "quit(7)", "sys.exit(7)"])
+def test_a_rank_of_a_job_that_exits_has_failed(how: str, tmp_path: Path) -> None:
+    """It is not taken to have come to the end of its run, where it would wait for the others."""
+    result, train = tmp_path / "result.json", tmp_path / "train.py"
+    train.write_text(
+        f"import sys, time, swift_agent\njob = swift_agent.init()\nif job.rank == 1:\n    {how}\ntime.sleep(60)\n"
+    )
+    command = (
+        sys.executable, "-m", "swift_agent.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0",
+        "--result", str(result), str(train),
+    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS), "SWIFT_ETCD_BINARY": etcd_binary()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    found = json.loads(result.read_text())
+    assert done.returncode == 1 and found["failures"][0]["exit_code"] == 7, done.stderr

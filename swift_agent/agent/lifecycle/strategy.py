@@ -218,5 +218,8 @@ def _is_dear(job: JobMeasured, found: tuple[Way, ...], wanted: str) -> tuple[str
 
 def _remarks(taken: str, wanted: str) -> tuple[str, ...]:
     if not taken:
-        return ("nothing brings back what is lost: all workers would start over. Take checkpoints (job.checkpoint)",)
+        return (
+            "nothing brings back what a lost node holds: all workers would start over. Take checkpoints "
+            "(job.checkpoint)",
+        )
     return (f"--strategy {wanted}: here that is {taken}, see above",) if wanted not in ("", taken) else ()

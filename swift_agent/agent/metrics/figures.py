@@ -178,7 +178,7 @@ def _cause(generation: GenerationRecord, before: tuple[str, ...]) -> Cause:
     }
     if changed - handed:
         return "node"
-    if generation.lost:
+    if generation.lost.keys() - handed:  # those of a slot that is handed over are not lost, but left behind
         return "worker"
     return "drain" if handed else "restart"
 

@@ -11,6 +11,7 @@ the loop replaces as a whole (the agent's state, the figures) may be read in any
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -101,9 +102,12 @@ class Meters:
                 self.why_not_ready,
             )  # fmt: skip
         except OSError as error:
+            remedy = "give each agent of a machine a port of its own, or 0 for any"
+            if error.errno != errno.EADDRINUSE:
+                remedy = "type an address of this machine for --metrics-addr, and a port that may be used"
             raise JobStopped(
                 f"--metrics-port {config.metrics_port}: nothing can listen at {config.metrics_addr}: {error.strerror}; "
-                "give each agent of a machine a port of its own, or 0 for any"
+                f"{remedy}"
             ) from error
         host = f"[{config.metrics_addr}]" if ":" in config.metrics_addr else config.metrics_addr
         log.info("metrics and probes are served at http://%s:%d", host, server.port)

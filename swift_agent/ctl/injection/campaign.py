@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from swift_agent.ctl.common import needs_etcd, no_job, opened, records_of
+from swift_agent.ctl.common import needs_etcd, no_job, opened, output, records_of
 from swift_agent.ctl.injection.draws import DEFAULT_KINDS, draws, fault_of
 from swift_agent.ctl.injection.inject import new_id, order
 from swift_agent.ctl.reports import jobs
@@ -45,6 +45,13 @@ class Incident:
     phases_s: dict[str, float] = field(default_factory=dict)
 
 
+def _writable(context: click.Context, parameter: click.Parameter, given: str | None) -> str | None:
+    """Told before the job is struck: afterwards the report would be lost."""
+    if given is not None and (Path(given).is_dir() or not Path(given).parent.is_dir()):
+        raise click.BadParameter(f"no file can be written at {given}; name one in a directory that exists")
+    return given
+
+
 @click.command()
 @click.argument("job")
 @click.option("--faults", "number", type=click.IntRange(min=1), default=10, show_default=True, metavar="N")
@@ -56,7 +63,7 @@ class Incident:
 @click.option("--bound", "bound_s", type=click.FloatRange(min=1), default=120.0, show_default=True, metavar="SECONDS",
               help="After so long without a recovery the campaign ends.")
 @click.option("--until-end", is_flag=True, help="Wait for the end of the job, and report how it ended.")
-@click.option("--report", metavar="FILE", help="Write the report there, as JSON.")
+@click.option("--report", callback=_writable, metavar="FILE", help="Write the report there, as JSON.")
 @needs_etcd
 def campaign(
     config: EtcdConfig, job: str, number: int, seed: int, kinds: str, pause_s: float, for_s: float, bound_s: float,
@@ -192,7 +199,6 @@ def _line(incident: Incident) -> str:
 
 
 def _show(incidents: list[Incident], result: ResultRecord | None) -> None:
-    from rich.console import Console
 
     table = Table(box=None, pad_edge=False)
     for name in ("KIND", "FAULTS", "RECOVERED", "MEDIAN", "WORST"):
@@ -203,6 +209,6 @@ def _show(incidents: list[Incident], result: ResultRecord | None) -> None:
         median = f"{times[len(times) // 2]:.3f} s" if times else ""
         worst = f"{times[-1]:.3f} s" if times else ""
         table.add_row(kind, str(len(of_kind)), str(sum(one.state == "recovered" for one in of_kind)), median, worst)
-    Console().print(table)
+    output().print(table)
     if result is not None:
         click.echo(f"the job has {result.state}: {result.why}")

@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from swift_agent.ctl.common import needs_etcd, no_job, opened
+from swift_agent.ctl.common import needs_etcd, no_job, opened, output
 from swift_agent.ctl.reports import jobs
 from swift_agent.ctl.status.draw import picture
 from swift_agent.ctl.status.live import Screen, heard
@@ -54,7 +54,7 @@ def status(config: EtcdConfig, job: str | None, watch: bool, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(found))
     else:
-        Console().print(picture(found))
+        output().print(picture(found))
 
 
 def _look(job: str | None, entries: list[KeyValue]) -> Any:
@@ -63,7 +63,7 @@ def _look(job: str | None, entries: list[KeyValue]) -> Any:
 
 def _watch(store: KeyValueStore, config: EtcdConfig, job: str | None, as_json: bool) -> None:
     """Show it after each change. Ctrl-C is how one leaves: no error."""
-    console = Console()
+    console = output()
     try:
         if as_json:
             _follow(store, config, job, _changes(job, lambda found: click.echo(json.dumps(found))))

@@ -7,6 +7,7 @@ etcd: what a worker has to know comes over its agent's socket.
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import threading
@@ -210,6 +211,7 @@ def _install_hooks(job: Job, supervisor: Supervisor) -> None:
         original_destroy(group)
 
     sys.excepthook, sys.exit = on_exception, exit_  # type: ignore[assignment]
+    builtins.exit = builtins.quit = exit_  # type: ignore[assignment]  # those of `site` raise SystemExit by themselves
     second_init.replace("destroy_process_group", destroy)
     job._close_at_exit()
 

@@ -70,7 +70,8 @@ def test_a_lost_node() -> None:
     ("changes", "cause"),
     [
         ({"lost": {1: (0,)}}, "worker"),
-        ({"owners": (owner("n0"), owner("n2")), "handover": {1: owner("n1")}}, "drain"),
+        ({"owners": (owner("n0"), owner("n2")), "handover": {1: owner("n1")}, "lost": {1: (0,)}}, "drain"),
+        ({"owners": (owner("n0"), owner("n2")), "handover": {1: owner("n1")}, "lost": {0: (0,), 1: (0,)}}, "worker"),
         ({"mode": "resize"}, "resize"),
         ({"mode": "restart"}, "restart"),
         ({"owners": (owner("n0"), owner("n1", 2))}, "node"),
