@@ -199,6 +199,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "integration/test_ctl.py": ALL,
     "integration/test_ctl_commands.py": ALL,
+    "integration/test_commands_of_pages.py": (
+        "test_swiftctl_on_a_job",
+        "test_logs_are_removed_by_hand",
+        "test_etcd_is_compacted",
+    ),
     "integration/test_ctl_screen.py": (
         "test_it_follows_the_job_and_ends_with_it",
         "test_it_leaves_the_terminal_as_it_was[Ctrl-C]",

@@ -26,8 +26,10 @@ from swift_rendezvous.store.etcd_config import EtcdConfig
 from tests.support.etcd_cluster import EtcdCluster, etcd_binary
 from tests.support.job import ROOT, Agents
 from tests.support.machines import Machine, Machines, why_not
+from tests.support.pages import blocks, command, put_in
 
-CLUSTER, NODES = (ROOT / "docs" / name for name in ("etcd-cluster.md", "bare-metal.md"))
+CLUSTER = "docs/etcd-cluster.md"
+NODES = "docs/bare-metal.md"
 ITERATIONS = 120
 TRAIN = "/run/source/tests/support/fault_train.py"
 NAMES = ("etcd1", "etcd2", "etcd3")
@@ -35,19 +37,12 @@ NAMES = ("etcd1", "etcd2", "etcd3")
 machines = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def commands(page: Path, section: str) -> list[str]:
-    """The blocks of shell lines under that heading."""
-    text = page.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    return re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-
-
-AUTHORITY, MEMBER, ROLES = commands(CLUSTER, "Three members with TLS")
-(USER,) = commands(CLUSTER, "A user for each job")
-INSTALL, NODE, STATUS = commands(NODES, "Nodes, under systemd")
-BACKUP, RESTORE = commands(CLUSTER, "Backup")
-REPLACE, COMPACT = commands(CLUSTER, "Other work")
-# The machines have this working tree in its place.
-NOT_RUN = (INSTALL,)
+AUTHORITY, MEMBER, ROLES = blocks(CLUSTER, "Three members with TLS")
+(USER,) = blocks(CLUSTER, "A user for each job")
+# The machines have this working tree in the place of what is installed.
+NODE, STATUS = blocks(NODES, "Nodes, under systemd", but="python3 -m venv")
+BACKUP, RESTORE = blocks(CLUSTER, "Backup")
+REPLACE, COMPACT = blocks(CLUSTER, "Other work")
 LOGIN = "".join(line + "\n" for line in ROLES.splitlines() if line.startswith("export"))
 
 
@@ -189,11 +184,6 @@ def job(site: Site) -> Iterator[Callable[..., Job]]:
             machine.run(end, check=False)
 
 
-def test_what_the_pages_say_is_run() -> None:
-    blocks = [one for page in (CLUSTER, NODES) for one in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
-    assert len(blocks) == 11 and [block for block in blocks if block in NOT_RUN] == [INSTALL]
-
-
 @machines
 def test_systemd_finds_nothing_wrong_with_the_units(site: Site) -> None:
     for path in sorted((ROOT / "deploy").rglob("*.service")) + sorted((ROOT / "deploy").rglob("*.timer")):
@@ -244,7 +234,7 @@ def test_nodes_leave_die_and_come_back(site: Site, job: Callable[..., Job], undi
     assert sorted(words) == ["continue", "mixed"]
 
     # Told to go: no iteration is cut; not started again.
-    one.run(f"systemctl stop {gpt.unit}")
+    one.run(command(NODES, "systemctl stop"))
     stopped_s = time.monotonic()
     assert gpt.state(one)["ActiveState"] == "inactive" and gpt.left(one)["exit_code"] == 75
     assert gpt.slots().keys() == set(NAMES) - {one.name}
@@ -258,7 +248,7 @@ def test_nodes_leave_die_and_come_back(site: Site, job: Callable[..., Job], undi
     site.wait(lambda: gpt.slots().get(one.name, -1) is None, "it is a spare")
     # By a signal to the process alone: 75 starts it again.
     two = by_name[next(name for name, slot in gpt.slots().items() if slot == 1)]
-    two.run(f"systemctl kill --kill-whom=main -s USR1 {gpt.unit}")
+    two.run(command(NODES, "systemctl kill"))
     site.wait(lambda: gpt.is_back(two), "it is back as a spare")
     for rank in range(4):
         assert gpt.calls(rank) == list(range(len(gpt.calls(rank)))), (rank, gpt.calls(rank))
@@ -330,7 +320,7 @@ def test_work_on_etcd_while_a_job_trains(own_site: Site, undisturbed: Callable[.
 
     serial = "(openssl s_client -connect etcd2:2379 </dev/null 2>/dev/null || true) | openssl x509 -noout -serial"
     before = site.on(site.first, serial)
-    site.on(site.first, "deploy/etcd/certificates.sh member pki etcd2")
+    site.on(site.first, put_in(command(CLUSTER, "deploy/etcd/certificates.sh member"), {"etcd1": "etcd2"}))
     site.machines[1].run("cat /run/shared/pki/etcd2/member.crt >/etc/swift-etcd/member.crt"
                          " && cat /run/shared/pki/etcd2/member.key >/etc/swift-etcd/member.key")  # fmt: skip
     assert site.on(site.first, serial) not in ("", before)
@@ -362,10 +352,10 @@ def test_a_backup_brings_users_and_roles_back(own_site: Site) -> None:
     site.first.run(f"set -a; . /etc/swift-etcd/backup.env; {three}")
     assert site.first.run("ls /tmp/kept | wc -l; rm -r /tmp/kept").strip() == "2"
 
-    site.etcdctl("deploy/etcd/job.sh remove gpt")
+    site.etcdctl(command(CLUSTER, "deploy/etcd/job.sh remove"))
     assert "swift-gpt" not in site.etcdctl("etcdctl user list")
     for machine in site.machines:
-        machine.run("systemctl stop swift-etcd")
+        machine.run(command(CLUSTER, "systemctl stop swift-etcd"))
     site.first.run(f"cp {saved[0]} /run/shared/snapshot.db")
     for machine in site.machines:
         site.on(machine, RESTORE)

@@ -8,8 +8,10 @@ etcd has three members with TLS, without volumes of their own.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.helm import CHART, GENERATED, LEAST, helm, merged, render
-from tests.support.job import SCRIPT
+from tests.support.helm import CHART, GENERATED, LEAST, MANIFESTS, PATH, helm, merged, render
+from tests.support.job import ROOT, SCRIPT
 from tests.support.kube_api import ApiError
 from tests.support.kube_cluster import NAMESPACE, KubeCluster, why_not
+from tests.support.pages import command, put_in
 
 ITERATIONS = 240
+PAGE = "docs/kubernetes.md"
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(300)]
 
@@ -249,6 +253,38 @@ def test_a_script_that_fails_fails_the_job(kube: KubeCluster, tmp_path: Path) ->
     assert 1 in job.exit_codes() and set(job.exit_codes()) <= {1, 75}, job.exit_codes()
 
 
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """On a cluster without machines: its pods wait for one."""
+    lacks = ("job.indexed", "job.podFailurePolicy", "job.successPolicy", "podDisruptionBudget.enabled")
+    with KubeCluster(tmp_path, 0) as kube:
+        environment = {
+            **os.environ, "PATH": PATH, "KUBECONFIG": str(kube.directory / "kubeconfig"), "HOME": str(tmp_path),
+        }  # fmt: skip
+
+        def run(line: str) -> str:
+            done = subprocess.run(
+                ["bash", "-o", "pipefail", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True,
+                timeout=60,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            return done.stdout
+
+        made = run(put_in(command(PAGE, "secrets.sh"), {"secrets.sh": str(MANIFESTS / "secrets.sh")}))
+        assert made.count("secret/train-") == 3 and kube.get("Secret", "train-job-secret")["data"]
+        # 1.20 does not have all that the chart makes by default.
+        told = run(" ".join([command(PAGE, "helm install"), *(f"--set {name}=false" for name in lacks)]))
+        assert command(PAGE, "kubectl -n training exec").partition(" -- ")[2] in told
+        kube.wait(lambda: len(kube.pods()) == 17, "its pods")
+        before = set(kube.pods())
+        run(command(PAGE, "kubectl delete pod") + f" {min(before)} -n training")
+        kube.wait(lambda: len(set(kube.pods()) - before) == 1, "another one")
+        run(command(PAGE, "kubectl -n training delete job"))
+        assert not kube.pods()
+        run(command(PAGE, "helm uninstall") + " gpt --namespace training")
+        with pytest.raises(ApiError, match="not found"):
+            kube.get("Secret", "gpt-job-secret")
+
+
 @pytest.mark.long
 def test_helm_installs_a_job_and_keeps_its_secrets(kube: KubeCluster, tmp_path: Path) -> None:
     """An upgrade that made others would cut running pods off from etcd. Without budgets, which 1.20 has elsewhere."""
@@ -262,8 +298,8 @@ def test_helm_installs_a_job_and_keeps_its_secrets(kube: KubeCluster, tmp_path: 
         return [kube.get("Secret", name)["data"] for name in names]
 
     found = []
-    for command in ("install", "upgrade"):
-        done = helm(command, *where[:1], str(CHART), *where[1:], "-f", "-", stdin=json.dumps(values), env=environment)
+    for verb in ("install", "upgrade"):
+        done = helm(verb, *where[:1], str(CHART), *where[1:], "-f", "-", stdin=json.dumps(values), env=environment)
         assert done.returncode == 0 and "swiftctl status training-train" in done.stdout, done.stderr
         found.append(secrets())
     assert found[0] == found[1]

@@ -20,11 +20,13 @@ import pytest
 
 from tests.support.etcd_cluster import etcd_binary
 from tests.support.job import ROOT, SCRIPT, SOURCE_ROOTS
+from tests.support.pages import calls, command, put_in, words
 from tests.support.ports import free_ports
 from tests.support.slurm_cluster import SlurmCluster, why_not
 from tests.tiers import in_soak
 
 ITERATIONS = 120
+PAGE = "docs/slurm.md"
 TEMPLATE = ROOT / "deploy" / "slurm" / "train.sbatch"
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -66,8 +68,15 @@ class Job:
 
     def train(self, *, nodes: int = 3, spares: int = 1) -> Job:
         """By the template; until all ranks have trained for a while."""
-        self.submit(f"--nodes={nodes}", str(TEMPLATE), "--nproc-per-node", "2", str(SCRIPT), SPARES=str(spares))
+        line = put_in(command(PAGE, "SPARES=1 sbatch"), {
+            "--nodes": str(nodes), "train.sbatch": str(TEMPLATE), "--nproc-per-node": "2", "train.py": str(SCRIPT),
+        })  # fmt: skip
+        self.submit(*next(calls(line, "sbatch")), SPARES=str(spares))
         return self.wait_for_iteration(6)
+
+    def order(self, text: str) -> None:
+        """A line of the page, for this job."""
+        self.slurm(*words(put_in(text, {"JOB": self.number})))
 
     def text(self) -> str:
         out = self.directory / "out"
@@ -94,7 +103,7 @@ class Job:
     def start_at_once(self) -> None:
         """A job that is queued again: Slurm gives it a wait of two minutes."""
         self.wait(lambda: self.slurm.state_of(self.number) == "PENDING", "it is queued again")
-        self.slurm("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+        self.order(command(PAGE, "scontrol update"))
 
     def end(self) -> str:
         """Train on at full speed; the state in which Slurm has the job at its end."""
@@ -156,7 +165,7 @@ def test_one_node_is_told_to_go(slurm: SlurmCluster, tmp_path: Path, undisturbed
     steps = [line.split() for line in slurm("squeue", "-s", "-h", "-o", "%i %N %j").splitlines()]
     step = next(number for number, node, name in steps if node == going and name == "swift-run")
     slurm(
-        "scancel", "--signal=USR1", step, check=False
+        *words(put_in(command(PAGE, "scancel --signal=USR1"), {"JOB.STEP": step})), check=False
     )  # of nodes that share an address it says that some know no step
     job.wait(lambda: f"node {going} was drained" in job.text(), "the drain")
     assert job.end() == "COMPLETED", job.text()
@@ -206,7 +215,7 @@ def test_a_job_that_is_queued_again(
     job = Job(slurm, tmp_path, checkpoint=3).train()
     job.wait(lambda: list((tmp_path / "checkpoints").glob("*/committed.json")), "a checkpoint")
     if how == "requeue":
-        slurm("scontrol", "requeue", job.number)
+        job.order(command(PAGE, "scontrol requeue"))
     else:  # the one with the batch script
         slurm.crash(slurm.nodes[0])
     job.start_at_once()
@@ -225,7 +234,7 @@ def test_what_is_mistyped_ends_the_job_with_2(slurm: SlurmCluster, tmp_path: Pat
 
 def test_scancel_ends_everything(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = Job(slurm, tmp_path).train()
-    slurm("scancel", job.number)
+    job.order(command(PAGE, "scancel JOB"))
     assert job.ended() == "CANCELLED", job.text()
     job.wait(lambda: slurm("squeue", "-s", "-h", "-j", job.number, check=False) == "", "no step is left")
 
@@ -237,8 +246,9 @@ HETEROGENEOUS = """#!/bin/bash
 srun --het-group=0,1 swift-run --nproc-per-node 2 {script}
 """
 PLAIN = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=1
-srun swift-run --nproc-per-node 2 {script}
+#SBATCH --nodes=2
+{export}
+{line}
 """
 
 
@@ -247,7 +257,10 @@ def test_srun_needs_no_option_of_the_rendezvous(
     kind: str, slurm: SlurmCluster, tmp_path: Path, etcd: str, undisturbed: Callable[..., str]
 ) -> None:
     script = tmp_path / "job.sh"
-    script.write_text((HETEROGENEOUS if kind == "heterogeneous" else PLAIN).format(script=SCRIPT))
+    line = put_in(command(PAGE, "srun"), {"--nproc-per-node": "2", "train.py": str(SCRIPT)})
+    export = put_in(command(PAGE, "export"), {"etcd1:2379": etcd})
+    text = HETEROGENEOUS if kind == "heterogeneous" else PLAIN
+    script.write_text(text.format(script=SCRIPT, line=line, export=export))
     array = ("--array=4-4",) if kind == "array" else ()
     job = Job(slurm, tmp_path).submit(*array, str(script), SWIFT_ETCD_ENDPOINTS=etcd)
     job.wait_for_iteration(2)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from swift_logging_store.log.archive import Archive, directory_name
+from swift_logging_store.log.archive import CLOCK, Archive, directory_name
 from swift_logging_store.stores import hdfs
 from swift_logging_store.stores import helper as helper_process
 from swift_logging_store.stores.contract import Store
@@ -30,6 +30,7 @@ from swift_recovery.state.checksum import checksum
 from swift_recovery.state.training_state import TrainingState
 from swift_recovery.transfer import state_file
 from tests.support.hdfs_cluster import HdfsCluster, why_not
+from tests.support.pages import command, words
 from tests.support.ports import free_ports
 from tests.support.relay import Relay
 from tests.support.stores import (
@@ -82,6 +83,16 @@ def test_files_come_and_go(cluster: HdfsCluster) -> None:
     store = open_store(f"{cluster.url}/some/files")
     assert str(store) == f"{cluster.url}/some/files"
     check_files_come_and_go(store)
+
+
+def test_logs_are_removed_by_hand(cluster: HdfsCluster) -> None:
+    store = open_store(f"{cluster.url}/logs")
+    names = {job: directory_name(job, 1, f"{CLOCK}1764000000", 2, "0b58ffa5") for job in ("gpt", "bert")}
+    for name in names.values():
+        store.put(f"{name}/segment", b"messages")
+    program, subcommand, *arguments = words(command("docs/message-logs.md", "hdfs dfs"))
+    assert (program, subcommand) == ("hdfs", "dfs") and names["gpt"] in cluster.dfs(*arguments)
+    assert store.names("") == [names["bert"]]
 
 
 def test_what_is_broken_off_leaves_nothing(cluster: HdfsCluster) -> None:

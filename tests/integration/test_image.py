@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import ROOT
+from tests.support.pages import command, put_in, words
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 TEXT = DOCKERFILE.read_text()
@@ -100,8 +101,8 @@ def rootfs() -> Iterator[Path]:
         pytest.skip("needs Debian's packages")
     directory = Path(os.environ.get("SWIFT_TEST_IMAGE", ROOT / ".cache" / "image"))
     if "SWIFT_TEST_IMAGE" not in os.environ:
-        build = [ROOT / "scripts" / "build_image.sh", directory]
-        done = subprocess.run(build, capture_output=True, text=True, timeout=1700)
+        build = words(put_in(command("docs/docker.md", "scripts/build_image.sh"), {"DIR": str(directory)}))
+        done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=1700)
         if "Unable to locate package" in done.stderr or "Could not resolve" in done.stderr:
             pytest.skip(f"no mirror of Debian: {done.stderr[-300:]}")
         assert done.returncode == 0, done.stderr[-4000:]

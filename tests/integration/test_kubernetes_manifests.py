@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.support.helm import (
     wrong_with,
 )
 from tests.support.job import ROOT
+from tests.support.pages import calls, command, put_in, words
 
 pytestmark = pytest.mark.skipif(bool(why_no_helm()), reason=why_no_helm())
 
@@ -413,8 +413,11 @@ def test_plain_manifests_are_those_of_the_chart(tmp_path: Path) -> None:
 
 
 def test_what_plain_manifests_mount_can_be_made() -> None:
+    line = put_in(command("docs/kubernetes.md", "secrets.sh training"), {"secrets.sh": str(MANIFESTS / "secrets.sh")})
+    [arguments] = calls(line, "secrets.sh")
+    assert arguments == ["training"] and list(calls(line, "kubectl")) == [["apply", "-f", "-"]]
     text = subprocess.run(
-        [str(MANIFESTS / "secrets.sh"), "training"], capture_output=True, text=True, check=True, timeout=30
+        [str(MANIFESTS / "secrets.sh"), *arguments], capture_output=True, text=True, check=True, timeout=30
     ).stdout
     made = objects_of(text)
     assert not [why for thing in made.values() if (why := wrong_with(thing, "1.37"))]
@@ -433,17 +436,20 @@ def test_what_plain_manifests_mount_can_be_made() -> None:
 
 
 def test_commands_of_the_page_render() -> None:
-    text = " ".join(code_of("sh").replace("\\\n", " ").split("kubectl")[0].split())
-    words = shlex.split(text)
-    assert words[:3] == ["helm", "install", "gpt"] and words[3] == "deploy/kubernetes/swift-agent"
-    done = helm("template", "gpt", str(CHART), *words[4:])
+    """Without a cluster: what `helm install` would make. With one: faults/test_kubernetes.py."""
+    install = command("docs/kubernetes.md", "helm install")
+    done = helm(*words(put_in(install, {"install": "template", "deploy/kubernetes/swift-agent": str(CHART)}))[1:])
     assert done.returncode == 0, done.stderr
     things = objects_of(done.stdout)
     [container] = pod_of(things)["containers"]
     assert container["args"] == ["train.py", "--lr", "0.1"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}  # a number is refused by some clusters
     assert things["Job", "gpt"]["spec"]["completions"] == 17
-    assert variables(things)["PET_RDZV_ID"] == "$(SWIFT_NAMESPACE)-gpt"
+    found = variables(things)
+    assert found["PET_RDZV_ID"] == "$(SWIFT_NAMESPACE)-gpt" and found["PET_NPROC_PER_NODE"] == "8"
+    # As swiftctl of the page names the job.
+    [arguments] = calls(command("docs/kubernetes.md", "kubectl -n training exec"), "swiftctl")
+    assert arguments == ["status", "training-gpt"]
 
 
 def test_the_trainjob_of_the_page_is_one() -> None:

@@ -3,6 +3,9 @@ tests/faults/test_checkpoints.py."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from swift_logging_store.log.archive import Archive, directory_name
+from swift_logging_store.log.archive import CLOCK, Archive, directory_name
 from swift_logging_store.stores import s3
 from swift_logging_store.stores.contract import Store
 from swift_logging_store.stores.open import open_store
@@ -20,6 +23,7 @@ from swift_recovery.errors import StateError
 from swift_recovery.state.checksum import checksum
 from swift_recovery.state.training_state import TrainingState
 from swift_recovery.transfer import state_file
+from tests.support.pages import command, put_in
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.stores import (
     check_copies_outlive_a_frozen_server,
@@ -64,6 +68,20 @@ def test_files_come_and_go() -> None:
     store = open_store(f"s3://{BUCKET}/some/files")
     assert str(store) == f"s3://{BUCKET}/some/files"
     check_files_come_and_go(store)
+
+
+def test_logs_are_removed_by_hand(server: S3Server) -> None:
+    if shutil.which("aws") is None:
+        pytest.skip("needs the client of AWS")
+    store = open_store(f"s3://{BUCKET}/logs")
+    names = {job: directory_name(job, 1, f"{CLOCK}1764000000", 2, "0b58ffa5") for job in ("gpt", "bert")}
+    for name in names.values():
+        store.put(f"{name}/segment", b"messages")
+    line = put_in(command("docs/message-logs.md", "aws s3 rm"), {"BUCKET": BUCKET, "PREFIX": "logs"})
+    environment = {**os.environ, **server.environment, "AWS_DEFAULT_REGION": "us-east-1"}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (store.names(names["gpt"]), store.names(names["bert"])) == ([], ["segment"])
 
 
 def test_generations_are_kept_apart() -> None:

@@ -5,10 +5,10 @@ secret is where others look.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.private_etcd import PrivateEtcd
 from tests.support.etcd_cluster import EtcdCluster, Tls, etcd_binary, make_tls, wait_for
-from tests.support.job import ROOT, Agents
+from tests.support.job import SOURCE_ROOTS, Agents
+from tests.support.pages import blocks, command, put_in
 
 SECRET = "Wo4IHXVn6bSDJbTqL0kq8p0s"
 PASSWORD = "kV7-password-of-etcd"
@@ -37,12 +38,6 @@ def write_private(path: Path, text: str) -> str:
     path.write_text(text + "\n")
     path.chmod(0o600)
     return str(path)
-
-
-def documented_commands() -> list[str]:
-    """The blocks of etcdctl lines in docs/etcd-login.md, in order."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "etcd-login.md").read_text(), re.DOTALL)
-    return [block for block in blocks if "etcdctl" in block]
 
 
 @dataclass
@@ -85,9 +80,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
             "ETCDCTL_ENDPOINTS": f"https://{cluster.endpoints[0]}", "ETCDCTL_CACERT": tls.ca,
             "ETCDCTL_CERT": tls.client_cert, "ETCDCTL_KEY": tls.client_key,
         }  # fmt: skip
-        commands = documented_commands()
-        assert len(commands) == 2
-        for block in commands:
+        for block in blocks("docs/etcd-login.md", "", but="swift-run"):
             done = subprocess.run(["bash", "-euc", block], env=environment, cwd=directory, capture_output=True,
                                   text=True, timeout=60)  # fmt: skip
             assert done.returncode == 0, done
@@ -219,6 +212,20 @@ def test_a_job_over_tls_with_a_role_of_its_own_leaks_no_secret(
     assert len(journals) == 2 and all(stores[0][1].nonce.encode() in text for text in journals)
     leaks = [(needle[:6], where) for needle in needles for where, text in haystack.items() if needle.encode() in text]
     assert leaks == []
+
+
+def test_a_node_logs_in_as_the_page_has_it(locked: Locked, script: Path, tmp_path: Path) -> None:
+    line = put_in(command("docs/etcd-login.md", "swift-run --rdzv-endpoint"), {
+        "--rdzv-endpoint": locked.endpoint, "--etcd-cacert": locked.tls.ca, "--etcd-cert": locked.tls.client_cert,
+        "--etcd-key": locked.tls.client_key, "--etcd-password-file": locked.password_file, "train.py": str(script),
+    })  # fmt: skip
+    environment = {
+        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(SOURCE_ROOTS),
+    }  # fmt: skip
+    done = subprocess.run(["bash", "-c", f"exec {line}"], env=environment, cwd=tmp_path, capture_output=True, text=True,
+                          timeout=100)  # fmt: skip
+    assert done.returncode == 0 and "trains" in done.stdout + done.stderr, done
 
 
 @pytest.mark.parametrize("role", ["of another job", "that may only read"])

@@ -19,6 +19,7 @@ from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import EtcdCluster, wait_for
 from tests.support.group_nodes import SCRIPT, Nodes
 from tests.support.job import ROOT, SOURCE_ROOTS
+from tests.support.pages import command, put_in, words
 
 GROUP = "torchrun.handlers"
 LEASE_TTL_S = 4
@@ -64,14 +65,17 @@ def make_job(
         directory = tmp_path / "job"
         directory.mkdir()
         (directory / "train.py").write_text(SCRIPT)
-        command = [
-            "-m", "torch.distributed.run", "--rdzv-backend", "swift-etcd",
-            "--rdzv-endpoint", ",".join(etcd.endpoints), "--rdzv-id", request.node.name, "--rdzv-conf", conf,
-            "--nnodes", nnodes, "--nproc-per-node", "1", "--local-addr", "127.0.0.1",
-            "--max-restarts", "5", "--monitor-interval", "0.2", str(directory / "train.py"),
+        line = put_in(command("docs/torchrun-plugin.md", "torchrun"), {
+            "--rdzv-endpoint": ",".join(etcd.endpoints), "--rdzv-id": request.node.name, "--nnodes": nnodes,
+            "--nproc-per-node": "1", "--max-restarts": "5",
+        })  # fmt: skip
+        *options, script = words(line)[1:]
+        started = [
+            "-m", "torch.distributed.run", *options, "--rdzv-conf", conf, "--local-addr", "127.0.0.1",
+            "--monitor-interval", "0.2", str(directory / script),
         ]  # fmt: skip
         made.append(
-            Nodes(directory, command, path=entry_point_path, forks=None if as_typed or entry_point_path else forks)
+            Nodes(directory, started, path=entry_point_path, forks=None if as_typed or entry_point_path else forks)
         )
         return made[-1]
 

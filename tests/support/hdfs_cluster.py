@@ -122,6 +122,13 @@ class HdfsCluster:
     def _log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(errors="replace")[-2000:]
 
+    def dfs(self, *arguments: str) -> str:
+        """What `hdfs dfs` prints, which is this class of Hadoop."""
+        command = [*self._java("nn")[:-1], "org.apache.hadoop.fs.FsShell", "-fs", self.url, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def _java(self, name: str) -> list[str]:
         server = "namenode.NameNode" if name == "nn" else "datanode.DataNode"
         return [

@@ -15,6 +15,7 @@ import pytest
 from swift_recovery.state import deviation
 from swift_recovery.state.deviation import Fingerprint
 from tests.support.job import ROOT
+from tests.support.pages import FENCE, fenced
 from tests.support.texts import Message, messages
 
 DOCS = ROOT / "docs"
@@ -32,27 +33,11 @@ REFERENCES = {
     "docs/rules.md": "by a rule, each with a wrong and a right example",
 }
 MAX_BULLET_WORDS = 60
-FENCE = re.compile(r" *(```+|~~~+)\s*(\w*)")
 BULLET = re.compile(r"( *)(?:[-*+]|\d+[.)]) +(.*)")
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def blocks(text: str) -> Iterator[tuple[int, str, str]]:
-    """Of the fenced ones: the number of the first line, the language, the code."""
-    fence, begin, language, code = "", 0, "", list[str]()
-    for number, line in enumerate(text.splitlines(), 1):
-        if not fence:
-            if found := FENCE.match(line):
-                fence, language, begin, code = found[1], found[2], number + 1, []
-        elif line.strip() == fence:
-            yield begin, language, "\n".join(code)
-            fence = ""
-        else:
-            code.append(line)
-    assert not fence, f"a block of code that begins in line {begin} does not end"
 
 
 def without_code(text: str) -> Iterator[tuple[int, str]]:
@@ -103,7 +88,7 @@ def wordy(text: str) -> list[int]:
 PYTHON = [
     pytest.param(code, id=f"{name_of(page)}:{begin}")
     for page in PAGES
-    for begin, language, code in blocks(page.read_text())
+    for begin, language, code in fenced(page.read_text())
     if language in ("python", "py")
 ]
 
@@ -151,7 +136,7 @@ def quoted() -> list[str]:
     return [
         " ".join(code.split())
         for name in ("rules.md", "data.md", "comparisons.md")
-        for _, language, code in blocks((DOCS / name).read_text())
+        for _, language, code in fenced((DOCS / name).read_text())
         if language == "text"
     ]
 

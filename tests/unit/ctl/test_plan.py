@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swift_agent.ctl.main import cli
+from tests.support.pages import command, words
 
 ROOT = Path(__file__).parents[3]
 VIT = "examples/profiles/vit.json"
@@ -25,9 +26,10 @@ def plan(*args: str) -> Result:
 
 def test_the_page_shows_what_it_prints() -> None:
     shown = (ROOT / "docs" / "planning.md").read_text().partition("```console\n")[2].partition("\n```")[0]
-    command, *expected = shown.splitlines()
-    assert command == f"$ swiftctl plan {VIT} --gpu-hour-cost 2.5" and expected.pop() == "..."
-    found = plan(VIT, "--gpu-hour-cost", "2.5")
+    text = command("docs/planning.md", "swiftctl plan examples")
+    prompt, *expected = shown.splitlines()
+    assert prompt == f"$ {text}" and expected.pop() == "..."
+    found = plan(*words(text)[2:])
     assert found.exit_code == 0
     assert [line.rstrip() for line in found.output.splitlines()][: len(expected)] == expected
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from swift_agent.ctl.main import cli
 from swift_recovery.strategy import simulation
+from tests.support.pages import command, put_in, words
 
 ROOT = Path(__file__).parents[3]
 VIT = str(ROOT / "examples" / "profiles" / "vit.json")
@@ -28,9 +29,10 @@ def hours(*args: str) -> dict[str, float]:
 
 def test_the_page_shows_what_it_prints() -> None:
     shown = (ROOT / "docs" / "simulation.md").read_text().rpartition("```console\n")[2].partition("\n```")[0]
-    command, *expected = shown.splitlines()
-    assert command == "$ swiftctl simulate examples/profiles/vit.json --hours 480"
-    found = simulate(VIT, "--hours", "480")
+    text = command("docs/simulation.md", "swiftctl simulate examples")
+    prompt, *expected = shown.splitlines()
+    assert prompt == f"$ {text}"
+    found = simulate(*words(put_in(text, {"examples/profiles/vit.json": VIT}))[2:])
     assert found.exit_code == 0
     assert [line.rstrip() for line in found.output.splitlines()] == expected
 
