@@ -103,7 +103,7 @@ class Job:
     def start_at_once(self) -> None:
         """A job that is queued again: Slurm gives it a wait of two minutes."""
         self.wait(lambda: self.slurm.state_of(self.number) == "PENDING", "it is queued again")
-        self.order(command(PAGE, "scontrol update"))
+        self.order(command(PAGE, "scontrol update jobid"))
 
     def end(self) -> str:
         """Train on at full speed; the state in which Slurm has the job at its end."""
@@ -178,7 +178,8 @@ def test_a_node_is_drained_in_slurm(slurm: SlurmCluster, tmp_path: Path, undistu
     """By an operator who knows nothing of this job."""
     job = Job(slurm, tmp_path, pace_s=1.0).train()
     going = job.node_of_slot(1)
-    slurm("scontrol", "update", f"nodename={going}", "state=drain", "reason=bad | memory: 5%")
+    order = put_in(command(PAGE, "scontrol update nodename"), {"NODE": going, "...": "'bad | memory: 5%'"})
+    slurm(*words(order))
     job.wait(lambda: f"node {going} was drained" in job.text(), "the drain")
     told = f"node {going} is drained in Slurm: bad | memory: 5%; it leaves the job when a spare has its place"
     assert job.text().count("drained in Slurm") == job.text().count(told) == 1, job.text()
