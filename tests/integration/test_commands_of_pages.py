@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,6 +99,16 @@ def shell(tmp_path: Path, endpoint: str) -> Iterator[Shell]:
 def test_swift_run(line: str, machines: int, shell: Shell) -> None:
     said = shell.run(line, times=machines)
     assert len(re.findall(r"rank \d+ is process", said)) == 2, said
+
+
+def test_names_of_logs(shell: Shell) -> None:
+    line = command("docs/worker-output.md", "swift-run")
+    shell.run(line)
+    found = {path.name for path in (shell.directory / "logs").iterdir() if path.is_symlink()}
+    host = socket.gethostname()
+    assert found == {
+        f"rank-{rank}-{host}-1.{ending}" for rank in (0, 1) for ending in ("stdout.log", "stderr.log", "error.json")
+    }
 
 
 def test_swift_run_with_a_secret(shell: Shell) -> None:

@@ -24,7 +24,9 @@ PROGRAMS = (
     "swiftctl", "systemctl", "torchrun",
 )  # fmt: skip
 # Messages that a page quotes.
-NO_COMMANDS = ("make a copy of it", "swift-run cannot start")
+NO_COMMANDS = (
+    "make a copy of it", "sinfo has named no node", "sinfo has not ended within 20 s", "swift-run cannot start",
+)  # fmt: skip
 FENCE = re.compile(r" *(```+|~~~+)\s*(\w*)")
 _OPERATORS = set("();<>|&")
 
