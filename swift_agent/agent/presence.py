@@ -97,6 +97,7 @@ class Presence:
                 fingerprint=host.fingerprint(config),
                 role="" if config.role == DEFAULT_ROLE else config.role,
                 node_rank=config.node_rank,
+                takes_faults=config.allow_injection,
             )
             most = config.max_nodes if config.max_nodes > config.nnodes else 0
             job = JobRecord(

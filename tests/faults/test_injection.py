@@ -180,8 +180,10 @@ def test_nobody_takes_orders_unless_that_is_allowed(make_agents: Start) -> None:
     for node in "ab":
         agents.start(node)
     wait_until(agents, lambda: all((agents.directory / f"calls.{rank}").exists() for rank in range(4)))
-    said = ctl(agents, "inject", "kill-worker", "--rank", "0", "--timeout", "1", code=1)
-    assert "has to be started with --allow-injection" in said
+    wanted = {("--rank", "0"): "no node takes faults: start them", ("--node", "b"): "node b takes no faults: start it"}
+    for target, words in wanted.items():
+        said = ctl(agents, "inject", "kill-node", *target, code=1)
+        assert words in said and "with swift-run --allow-injection" in said
     outcome = free(agents)
     assert all(len(pids) == 1 for pids in outcome.pids.values()) and len(outcome.hashes) == 1
 

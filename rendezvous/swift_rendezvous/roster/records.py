@@ -15,10 +15,8 @@ AS_MANY_AS_PAY = -1  # in the place of --helpers
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One agent that is alive. Stored under the agent's lease, so it goes away with it.
-
-    *fingerprint*: of its command. *role*: what its workers are, empty for torchrun's default. *node_rank*: where it
-    shall stand among the first nodes."""
+    """One agent that is alive; under its lease. *fingerprint*: of its command. *role*: what its workers are, empty for
+    torchrun's default. *node_rank*: where it shall stand among the first ones. *takes_faults*: of `swiftctl inject`."""
 
     node_id: str
     incarnation: str
@@ -28,6 +26,7 @@ class NodeRecord:
     fingerprint: str = ""
     role: str = ""
     node_rank: int = 0
+    takes_faults: bool = False
 
 
 @dataclass(frozen=True)

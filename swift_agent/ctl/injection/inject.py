@@ -87,6 +87,11 @@ def not_there(view: View, fault: Fault) -> str:
         return "it has not begun yet"
     if fault.rank >= 0 and generation is not None and fault.rank >= generation.world_size:
         return f"no rank {fault.rank}; there are 0 to {generation.world_size - 1}"
+    takers = {name for name, node in view.nodes.items() if node.takes_faults}
+    if view.nodes and not takers & ({fault.node} if fault.node else view.nodes.keys()):
+        if fault.node:
+            return f"node {fault.node} takes no faults: start it with swift-run --allow-injection"
+        return "no node takes faults: start them with swift-run --allow-injection"
     return ""
 
 
