@@ -32,6 +32,8 @@ def parse_budget(text: str) -> Budget:
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[KMGTP]iB|)", text.strip())
     if found is None or (found[2] == "%" and float(found[1]) > 100):
         raise ValueError(f"{text!r} is no size; type 500GiB, 2TiB, or 20% of all messages")
+    if not found[2] and 0 < float(found[1]) < 1024:
+        raise ValueError(f"{text!r} is a few bytes; type {text}% of all messages, or {text}GiB")
     return Budget(float(found[1]) / 100, True) if found[2] == "%" else Budget(float(found[1]) * UNITS[found[2]], False)
 
 

@@ -94,6 +94,12 @@ def test_budgets(text: str, budget: Budget) -> None:
     assert parse_budget(text) == budget
 
 
+def test_a_budget_without_its_unit_is_no_budget() -> None:
+    with pytest.raises(ValueError, match="'20' is a few bytes; type 20% of all messages, or 20GiB"):
+        parse_budget("20")
+    assert parse_budget("4096") == Budget(4096.0, False)
+
+
 @pytest.mark.parametrize("text", ["", "101%", "2TB", "-1", "a", "1e3", "9" * 400])
 def test_no_budgets(text: str) -> None:
     with pytest.raises(ValueError, match="type 500GiB"):
