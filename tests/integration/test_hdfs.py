@@ -93,6 +93,7 @@ def test_logs_are_removed_by_hand(cluster: HdfsCluster) -> None:
     program, subcommand, *arguments = words(command("docs/message-logs.md", "hdfs dfs"))
     assert (program, subcommand) == ("hdfs", "dfs") and names["gpt"] in cluster.dfs(*arguments)
     assert store.names("") == [names["bert"]]
+    store.remove_directory(names["bert"])
 
 
 def test_what_is_broken_off_leaves_nothing(cluster: HdfsCluster) -> None:

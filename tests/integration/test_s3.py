@@ -73,11 +73,11 @@ def test_files_come_and_go() -> None:
 def test_logs_are_removed_by_hand(server: S3Server) -> None:
     if shutil.which("aws") is None:
         pytest.skip("needs the client of AWS")
-    store = open_store(f"s3://{BUCKET}/logs")
+    store = open_store(f"s3://{BUCKET}/by-hand")
     names = {job: directory_name(job, 1, f"{CLOCK}1764000000", 2, "0b58ffa5") for job in ("gpt", "bert")}
     for name in names.values():
         store.put(f"{name}/segment", b"messages")
-    line = put_in(command("docs/message-logs.md", "aws s3 rm"), {"BUCKET": BUCKET, "PREFIX": "logs"})
+    line = put_in(command("docs/message-logs.md", "aws s3 rm"), {"BUCKET": BUCKET, "PREFIX": "by-hand"})
     environment = {**os.environ, **server.environment, "AWS_DEFAULT_REGION": "us-east-1"}
     done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
