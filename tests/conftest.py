@@ -21,6 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
+# A test that forks (a loader with processes) does so in a process that has had clients of etcd. By default gRPC then
+# waits in the fork until its threads stand still, in C and without a limit. No fork here uses it. Read by its import.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
 from tests import tiers
 from tests.support.agent_forks import ForkServer
 from tests.support.etcd_cluster import EtcdCluster

@@ -375,6 +375,7 @@ def test_what_was_recorded_is_of_no_use_again(start: Callable[..., Node | Proces
 
     sock, answer = _dial(me.record, record)
     assert answer
+    wait_for(lambda: me.connected() == {"b"}, 5.0, "the connection")  # it counts after the answer only
     sock.close()
     wait_for(lambda: me.connected() == set(), 5.0, "the end of the connection")
     sock, answer = _dial(me.record, lambda _: recorded[0])
