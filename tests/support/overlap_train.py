@@ -166,9 +166,9 @@ def arm() -> None:
         join(self)
         die_if_due(AGREED)
 
-    def armed_compare(self: Rejoin) -> None:
+    def armed_compare(self: Rejoin, *args: Any) -> None:
         die_in_recovery("verify")
-        compare(self)
+        compare(self, *args)
 
     OverlappedUpdates._reduce, OverlappedUpdates._update = armed_reduce, armed_update
     OverlappedUpdates.take_back, OverlappedUpdates.install = armed_take_back, armed_install

@@ -33,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import swift_agent as swift
 from swift_agent.worker.loop import recovery
-from swift_agent.worker.rejoin import rejoin, replays
+from swift_agent.worker.rejoin import rejoin, replays, waits
 from tests.support.fault_train import (
     DEVICE,
     DIR,
@@ -284,7 +284,7 @@ def arm_logs() -> None:
     from swift_logging_store.log.writer import LogWriter
 
     recovery.TELL_S = ORDERS.get("progress_s", recovery.TELL_S)
-    replays.TELL_S = ORDERS.get("waits_s", replays.TELL_S)
+    waits.TELL_S = ORDERS.get("waits_s", waits.TELL_S)
     do, drop, delete, drops = Archive._do, SentLog.drop, LogWriter._delete, [False]
     pieces = transfer._pieces
     transfer.PIECE_BYTES = ORDERS.get("piece_bytes", transfer.PIECE_BYTES)

@@ -63,6 +63,16 @@ class Plan:
         """Ranks that *rank* sends its state to, in ascending order."""
         return sorted(target for target, source in self.sources.items() if source == rank)
 
+    @property
+    def brought(self) -> frozenset[int]:
+        """Ranks whose state comes from outside of the groups: a file, or a process that leaves."""
+        return frozenset(self.loads).union(self.handovers)
+
+    @property
+    def receivers(self) -> frozenset[int]:
+        """Ranks to which a state, or a part of one, is to come."""
+        return self.brought.union(self.sources, *(patch.targets for patch in self.patches))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": self.kind,

@@ -34,6 +34,7 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.rejoin import handover
 from swift_agent.worker.rejoin.replays import Replays
+from swift_agent.worker.rejoin.waits import Waits
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.fingerprints import Fingerprints
 from swift_agent.worker.tracked.loop_state import Place
@@ -65,7 +66,8 @@ class Rejoin:
         self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
-        self._replays = Replays(place, supervisor, groups, tracked, device)
+        self._waits = Waits(place, supervisor, groups)
+        self._replays = Replays(place, supervisor, groups, tracked, device, self._waits)
 
     def run(self, *, staying: bool = False) -> bool:
         """Return True when this worker is live in the newest generation, with the state that its plan says. *staying*:
@@ -136,7 +138,7 @@ class Rejoin:
         self._tracked.restore_layouts(self._agree_on_layouts(plan, layouts))
         self._exchange_state(go)
         clock.mark("transfer")
-        self._compare()
+        self._compare(plan)
         if place.owed is not None:
             self._tracked.rewind()  # it will be run after all, and sends what it had sent
         self._supervisor.send(msg.Holds())
@@ -200,10 +202,16 @@ class Rejoin:
         self._mend(plan)
         targets = plan.targets_of(place.rank)
         if targets:
+            if place.rank in plan.brought:
+                self._waits.tell("brought")
             send_state(state, place.offer(), [self._link(target) for target in targets])
         if place.rank not in plan.sources:
             return
-        link = self._link(plan.sources[place.rank])
+        source = plan.sources[place.rank]
+        if source in plan.brought:
+            # Until it has the state itself; longer than an operation of the groups has time.
+            self._waits.wait_for("brought", [source], "have not got their state yet")
+        link = self._link(source)
         skips = place.owed is not None and place.owed.iteration < plan.iteration
         mixed = self._tracked.updates.mixed
         here = max(place.here.iteration, place.dry_iterations)
@@ -245,9 +253,14 @@ class Rejoin:
             if owes and place.rank not in plan.sources:
                 place.roll_forward(plan.iteration, lambda: None)
 
-    def _compare(self) -> None:
+    def _compare(self, plan: Plan) -> None:
         """Parameters and optimizer state must be equal on all replicas before training goes on."""
         mine, carried = self._tracked.checksum(), self._place.carried
+        if plan.receivers:
+            # A copy takes longer than an operation of the groups has time, and others have nothing to do meanwhile.
+            if self._place.rank in plan.receivers:
+                self._waits.tell("received")
+            self._waits.wait_for("received", plan.receivers, "have not got their state yet")
         everyone = self._groups.all_gather_ints([mine, carried])
         differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
         if differing:

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -28,6 +27,7 @@ from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.rejoin.helping import Gathering, Joining
+from swift_agent.worker.rejoin.waits import Waits
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_logging_store.errors import LogError
@@ -38,8 +38,6 @@ from swift_recovery.replay import serving
 from swift_recovery.replay.source import Connect
 
 _POLL_S = 0.005
-# Between two words about who is waited for.
-TELL_S = 60.0
 
 
 class Replays:
@@ -47,10 +45,11 @@ class Replays:
     """
 
     def __init__(
-        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device
-    ) -> None:
+        self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
+        waits: Waits,
+    ) -> None:  # fmt: skip
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
-        self._device = device
+        self._device, self._waits = device, waits
         self._gathering: Gathering | None = None  # of a replacement that is helped
         self._joining: Joining | None = None  # of a helper
         self._stays = False  # those whose messages this replacement has taken
@@ -99,7 +98,7 @@ class Replays:
         except (LogError, OSError) as error:
             raise CannotReplay(f"rank {place.rank} cannot read what it has sent: {error}") from None
         # To load a checkpoint may take longer than an operation of the groups has time.
-        self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
+        self._waits.wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
 
     def _serve(self, rank: int, gift: serving.Gift, num_helpers: int) -> str:
         return self._log_server.serve(rank, self._groups.store.local_address, gift, 1 + num_helpers)
@@ -121,8 +120,8 @@ class Replays:
             # Or this rank would hold a state, and lack messages of the iteration that was cut; or others who repeat
             # theirs would wait for it in an operation of the groups, which has a timeout.
             messages.wait_taken()
-        PrefixStore("loaded", store).set(str(place.rank), "")
-        self._wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
+        self._waits.tell("loaded")
+        self._waits.wait_for("loaded", plan.replays, "have not taken checkpoint and logs yet")
         messages.begin_replay(plan.replays)
         place.begin_replay(plan.iteration, alone=is_alone)
         self._stays = plan.stays
@@ -187,7 +186,7 @@ class Replays:
         messages = self._tracked.messages
         if self._place.rank in plan.replays or messages is None:
             return
-        self._wait_for("replayed", plan.replays, "repeat iterations")
+        self._waits.wait_for("replayed", plan.replays, "repeat iterations")
         for rank in plan.replays:
             sent = PrefixStore("replayed", self._groups.store).get(str(rank))
             messages.follow(json.loads(sent), plan.iteration)
@@ -251,18 +250,3 @@ class Replays:
             tracked.restore_layouts(self._layouts)
         self._restored = iteration
         return iteration
-
-    def _wait_for(self, what: str, ranks: Collection[int], doing: str) -> None:
-        """Of each of *ranks*. Without a limit: whoever is lost is reported by its agent. One rank says for whom all
-        others wait."""
-        store = PrefixStore(what, self._groups.store)
-        tells = self._place.rank == min(set(range(dist.get_world_size())).difference(ranks), default=-1)
-        told_s = time.monotonic()
-        for rank in ranks:
-            while not store.check([str(rank)]):
-                self._supervisor.check()
-                if tells and time.monotonic() - told_s >= TELL_S:
-                    told_s = time.monotonic()
-                    missing = [str(one) for one in ranks if not store.check([str(one)])]
-                    self._supervisor.note(f"others wait for ranks that {doing}: {', '.join(missing)}")
-                time.sleep(_POLL_S)

@@ -30,7 +30,7 @@ def test_a_rank_that_logs_does_not_wait_for_those_that_do_not() -> None:
         for rank, of_rank in ((0, None), (1, None), (2, messages)):
             parts: Any = (
                 SimpleNamespace(rank=rank, replays=False), SimpleNamespace(note=print), SimpleNamespace(store=store),
-                SimpleNamespace(messages=of_rank), torch.device("cpu"),
+                SimpleNamespace(messages=of_rank), torch.device("cpu"), SimpleNamespace(),
             )  # fmt: skip
             Replays(*parts).go_on(go)
     finally:
