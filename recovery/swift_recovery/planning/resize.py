@@ -20,23 +20,22 @@ FILE = -1
 @dataclass(frozen=True)
 class Held:
     """A state of *iteration* on a node: in the worker of *local_rank*, or in its `FILE`. *is_mixed*: a part of the next
-    update is in it, which that worker takes back before it keeps the state."""
+    update is in it, which that worker takes back before it keeps the state. *is_full*: another worker of the node could
+    not keep its own there."""
 
     local_rank: int
     iteration: int
     sections: int = 0
     is_mixed: bool = False
+    is_full: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        data = vars(self).copy()
-        if not self.is_mixed:
-            del data["is_mixed"]
-        return data
+        return {name: value for name, value in vars(self).items() if value or not name.startswith("is_")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Held:
-        is_mixed = bool(data.get("is_mixed", False))
-        return cls(int(data["local_rank"]), int(data["iteration"]), int(data["sections"]), is_mixed)
+        flags = {name: bool(data.get(name, False)) for name in ("is_mixed", "is_full")}
+        return cls(int(data["local_rank"]), int(data["iteration"]), int(data["sections"]), **flags)
 
 
 def make_resize_plan(held: Mapping[int, Iterable[Held]], sizes: Sequence[int]) -> Plan:
@@ -48,9 +47,11 @@ def make_resize_plan(held: Mapping[int, Iterable[Held]], sizes: Sequence[int]) -
     keepers: dict[int, int] = {}
     sections = 0
     newest_of = {slot: [one for one in ones if one.iteration == newest] for slot, ones in sorted(by_slot.items())}
-    all_mixed = all(one.is_mixed for ones in newest_of.values() for one in ones)
+    everyone = [one for ones in newest_of.values() for one in ones]
+    all_full = all(one.is_full for one in everyone)
+    all_mixed = all(one.is_mixed for one in everyone if one.is_full == all_full)
     for slot, ones in newest_of.items():
-        sound = [one for one in ones if one.is_mixed == all_mixed]
+        sound = [one for one in ones if one.is_full == all_full and one.is_mixed == all_mixed]
         # What is undone differs by roundings from node to node: all get what one of them has then.
         if sound and not (all_mixed and keepers):
             keepers[slot] = min(one.local_rank for one in sound)  # a file first

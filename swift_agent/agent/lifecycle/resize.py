@@ -23,6 +23,7 @@ Workers = Mapping[int, Worker]
 def held(generation: GenerationRecord, workers: Workers, kept: Held | None) -> tuple[Mapping[str, Any], ...] | None:
     """What this node has, None while an old worker that may hold something has not said so."""
     found = [] if kept is None else [kept]
+    is_full = any(worker.keeps and worker.unfit for worker in workers.values())  # the disk, for all of them
     for worker in workers.values():
         if not worker.alive or worker.killed or worker.unfit or worker.generation >= generation.epoch:
             continue
@@ -33,7 +34,8 @@ def held(generation: GenerationRecord, workers: Workers, kept: Held | None) -> t
         report = worker.report
         if report["status"] == "holding":
             iteration, sections = int(report["iteration"]), int(report.get("sections", 0))
-            found.append(Held(worker.local_rank, iteration, sections, is_mixed=bool(report.get("updated"))))
+            is_mixed = bool(report.get("updated"))
+            found.append(Held(worker.local_rank, iteration, sections, is_mixed=is_mixed, is_full=is_full))
     return tuple(one.to_json() for one in found)
 
 

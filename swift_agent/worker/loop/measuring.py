@@ -8,6 +8,8 @@ measures.
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import time
 
@@ -15,12 +17,15 @@ import torch
 
 from swift_agent.torch_private import groups
 from swift_agent.wire import messages as msg
+from swift_agent.wire.channel import ENV_SOCKET
+from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_SIZES
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.operations import Meter
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_logging_store.log.rate import Rate
 from swift_recovery.checkpoint.writer import Cost
 from swift_recovery.strategy.measured import RankMeasured
+from swift_recovery.strategy.sentences import size_of
 
 # The first ones make buffers, connect and compile.
 SKIPPED = 3
@@ -30,8 +35,10 @@ NUM_MEASURED = 5
 class Measuring:
     """Of one process, from its first iteration on."""
 
-    def __init__(self, rank: int, supervisor: Supervisor, tracked: Tracked) -> None:
+    def __init__(self, rank: int, supervisor: Supervisor, tracked: Tracked, kept_in: str = "") -> None:
+        """*kept_in*: where the state will be kept when the job changes its size, '' if it does not."""
         self._rank, self._supervisor, self._tracked = rank, supervisor, tracked
+        self._kept_in = kept_in
         self._on_cpu = all(one.device.type == "cpu" for one in tracked.state.parameters())
         self._reset(0)
 
@@ -116,6 +123,9 @@ class Measuring:
             gradient_bytes=self._gradient_bytes(),
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
+        if self._kept_in and (why := _no_room(self._kept_in, measured.state_bytes)):
+            self._supervisor.note(why)
+            self._kept_in = ""  # said once
 
     def _iteration_s(self) -> float:
         """While the first ones run, standbys are being made on the same node: later ones may take less."""
@@ -133,6 +143,27 @@ class Measuring:
     def _gradient_bytes(self) -> int:
         models = self._tracked.state.models.values()
         return sum(_bytes_of(one) for model in models for one in model.parameters() if one.requires_grad)
+
+
+def kept_in() -> str:
+    """Where one worker of this node keeps the state when the job changes its size; '' of others, and of other jobs."""
+    if not os.environ.get(ENV_SIZES) or os.environ[ENV_LOCAL_RANK] != "0":
+        return ""
+    return os.path.dirname(os.environ[ENV_SOCKET])
+
+
+def _no_room(directory: str, num_bytes: int) -> str:
+    """For a state of *num_bytes*; '' if there is room, or nobody can tell."""
+    try:
+        free_bytes = shutil.disk_usage(directory).free
+    except OSError:
+        return ""
+    if free_bytes >= num_bytes:
+        return ""
+    return (
+        f"{directory} has room for {size_of(free_bytes)}, and {size_of(num_bytes)} of state are kept there when the "
+        "job changes its size: give TMPDIR more room, on one node at least"
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -28,7 +28,7 @@ from swift_agent.worker.loop.checkpointing import Checkpointing
 from swift_agent.worker.loop.dry_runs import DryRuns
 from swift_agent.worker.loop.ending import Ending, end_without_loop
 from swift_agent.worker.loop.iterations import Iterations
-from swift_agent.worker.loop.measuring import Measuring
+from swift_agent.worker.loop.measuring import Measuring, kept_in
 from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.loop.sections import Sections
 from swift_agent.worker.loop.ways_out import WaysOut
@@ -63,7 +63,7 @@ class _Loop:
         )  # fmt: skip
         self.iterations = Iterations(
             place, supervisor, groups, tracked, self.recovery, dry_runs, out, protected.standing, self.comparison,
-            Measuring(place.rank, supervisor, tracked),
+            Measuring(place.rank, supervisor, tracked, kept_in()),
         )  # fmt: skip
         self.sections = Sections(place, supervisor, groups, tracked, self.recovery, dry_runs, out, checks)
         self.ending = Ending(place, supervisor, tracked, self.recovery, self.checkpointing, self.comparison, lookout)

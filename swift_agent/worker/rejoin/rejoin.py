@@ -185,7 +185,13 @@ class Rejoin:
         updates = self._tracked.updates
         if isinstance(updates, OverlappedUpdates) and (said := updates.take_back(updates.done)):
             self._supervisor.note(f"update {go.plan.iteration}: {said}")
-        node_file.keep(go.kept, go.plan.iteration, self._tracked.state, self._place.offer())
+        try:
+            node_file.keep(go.kept, go.plan.iteration, self._tracked.state, self._place.offer())
+        except OSError as error:
+            # Nothing has failed but the disk: another node may have room.
+            why = f"its state cannot be kept in {go.kept} ({error.strerror or error}): TMPDIR needs room for one copy"
+            self._supervisor.send(msg.Unfit(why))
+            return
         self._supervisor.send(msg.Kept(go.plan.iteration, go.plan.sections))
 
     def _exchange_state(self, go: Go) -> None:

@@ -86,7 +86,25 @@ def test_what_dies_or_is_unfit_before_it_has_kept_is_a_failure() -> None:
         assert (lost.generation, lost.failure.kind, lost.failure.local_ranks) == (2, "workers", (1,))
         agent.change(failures={0: lost.failure})
         commands = next_generation(agent, 3, mode="resize", slots=SLOTS, epoch=3, store_slot=0)
-        assert only(commands, cmd.WriteProgress).reports == (Held(0, 5).to_json(),)
+        is_full = agent.state.workers[1].alive
+        assert only(commands, cmd.WriteProgress).reports == (Held(0, 5, is_full=is_full).to_json(),)
+
+
+def test_a_worker_that_finds_no_room_is_unfit_and_its_node_says_so() -> None:
+    agent = growing()
+    agent.report(0, 1, 6)
+    agent.report(1, 1, 6)
+    planned(agent, s0=[Held(0, 6), Held(1, 6)], s1=[Held(0, 6)])
+    why = "its state cannot be kept in /tmp/x (No space left on device): TMPDIR needs room for one copy"
+    lost = only(agent.tell(events.WorkerUnfit(0, agent.pid(0), why)), cmd.WriteFailure)
+    assert lost.failure.evidence == why
+    agent.change(failures={0: lost.failure})
+    commands = next_generation(agent, 3, mode="resize", slots=SLOTS, epoch=3, store_slot=0)
+    assert only(commands, cmd.WriteProgress).reports == (Held(1, 6, is_full=True).to_json(),)
+    # Another node keeps it; the workers of this one are not needed any more.
+    commands = planned(agent, s0=[Held(1, 6, is_full=True)], s1=[Held(0, 6)])
+    none_of(commands, cmd.SendKeep)
+    assert only(commands, cmd.KillWorkers).local_ranks == (0, 1)
 
 
 def test_what_was_kept_serves_the_next_attempt_whoever_died() -> None:

@@ -41,13 +41,26 @@ def test_half_an_update_is_taken_back_on_one_node_if_nobody_has_the_state_untouc
         assert Held.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
+def test_a_node_without_room_keeps_nothing_as_long_as_another_has_the_state() -> None:
+    full = [Held(0, 6, 1, is_full=True), Held(1, 6, 2, is_full=True)]
+    plan = make_resize_plan({0: full, 1: [Held(0, 6)]}, [2, 2])
+    assert (plan.keepers, plan.loads, plan.sources, plan.sections) == ({1: 0}, (2, 3), {0: 2, 1: 3}, 2)
+    assert make_resize_plan({0: [Held(FILE, 6), *full], 1: [Held(0, 5)]}, [1, 1]).keepers == {0: FILE}
+    # Half an update is rather taken back than nothing kept.
+    plan = make_resize_plan({0: full, 1: [Held(0, 6, is_mixed=True)]}, [1, 1])
+    assert plan.keepers == {1: 0} and "is taken back there" in plan.why
+    # The last try: there may be room by now.
+    assert make_resize_plan({0: full, 1: [Held(0, 5)]}, [1, 1]).keepers == {0: 0}
+    assert Held.from_json(json.loads(json.dumps(full[0].to_json()))) == full[0]
+
+
 def test_where_nobody_has_anything_all_start_over() -> None:
     assert make_resize_plan({0: [], 1: []}, [2, 2]).kind == "restart"
 
 
 def test_of_all_small_jobs_every_new_rank_gets_the_newest_state_once() -> None:
     choices = [[], [Held(0, 3)], [Held(FILE, 4)], [Held(0, 4), Held(1, 3)], [Held(FILE, 3), Held(1, 4)],
-               [Held(0, 4, is_mixed=True)]]  # fmt: skip
+               [Held(0, 4, is_mixed=True)], [Held(0, 4, is_full=True)]]  # fmt: skip
     for found in itertools.product(choices, repeat=3):
         newest = max((one.iteration for ones in found for one in ones), default=None)
         plan = make_resize_plan(dict(enumerate(found)), [2, 2, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -161,3 +162,22 @@ def test_copies_of_logs_are_waited_for_until_the_second_checkpoint(monkeypatch: 
             worker.iterations(3)
             assert len(worker.told) == (2 if number >= num_needed else 1)
         assert RankMeasured.from_json(worker.told[-1].measured).log_copied == (copied_bytes, 0.1)
+
+
+def test_a_job_whose_size_changes_says_where_there_is_no_room_for_its_state(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    free = SimpleNamespace(free=2 << 10)
+    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: free)
+    notes: list[str] = []
+    for kept_in, num in ((str(tmp_path), 39), ("", 39), (str(tmp_path), 60_000)):
+        worker = Worker(monkeypatch)
+        worker.note = notes.append  # type: ignore[attr-defined]
+        worker.tracked.state = TrainingState({"net": torch.nn.Linear(num, 1)}, {}, {})
+        worker.measuring = Measuring(1, cast(Any, worker), cast(Any, worker.tracked), kept_in)
+        worker.iterations(SKIPPED + NUM_MEASURED + 1)
+        worker.costs.append(Cost(3000, 1.5, 0.25))
+        worker.iterations(1)
+        assert len(worker.told) > 0
+    (note,) = notes
+    assert note.startswith(f"{tmp_path} has room for 2 KiB, and 234 KiB of state are kept there")
