@@ -44,7 +44,7 @@ class LocalStore:
     @contextlib.contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
         target = self._directory / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make(target.parent)
         with whole_file(target) as stream:
             yield stream
         _sync(target.parent)
@@ -89,6 +89,15 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             os.remove(part)
         raise
+
+
+def _make(directory: Path) -> None:
+    """With its ancestors; their names, too, are on the disk when this ends."""
+    new = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for one in new:
+        with contextlib.suppress(PermissionError):  # who may make names there need not be allowed to read them
+            _sync(one.parent)
 
 
 def _sync(directory: Path) -> None:

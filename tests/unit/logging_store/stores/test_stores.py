@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_logging_store.stores import local
 from swift_logging_store.stores.contract import StoreUnknown
 from swift_logging_store.stores.hdfs import ENV_CLIENT
 from swift_logging_store.stores.local import LocalStore, whole_file
@@ -98,3 +99,15 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatc
     with whole_file(path, durable=False) as stream:  # does not sync
         stream.write(b"after")
     assert path.read_bytes() == b"after"
+
+
+def test_the_names_of_new_directories_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    sync = local._sync
+    monkeypatch.setattr(local, "_sync", lambda directory: (synced.append(directory), sync(directory)))
+    store = local.LocalStore(tmp_path / "runs" / "today")
+    store.put("7/part", b"x")
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs/today", tmp_path / "runs/today/7"} <= set(synced)
+    synced.clear()
+    store.put("7/other", b"x")
+    assert tmp_path not in synced  # once
