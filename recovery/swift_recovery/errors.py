@@ -34,4 +34,5 @@ class NotInLog(CannotReplay):
 
 
 class CutReplay(CannotReplay):
-    """Ranks that repeat iterations together were cut: this process has gone too far to begin again with others."""
+    """Another process may repeat them, this one cannot: it has gone too far to begin again with others, or has no
+    threads to take their logs with."""

@@ -8,8 +8,7 @@ has committed it (`swift_recovery.checkpoint.directory`), which it does once all
 store of the parts: a generation without all ranks, so one that has stopped, commits nothing. One whose ranks are all
 cut off together could: so rank 0 claims the directory for each generation that begins, and before it commits or
 removes anything it asks its agent whether their place is still theirs, and the directory whether a later one has begun.
-The first design has it in etcd; a worker does not speak to etcd, and a job of another day that reads the directory
-finds in it what counts.
+What counts is there and not in etcd, so that a job of another day that reads the directory finds it.
 
 This module must never decide who begins with a checkpoint.
 """
@@ -83,8 +82,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one that counts, on this rank: bytes and seconds of its part, 0 if that is another rank's, and seconds for
-    which training stood still."""
+    """Of one that counts, on this rank: of its part (0: another rank's), and for which training stood still."""
 
     num_bytes: int
     written_s: float
@@ -114,8 +112,8 @@ class Checkpoints:
     """Of the rank *rank* of *world_size*, which holds the same as *replicas*. *note* tells people. *run*: of the job,
     '' for none. *why_not*: asks the agent; why nothing of that generation may count any more, '' if it may.
 
-    Threads: one writes and speaks to the store; everything else belongs to the thread that trains, which waits for
-    neither.
+    Threads: one, while there is any to take, writes and speaks to the store; everything else belongs to the thread that
+    trains, which waits for neither.
     """
 
     def __init__(
@@ -185,9 +183,10 @@ class Checkpoints:
 
     def _start(self) -> None:
         """If there is no thread left, with the next checkpoint, or at the end."""
-        if self._thread is None:
-            new = thread("swift-checkpoints", self._work, self._note)
-            self._thread = new if has_started(new) else None
+        with self._changed:  # one that has nothing to do ends
+            if self._thread is None:
+                new = thread("swift-checkpoints", self._work, self._note)
+                self._thread = new if has_started(new) else None
 
     def recovered(self, iteration: int, generation: int = 0) -> None:
         """*generation* begins with that iteration. What a former one had under way does not count if it does not yet;
@@ -256,9 +255,11 @@ class Checkpoints:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._begun)
                 begun, self._begun = self._begun, None
                 task = self._tasks[0] if self._tasks else None
+                if begun is None and task is None:
+                    self._thread = None  # the next one begins another
+                    return
             if begun is not None:
                 self._try_to_claim(*begun)
             if task is None:
@@ -297,8 +298,7 @@ class Checkpoints:
             except Exception as error:  # whatever it is: the others wait for a word
                 part = {"none": _text(error)}
         task.copy = None
-        # The others wait until this rank has told, and then for rank 0: a connection that breaks is made again, until
-        # the generation ends.
+        # The others wait for this rank, then for rank 0: a broken connection is made again until the generation ends.
         while not task.is_cut:
             try:
                 if self._agree(task, part):
@@ -369,8 +369,8 @@ class Checkpoints:
         parts = tuple(Part.from_json(data) for data in told if "name" in data)
         counts = {rank: data["counts"] for rank, data in enumerate(told) if "counts" in data}
         # As it will be read: one that is of no use must not count.
-        checkpoint = Checkpoint(task.iteration, self._world_size, parts, task.timeline, counts)
-        checkpoint = Checkpoint.from_json(checkpoint.to_json())
+        made = Checkpoint(task.iteration, self._world_size, parts, task.timeline, counts)
+        checkpoint = Checkpoint.from_json(made.to_json())
         self.directory.check_parts(checkpoint)
         with self._changed:
             begins = self._begins.get(task.timeline)
@@ -389,7 +389,7 @@ class Checkpoints:
         try:
             self._must_be_ours(task.timeline)
             removed = self.directory.remove(self._keep, task.iteration, task.timeline)
-        except (OSError, StateError, NotNow) as error:
+        except Exception as error:  # whatever it is: the new one counts
             self._note(f"old checkpoints cannot be removed: {error}")
             return
         if removed:

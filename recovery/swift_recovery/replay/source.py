@@ -29,7 +29,8 @@ from swift_logging_store.log.predecessor import SentBefore
 from swift_logging_store.log.prefetch import Stopped
 from swift_logging_store.log.reader import LogReader
 from swift_logging_store.log.transfer import BytesLink
-from swift_recovery.errors import CannotReplay, LostLog, NotInLog
+from swift_recovery.errors import CannotReplay, CutReplay, LostLog, NotInLog
+from swift_rendezvous.threads import has_started
 
 # Given a function that raises when there is no reason to go on, which is to be called while the other side is slow.
 Connect = Callable[[Callable[[], None]], AbstractContextManager[BytesLink]]
@@ -65,7 +66,7 @@ class Repetition:
 
     def take(self, links: Mapping[int, Connect]) -> None:
         """What these ranks give (`transfer.send`), in threads; it can be used as it comes. Raises `CannotReplay` if
-        there is no place for it."""
+        there is no place for it, `CutReplay` if there are not as many threads."""
         directory, is_closed = self._directory / uuid.uuid4().hex[:8], threading.Event()
         try:
             directory.mkdir(parents=True)
@@ -78,8 +79,10 @@ class Repetition:
                 target=self._take, args=(source, connect, directory, is_closed), name=f"swift-log-from-{source}",
                 daemon=True,
             )  # fmt: skip
+            if not has_started(thread):
+                is_closed.set()  # of those that have; all of it is of no use
+                raise CutReplay(f"the log of rank {source} cannot be taken: this process has no thread left for it")
             self._threads.append(thread)
-            thread.start()
 
     def _take(self, source: int, connect: Connect, directory: Path, is_closed: threading.Event) -> None:
         def check() -> None:

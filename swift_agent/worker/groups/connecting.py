@@ -120,6 +120,13 @@ class Attempt:
         self._wake.set()
         self._met.set()
 
+    def give_up(self, built: list[Built]) -> None:
+        """What `run` has returned will not be used. The store goes last: C++ does not keep it alive, and what is built
+        may still ask it something."""
+        self._dispose(built)
+        if self._client is not None:
+            self._client.close()
+
     def _build(self) -> None:
         try:
             if self._open_store is not None:

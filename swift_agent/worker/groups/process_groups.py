@@ -202,7 +202,7 @@ class ProcessGroups:
         with self._lock:
             self._finish(attempt, built)
             if not quiet:
-                in_background(lambda: self._dispose(built))
+                in_background(lambda: attempt.give_up(built))
                 raise WornOut("operations of the stopped groups do not end: this process must be replaced")
             if self._store is not None:
                 self._store.close()
@@ -227,7 +227,7 @@ class ProcessGroups:
         """Under the lock: from here on `abort` finds the result in the groups instead of the attempt."""
         self._attempt = None
         if attempt.cancelled is not None:
-            in_background(lambda: self._dispose(built))
+            in_background(lambda: attempt.give_up(built))
             raise GroupsAborted(attempt.cancelled)
 
     def _put(self, group: Group, built: Sequence[connecting.Built]) -> None:

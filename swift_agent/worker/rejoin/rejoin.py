@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_agent.errors import CannotConnect, PeerFailure, ReplicaMismatch, SwiftError
 from swift_agent.torch_private.ddp import Layout
+from swift_agent.torch_private.errors import is_of_connection
 from swift_agent.wire import messages as msg
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed, WornOut
@@ -41,6 +42,7 @@ from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
 from swift_agent.worker.updates.parts import Resumption
+from swift_logging_store.errors import LinkLost
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, TransferError
 from swift_recovery.planning.plan import Plan
@@ -109,6 +111,8 @@ class Rejoin:
     def _hears_of_another(self, error: Exception) -> bool:
         """Whether there is, or will be, another generation to enter; False: the error is this process's own."""
         if not isinstance(error, (RebuildFailed, TransferError)):
+            if not (self._supervisor.interrupted or _may_be_of_a_peer(error)):
+                return False  # all others wait for this rank meanwhile
             return self._supervisor.confirm(error)
         if isinstance(error, WornOut) or not self._supervisor.reconnect(error):
             raise CannotConnect(str(error)) from error
@@ -305,6 +309,10 @@ class Rejoin:
         # NCCL makes a communicator for these two. To make that of all ranks first, and send over it, takes longer.
         device = torch.device("cpu") if dist.get_backend() != "nccl" else self._device
         return GroupLink(group, peer, device)
+
+
+def _may_be_of_a_peer(error: Exception) -> bool:
+    return isinstance(error, (PeerFailure, GroupsAborted, LinkLost)) or is_of_connection(error)
 
 
 class _Clock:

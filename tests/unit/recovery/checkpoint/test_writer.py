@@ -399,3 +399,29 @@ def test_one_that_finds_no_thread_is_written_later(group: Group, monkeypatch: py
             rank.wait(0.01)
     group.wait()
     assert group.newest == [10] * 3
+
+
+def test_one_counts_whatever_prevents_the_removal_of_old_ones(
+    fenced: Callable[..., Fenced], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(store: LocalStore, path: str) -> None:
+        raise ValueError("no such scheme")
+
+    one = fenced(1)
+    one.take(10)
+    monkeypatch.setattr(LocalStore, "remove_directory", refuses)
+    one.take(20)
+    assert one.checkpoints.newest == 20 and one.directory.committed()[-1] == 20
+    assert one.notes[-1] == "old checkpoints cannot be removed: no such scheme"
+    assert not any(note.startswith("no checkpoint") for note in one.notes)
+
+
+def test_nothing_runs_between_two(group: Group) -> None:
+    for iteration in (10, 20):
+        group.take(iteration)
+        group.wait()
+        for rank in group.ranks:
+            while (running := rank._thread) is not None:
+                running.join(10)
+                assert not running.is_alive()
+    assert group.newest == [20] * 3

@@ -21,7 +21,7 @@ from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.log import SentLog
 from swift_logging_store.log.predecessor import SentBefore
-from swift_recovery.errors import CannotReplay, LostLog
+from swift_recovery.errors import CannotReplay, CutReplay, LostLog
 from swift_recovery.replay import serving
 from swift_recovery.replay.serving import LogServer
 from swift_recovery.replay.source import Repetition
@@ -382,3 +382,22 @@ def test_a_log_that_is_given_up_is_not_offered(log: SentLog) -> None:
     log.give_up("no room")
     with pytest.raises(LogError, match="messages are logged no more: no room"):
         gift(log)
+
+
+def test_without_threads_for_all_logs_the_process_is_replaced(
+    log: SentLog, repetition: Repetition, server: LogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and nobody takes the RuntimeError for that of a connection."""
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == "swift-log-from-3":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    connect = serve(server, gift(log))
+    with pytest.raises(CutReplay, match="the log of rank 3 cannot be taken"):
+        repetition.take({1: connect, 3: connect})
+    repetition.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("swift-log-from")]

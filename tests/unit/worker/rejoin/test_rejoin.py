@@ -9,10 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from swift_agent.wire import messages as msg
+from swift_agent.worker.groups.errors import GroupsAborted
 from swift_agent.worker.rejoin import rejoin
 from swift_agent.worker.rejoin.rejoin import Rejoin
+from swift_logging_store.errors import LinkLost
 
 
 def rejoin_of(supervisor: Any = None, **place: Any) -> Rejoin:
@@ -45,3 +48,37 @@ def test_who_finds_no_room_to_keep_its_state_lives_and_says_so(monkeypatch: pyte
     (unfit,) = sent
     assert isinstance(unfit, msg.Unfit) and not unfit.hopeless
     assert unfit.why.startswith("its state cannot be kept in /tmp/swift-agent-x (No space left on device)")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_asked"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("The size of tensor a (3) must match"), False),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (GroupsAborted("a peer is lost"), True),
+        (LinkLost("the connection broke"), True),
+    ],
+)
+def test_only_what_a_peer_may_have_caused_is_asked_about(error: Exception, is_asked: bool) -> None:
+    """All others wait for this rank, and the agent takes 30 s to say that it knows nothing."""
+    asked: list[BaseException] = []
+    supervisor = SimpleNamespace(
+        note=print, peek_go=lambda: SimpleNamespace(leaves=False, keeps=False, share=0), enter_go=lambda go: True,
+        interrupted=False, confirm=asked.append,
+    )  # fmt: skip
+    one = rejoin_of(supervisor)
+
+    def enter(go: Any) -> None:
+        raise error
+
+    one._enter = enter  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        one.run()
+    assert asked == ([error] if is_asked else [])
+
+
+def test_what_fails_once_the_generation_was_stopped_is_no_error_of_its_own() -> None:
+    supervisor = SimpleNamespace(note=print, interrupted=True, confirm=lambda error: True)
+    assert rejoin_of(supervisor)._hears_of_another(RuntimeError("shapes of what was cut"))
