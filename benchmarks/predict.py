@@ -114,9 +114,11 @@ def longer_than_the_fastest(cases: list[Case], found: list[dict[str, Any]]) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the case \"log\" only, about two minutes")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
     args = parser.parse_args()
-    cases = [case for case in CASES if not args.cases or case.name in args.cases]
+    wanted = args.cases or (["log"] if args.quick else [case.name for case in CASES])
+    cases = [case for case in CASES if case.name in wanted]
     found = []
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as name, PrivateEtcd() as server:
         directory = Path(name)

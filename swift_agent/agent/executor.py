@@ -205,7 +205,7 @@ class Executor:
             view.generation.number,
             transactions.resumed_iteration(view),
             timeline.describe(dict(phases)),
-            "" if predicted is None else f" ({predicted.seconds * 1000:.0f} ms were predicted)",
+            "" if predicted is None else f" (by {predicted.way}: {predicted.seconds * 1000:.0f} ms were predicted)",
         )
         seconds = None if predicted is None else predicted.seconds
         self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time(), seconds))
@@ -226,7 +226,7 @@ class Executor:
             return
         if self._profiled_in:
             # Of what is told again only what is new.
-            for line in known.lines if self._known_profile is None else known.lines[:1]:
+            for line in known.lines if told is None else strategy.told_again(known, told):
                 log.info("%s", line)
         self._known_profile = known
         if self._config.profile is not None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -23,9 +26,12 @@ from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import KeyValue, KeyValueStore
 
 Command = Callable[..., None]
+Item = TypeVar("Item")
 
 # Columns, where no terminal has any.
 _WIDE = 4000
+# Before that no bar is shown.
+_MOMENT_S = 0.5
 
 _OPTIONS = [
     click.option("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="The etcd servers; default: $SWIFT_ETCD_ENDPOINTS"),
@@ -35,6 +41,26 @@ _OPTIONS = [
     click.option("--etcd-cert", metavar="FILE", help="Our certificate (TLS)."),
     click.option("--etcd-key", metavar="FILE", help="Its private key."),
 ]
+
+
+def progress(steps: Sequence[Item]) -> Iterator[Item]:
+    """*steps*, with a bar on standard error meanwhile, if that is a terminal and they take longer than a moment."""
+    console, begin_s = Console(stderr=True), time.monotonic()
+    if not console.is_terminal:
+        yield from steps
+        return
+    with Progress(console=console, transient=True, disable=False) as shown:
+        task = shown.add_task("", total=len(steps), visible=False)
+        for step in steps:
+            yield step
+            shown.update(task, advance=1, visible=time.monotonic() - begin_s > _MOMENT_S)
+
+
+def finite(context: click.Context, parameter: click.Parameter, given: float | None) -> float | None:
+    """Of an option that is a number: float() takes "nan" and "inf" for some, too."""
+    if given is not None and not math.isfinite(given):
+        raise click.BadParameter(f"{given} is no number that can be worked with")
+    return given
 
 
 def etcd_options(command: Command) -> Command:

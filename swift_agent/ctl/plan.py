@@ -13,14 +13,14 @@ from typing import Any
 import click
 from rich.console import Console, RenderableType
 
-from swift_agent.ctl.common import add_row, table
+from swift_agent.ctl.common import add_row, finite, table
 from swift_agent.ctl.plots import Chart, Line, draw, plot_option
 from swift_recovery.strategy import intervals, just_in_time
 from swift_recovery.strategy.budget import UNITS, Budget, groups_within, parse_budget
 from swift_recovery.strategy.choose import Way, best_groups, chain_of, choose, from_logs_s, ways
 from swift_recovery.strategy.grouping import alone
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
-from swift_recovery.strategy.sentences import size_of, text_of
+from swift_recovery.strategy.sentences import by_waste, size_of, taken, text_of
 from swift_recovery.strategy.trade_off import Algorithm, curve
 
 _PARTS = (1.0, 0.75, 0.5, 0.25, 0.1)
@@ -41,7 +41,8 @@ def _budget(context: click.Context, parameter: click.Parameter, given: str | Non
 @click.option("--log-budget", callback=_budget, metavar="SIZE",
               help="For message logs: 2TiB, of each machine between two checkpoints, or 20% of all messages. Without "
               "it all messages between machines are logged.")  # fmt: skip
-@click.option("--gpu-hour-cost", type=click.FloatRange(min=0), metavar="MONEY", help="What one GPU costs in an hour.")
+@click.option("--gpu-hour-cost", type=click.FloatRange(min=0), callback=finite, metavar="MONEY",
+              help="What one GPU costs in an hour.")  # fmt: skip
 @plot_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
@@ -63,7 +64,9 @@ def plan(
         raise click.ClickException(
             f"{profile}: --plot draws what message logs cost; that takes boundary_bytes, and three machines or more"
         )
-    found = ways(job, groups=groups_within(job, log_budget) if log_budget and job.boundary_bytes else ())
+    if log_budget and not job.boundary_bytes:
+        raise click.ClickException(f"{profile}: --log-budget is for message logs; that takes boundary_bytes")
+    found = ways(job, groups=groups_within(job, log_budget) if log_budget else ())
     best = choose(found, job.mtbf_s)
     if plot:
         draw(space_time(job, found, best), plot)
@@ -159,6 +162,8 @@ def _shown(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: float
         times = _time(way.recovery_s), _time(way.two_s) if way.two_s else None
         add_row(compared, (way.name, *times, f"{way.cost:+.2%}", size_of(way.storage_bytes), lost, says))
     shown.append(compared)
+    by_itself = taken(found, "")
+    shown += [f"swift-run: {line}" for line in by_waste(found, by_itself, "", job.mtbf_s)]
     if job.boundary_bytes:
         groups = table("LOG BUDGET", "LOGGED", "A REPEATED ITERATION", "GROUPS OF MACHINES")
         chain, everything = chain_of(job), _all_bytes(job)
@@ -191,7 +196,7 @@ def _to_json(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: flo
         }  # fmt: skip
 
     return {
-        "name": job.name, "best": best.name, "ways": [described(way) for way in found],
+        "name": job.name, "best": best.name, "taken": taken(found, ""), "ways": [described(way) for way in found],
         "mtbf_s": job.mtbf_s, "iteration_s": job.iteration_s,
         "interval_s": {"young": intervals.young_s(job.checkpoint_s, job.mtbf_s),
                        "daly": intervals.daly_s(job.checkpoint_s, job.mtbf_s)},

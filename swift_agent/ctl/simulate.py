@@ -18,10 +18,18 @@ import numpy as np
 from rich.console import Console
 
 from swift_agent.ctl import sweeps
-from swift_agent.ctl.common import add_row, table
+from swift_agent.ctl.common import add_row, finite, progress, table
 from swift_agent.ctl.plots import draw, plot_option
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
-from swift_recovery.strategy.simulation import Draw, Scheme, Times, schemes, total_as_in_the_paper_s, total_s
+from swift_recovery.strategy.simulation import (
+    MAX_FAILURES,
+    Draw,
+    Scheme,
+    Times,
+    schemes,
+    total_as_in_the_paper_s,
+    total_s,
+)
 
 _HOUR_S = 3600.0
 _MOST_POSITIONS = 100_000_000  # of 8 bytes
@@ -46,10 +54,10 @@ def _scales(context: click.Context, parameter: click.Parameter, given: str) -> t
 @click.option("--failures", default="exponential", show_default=True, metavar="KIND",
               help="exponential, weibull, or paper (SWIFT's Table 5: so many as fit into --hours), by the profile's "
               "machine_mtbf_hours; or a file with the hours from one failure to the next.")  # fmt: skip
-@click.option("--shape", type=click.FloatRange(min=0.1), default=0.7, show_default=True,
+@click.option("--shape", type=click.FloatRange(min=0.1), callback=finite, default=0.7, show_default=True,
               help="Of weibull: below 1 failures come in clusters.")  # fmt: skip
 @click.option("--runs", type=click.IntRange(1, 1_000_000), default=1000, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--snapshot-every", type=click.IntRange(min=1), default=30, show_default=True, metavar="ITERATIONS",
               help="Of CheckFreq-like and Elastic-Horovod-like snapshots.")  # fmt: skip
 @click.option("--scale", "scales", default="1", show_default=True, metavar="N[,N...]", callback=_scales,
@@ -70,7 +78,7 @@ def simulate(
 
     --plot draws the hours against what --sweep varies (mtbf, if it is not given).
 
-    Exit codes: 0 simulated, 1 a file has mistakes, or failures come so fast that the training does not end, 2 a wrong
+    Exit codes: 0 simulated, 1 a file has mistakes, or the training does not end within 100,000 failures, 2 a wrong
     command line.
     """
     if math.isnan(hours):
@@ -94,18 +102,19 @@ def simulate(
     found = []
     if sweep:
         sweep = sweep.of(job)
-        for value in sweep.values:
+        for value in progress(sweep.values):
             varied = sweep.applied(job, value)
             run = _simulation(varied.mtbf_s, training_s, failures, shape, runs, seed)
             for scheme in schemes(varied, snapshot_every):
                 found.append({sweep.column: value, **_described(scheme, _ended(run, scheme), hours, varied, 1)})
         if all(row["hours"] is None for row in found):
-            raise click.ClickException("no training ends, with any of the values: failures leave no time to recover")
+            raise click.ClickException(f"no training ends, with any of the values, within {MAX_FAILURES} failures")
     for scale in scales if not sweep else ():
         run = _simulation(job.mtbf_s / scale, training_s, failures, shape, runs, seed)
         try:
             found += [
-                _described(scheme, run(scheme), hours, job, scale) for scheme in schemes(job, snapshot_every, scale)
+                _described(scheme, run(scheme), hours, job, scale)
+                for scheme in progress(schemes(job, snapshot_every, scale))
             ]
         except ValueError as error:
             raise click.ClickException(f"{scale} times the machines: {error}" if scale > 1 else str(error)) from None
@@ -219,7 +228,7 @@ def _show(
     if sweep:
         console.print(sweeps.shown(sweep, found), highlight=False)
         if any(one["hours"] is None for one in found):
-            console.print("\n-: no end; failures leave no time to recover", highlight=False)
+            console.print(f"\n-: no end after {MAX_FAILURES} failures", highlight=False)
         return
     numbers = list(dict.fromkeys(one["gpus"] for one in found))
     if len(numbers) > 1:

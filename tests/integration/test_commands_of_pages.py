@@ -162,6 +162,21 @@ def test_what_make_bench_and_make_experiments_run(script: str, shell: Shell) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", ["benchmarks/parallel.py", "benchmarks/predict.py"])
+def test_benchmarks_that_say_how_long_a_recovery_should_take(script: str, shell: Shell) -> None:
+    """Small. Their rules on times are for a machine that has nothing else to do, what they say of weights is not."""
+    done = subprocess.run([sys.executable, str(ROOT / script), "--quick", "--json"], env=shell.environment,
+                          cwd=shell.directory, capture_output=True, text=True, timeout=800)  # fmt: skip
+    assert done.returncode in (0, 1) and done.stdout, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"] and found["cases"], done.stdout
+    for case in found["cases"]:
+        predicted = case["predicted_s"]
+        assert predicted and all(one > 0 for one in predicted), case
+
+
 # ---- swiftctl ----
 
 

@@ -6,6 +6,7 @@ It must never choose groups that log more, if any groups log so little.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swift_recovery.strategy.choose import Helpers, best_groups, chain_of
@@ -37,15 +38,25 @@ def parse_budget(text: str) -> Budget:
     return Budget(float(found[1]) / 100, True) if found[2] == "%" else Budget(float(found[1]) * UNITS[found[2]], False)
 
 
-def groups_within(profile: Profile, budget: Budget, helpers: Helpers = "nobody") -> Groups:
+# Of a budget: sums of bytes that are no whole numbers are rounded.
+_ROUNDED = 1 + 1e-12
+
+
+def groups_within(
+    profile: Profile, budget: Budget, helpers: Helpers = "nobody", elsewhere_of: Sequence[float] = ()
+) -> Groups:
     """Groups of machines with the shortest expected recovery, with *helpers*. A size is for the logs of each machine,
     between two checkpoints. One group of all machines, which log nothing: no others fit. For a part of the messages of
     more than `MOST_EXACT` machines they are those of the paper's algorithm: a coordinator must not think for minutes.
+
+    *elsewhere_of*: what each machine sends in an iteration to others than its neighbours, as interleaved stages do. All
+    of that is taken to be logged, as it is where it goes from the last machine to the first.
     """
     chain = chain_of(profile)
-    everything = chain.log_bytes(alone(chain))
-    if budget.is_part and chain.num_machines > MOST_EXACT:
-        return greedy(chain, everything * budget.value)
-    if budget.is_part:
-        return best_groups(profile, everything * budget.value, helpers)
-    return best_groups(profile, everything, helpers, budget.value)
+    along, beside = chain.log_bytes(alone(chain)), sum(elsewhere_of) * chain.iterations
+    if not budget.is_part:
+        return best_groups(profile, along * _ROUNDED, helpers, budget.value * _ROUNDED, elsewhere_of)
+    most = ((along + beside) * budget.value - beside) * _ROUNDED
+    if most < 0:
+        return (range(chain.num_machines),)
+    return greedy(chain, most) if chain.num_machines > MOST_EXACT else best_groups(profile, most, helpers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -124,15 +125,17 @@ def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Group
 
 
 def best_groups(
-    profile: Profile, budget_bytes: float, helpers: Helpers = "nobody", of_each: float = math.inf
-) -> Groups:
+    profile: Profile, budget_bytes: float, helpers: Helpers = "nobody", of_each: float = math.inf,
+    elsewhere_of: Sequence[float] = (),
+) -> Groups:  # fmt: skip
     """Those with the shortest expected recovery whose logs fit into the budget, those of each machine into *of_each*.
-    One of all machines, for which nothing is logged, only if no others fit."""
+    One of all machines, for which nothing is logged, only if no others fit. *elsewhere_of*: what each machine logs in
+    an iteration beside, whatever the groups are."""
     machines = range(len(profile.machines))
 
     def repeat(group: range) -> float:
-        ends = {group.start, group.stop - 1}
-        if group == machines or max(sent_bytes(profile, end, (group,)) for end in ends) * each > of_each:
+        most = max(sent_bytes(profile, one, (group,)) + (elsewhere_of[one] if elsewhere_of else 0.0) for one in group)
+        if group == machines or most * each > of_each:
             return math.inf
         return from_logs_s(profile, group, helpers)
 

@@ -95,15 +95,19 @@ def _moved(data: Any) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class JobMeasured:
-    """*elsewhere_bytes*: in messages of an iteration between nodes that are no neighbours. *takes_checkpoints*: else
-    what is lost begins at iteration 0. *assumed*: the fields of the profile that nobody has measured.
-    *state_bytes_per_s*: at which checkpoints are written, 0: not measured."""
+    """*elsewhere_of*: by node, what it sends in messages of an iteration to nodes that are no neighbours.
+    *takes_checkpoints*: else what is lost begins at iteration 0. *assumed*: the fields of the profile that nobody has
+    measured. *state_bytes_per_s*: at which checkpoints are written, 0: not measured."""
 
     profile: Profile
-    elsewhere_bytes: float
+    elsewhere_of: tuple[float, ...]
     takes_checkpoints: bool
     assumed: tuple[str, ...]
     state_bytes_per_s: float = 0.0
+
+    @property
+    def elsewhere_bytes(self) -> float:
+        return sum(self.elsewhere_of)
 
 
 def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasured:
@@ -146,7 +150,8 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         machines=machines,
         boundary_bytes=tuple(boundaries) if across else (),
         micro_batches=micro_batches,
-        iteration_s=max(max(one.iteration_s for one in ranks), 1e-9),
+        # A median of other iterations may be less than that of the computation.
+        iteration_s=max(1e-9, *(max(one.iteration_s, one.computation_s) for one in ranks)),
         network_bytes_per_s=ASSUMED["network_bytes_per_s"],
         log_bytes_per_s=log_rate or ASSUMED["log_bytes_per_s"],
         gpus_per_machine=max(map(len, nodes)),
@@ -167,7 +172,10 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
     fields = ("network_bytes_per_s", "log_bytes_per_s", "checkpoint_s", "load_s", "restart_s", "replace_s",
               "machine_mtbf_hours")  # fmt: skip
     assumed = tuple(field for field in fields if not measured.get(field, False))
-    return JobMeasured(profile, across - sum(boundaries), every > 0, assumed, state_rate)
+    elsewhere = tuple(
+        sum(sent for to, sent in enumerate(row) if abs(to - at) > 1) for at, row in enumerate(between)
+    )  # fmt: skip
+    return JobMeasured(profile, elsewhere, every > 0, assumed, state_rate)
 
 
 def _slowest(nodes: Sequence[Sequence[tuple[int, float]]]) -> float:

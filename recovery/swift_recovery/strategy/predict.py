@@ -6,7 +6,7 @@ the plan does not have: a replica that is gone, a log that is incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swift_recovery.planning.plan import Plan
@@ -35,7 +35,7 @@ class Predicted:
         return self.fixed_s + self.repeated_s
 
     def corrected(self, errors: Mapping[str, float]) -> Predicted:
-        """*errors*: what `errors_of` gave after recoveries by the same way."""
+        """*errors*: what `learned` made of recoveries by the same way."""
         fixed, repeated = (errors.get(name, 1.0) for name in _names(self.way))
         return Predicted(self.way, self.fixed_s * fixed, self.repeated_s * repeated)
 
@@ -50,8 +50,35 @@ class Predicted:
 
 
 def learned(errors: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
-    """*errors* after a recovery that gave *found*. Those of a way that was not taken fade: it is tried again."""
-    return {name: value**0.5 for name, value in errors.items()} | dict(found)
+    """*errors* after a recovery that gave *found*: their geometric mean with what was known, and beside it the last two
+    of each. Those of a way that was not taken fade: it is tried again."""
+    known = {name: value**0.5 for name, value in errors.items()}
+    for name, value in found.items():
+        known[name] = (errors.get(name, value) * value) ** 0.5
+        if _last(name) in errors:
+            known[_before(name)] = errors[_last(name)]
+        known[_last(name)] = value
+    return known
+
+
+def cautious(
+    errors: Mapping[str, float], way: str, of_two: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    """Those of *way*, as far as two recoveries, one after the other, agree: one that something else has held up proves
+    nothing. *of_two*: `min` for a way that may be slower than predicted, `max` for one that may be faster."""
+    found = {}
+    for name in _names(way):
+        last_two = [errors.get(_last(name), 1.0), errors.get(_before(name), 1.0)]
+        found[name] = of_two([errors.get(name, 1.0), *last_two])
+    return found
+
+
+def _last(name: str) -> str:
+    return f"{name}, the last"
+
+
+def _before(name: str) -> str:
+    return f"{name}, the one before"
 
 
 def _names(way: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ in part: all that is wrong with it is told at once.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "gradient_bytes": (0, True, 0),
 }
 _MOST = 1e30
+_LEAST = 1e-30  # but 0: what is less has no parts that are more than 0
+_ROUNDED = 1 + 1e-9
 _FLAGS = ("has_replica", "has_replica_inside")
 _WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
 
@@ -92,6 +95,15 @@ class Profile:
         return max(0.0, self.iteration_s - sum(one.computation_s for one in self.machines) / len(self.machines))
 
 
+class _Object(dict[str, Any]):
+    """One of JSON. *twice*: names that are given more than once, of which the last would win."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(name for name, _ in pairs)
+        self.twice = [name for name, count in counts.items() if count > 1]
+
+
 class ProfileError(ValueError):
     """One line for each thing that is wrong."""
 
@@ -99,12 +111,12 @@ class ProfileError(ValueError):
 def parse(text: str) -> Profile:
     """Raises `ProfileError`."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_Object)
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"no JSON: {error}") from None
-    if not isinstance(data, dict):
+    if not isinstance(data, _Object):
         raise ProfileError("not an object: a profile begins with {")
-    wrong: list[str] = []
+    wrong = [f"{name}: given more than once" for name in data.twice]
     known = {"name", "machines", "boundary_bytes", *FIELDS}
     wrong += [f"{name}: no such field; there are {', '.join(sorted(known))}" for name in data if name not in known]
     machines = _machines(data.get("machines"), wrong)
@@ -113,6 +125,13 @@ def parse(text: str) -> Profile:
     name = data.get("name", "a job")
     if not isinstance(name, str):
         wrong.append("name: not a text")
+    if not wrong and values["iteration_s"]:
+        slowest = max(range(len(machines)), key=lambda number: machines[number].computation_s)
+        if machines[slowest].computation_s > values["iteration_s"] * _ROUNDED:
+            wrong.append(
+                f"iteration_s: {values['iteration_s']:g} is less than machines[{slowest}].computation_s, which is a "
+                "part of it"
+            )
     if wrong:
         raise ProfileError("\n".join(wrong))
     whole = {field: int(values.pop(field)) for field in _WHOLE}
@@ -139,6 +158,8 @@ def _machines(given: Any, wrong: list[str]) -> list[Machine]:
             wrong.append(f'{where}: not an object, as {{"computation_s": 1.5}}')
             found.append(Machine(1.0))  # it counts, for the boundaries
             continue
+        if isinstance(data, _Object):
+            wrong += [f"{where}.{name}: given more than once" for name in data.twice]
         known = {*MACHINE_FIELDS, *_FLAGS}
         fields = ", ".join(sorted(known))
         wrong += [f"{where}.{name}: no such field; there are {fields}" for name in data if name not in known]
@@ -164,6 +185,8 @@ def _number(
         return float(value)
     elif value < least or (value == least and not may_be_least):
         wrong.append(f"{where}: {value} is too little: {'at least' if may_be_least else 'more than'} {least:g}")
+    elif 0 < value < _LEAST:
+        wrong.append(f"{where}: {value} is too little: at least {_LEAST:g}")
     elif name in _WHOLE and value != int(value):
         wrong.append(f"{where}: {value} is no whole number")
     else:
@@ -179,7 +202,10 @@ def _is_number(value: Any) -> bool:
 def _boundaries(given: Any, num_machines: int, wrong: list[str]) -> tuple[float, ...]:
     num = num_machines - 1
     values = [given] * num if isinstance(given, (int, float)) else given
-    if values is None or num < 1:
+    if values is None or num < 0:
+        return ()
+    if num == 0 and values != []:
+        wrong.append("boundary_bytes: one machine has no neighbour: a list of 0, or nothing")
         return ()
     if not isinstance(values, list) or len(values) != num:
         wrong.append(f"boundary_bytes: one number for all, or a list of {num}, one between each two machines")

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from swift_recovery.planning.reports import ranges_of
 from swift_recovery.strategy.budget import UNITS
-from swift_recovery.strategy.choose import Way
+from swift_recovery.strategy.choose import Way, choose
 from swift_recovery.strategy.grouping import Groups
+from swift_recovery.strategy.intervals import young_s
 from swift_recovery.strategy.measured import JobMeasured
 
 
@@ -39,9 +40,43 @@ def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) 
     parts = {number for way in found if way.impossible for number in way.only}
     rest = sorted(set(range(len(profile.machines))) - parts) if parts else []
     said += [_line(job, way, way.name == taken, rest) for way in found]
+    if job.takes_checkpoints:
+        said.append(_checkpoints(job))
     if 1 < len(groups) < len(profile.machines):
         said.append(f"messages are logged between groups of nodes only, from the next iteration on: {text_of(groups)}")
     return tuple(said)
+
+
+def _checkpoints(job: JobMeasured) -> str:
+    """How often one pays, beside how often one is taken."""
+    profile = job.profile
+    best = max(1, round(young_s(profile.checkpoint_s, profile.mtbf_s) / profile.iteration_s))
+    return (
+        f"  checkpoints: one every {profile.checkpoint_every} iterations; where all restart one every {best} (c*) "
+        f"costs least, if a node is lost every {time_of(profile.mtbf_s)}"
+    )
+
+
+def taken(found: Sequence[Way], wanted: str) -> str:
+    """What a job takes: a replica if there is one, else logs, else a checkpoint; '' if nothing is possible."""
+    possible = {way.name for way in found if not way.impossible}
+    log = "log+parallel" if wanted == "log+parallel" else "log"
+    return next((name for name in ("replica", log, "checkpoint") if name in possible), "")
+
+
+def by_waste(found: Sequence[Way], taken: str, wanted: str, mtbf_s: float) -> tuple[str, ...]:
+    """What is to be said where another way than *taken* would waste less, as rare as failures are taken to be."""
+    if all(way.impossible for way in found) or (best := choose(tuple(found), mtbf_s).name) == taken:
+        return ()
+    if wanted == taken:
+        why = f"--strategy {wanted} says so"
+    elif best == "log+parallel":
+        why = "helpers run the script once more, which --strategy log+parallel allows"
+    elif taken == "replica":
+        why = "a replica has all that is lost, and nothing is repeated"
+    else:
+        why = "logs bring a lost stage back in place, and the others keep what they have"
+    return (f"by what is wasted: {best}; taken: {taken}, because {why}",)
 
 
 def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:

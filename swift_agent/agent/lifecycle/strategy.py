@@ -17,7 +17,7 @@ from swift_recovery.strategy.budget import groups_within, parse_budget
 from swift_recovery.strategy.choose import Helpers, Way, paying_helpers, ways
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
-from swift_recovery.strategy.predict import Predicted, in_place, is_sooner, rollback
+from swift_recovery.strategy.predict import Predicted, cautious, in_place, is_sooner, rollback
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
@@ -35,10 +35,10 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
         return None
     wanted = view.job.strategy if view.job is not None else ""
     found = _ways(job, logs, wanted)
-    groups, remarks = _groups(view, job, _taken(found, wanted))
+    groups = _groups(view, job, sentences.taken(found, wanted))
     if groups:
         found = _ways(job, logs, wanted, groups)
-    taken = _taken(found, wanted)
+    taken = sentences.taken(found, wanted)
     begin_now = groups if view.job is not None and view.job.log_budget else ()
     said = sentences.lines(job, found, taken, begin_now)
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
@@ -47,12 +47,13 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
         helped = {group[0] for group in groups if len(group) == 1} if groups else range(len(job.profile.machines))
         machines = range(len(job.profile.machines))
         pay = tuple(paying_helpers(job.profile, slot) if slot in helped else () for slot in machines)
-    remarks = (*remarks, *_is_dear(job, found, wanted)) if taken == "log" else remarks
-    return ProfileRecord(to_file(job), (*said, *remarks, *_remarks(taken, wanted)), taken, chosen, pay)
+    lines = (*said, *_remarks(view, job, found, taken))
+    return ProfileRecord(to_file(job), lines, taken, chosen, pay)
 
 
 def refine(view: View, job_id: str) -> ProfileRecord | None:
-    """What was decided holds, with what has been measured since: a checkpoint. None: nothing more is known."""
+    """What was decided holds, with what has been measured since: a checkpoint. None: nothing more is known. What
+    there is to remark is asked again: how slow a disk is may show with the first checkpoint only."""
     known = view.profile
     if known is None or known.is_final:
         return None
@@ -62,7 +63,14 @@ def refine(view: View, job_id: str) -> ProfileRecord | None:
     wanted = view.job.strategy if view.job is not None else ""
     found = _ways(job, logs, wanted, _whole_groups(view, job) if view.log_groups else ())
     said = sentences.lines(job, found, known.way, ())
-    return replace(known, content=to_file(job), lines=(*said, *_remarks(known.way, wanted)), is_final=True)
+    lines = (*said, *_remarks(view, job, found, known.way))
+    return replace(known, content=to_file(job), lines=lines, is_final=True)
+
+
+def told_again(record: ProfileRecord, before: ProfileRecord) -> tuple[str, ...]:
+    """Of the lines of *record*, which follows *before*, those that are news: what was measured, and new remarks."""
+    known = set(before.lines)
+    return (*record.lines[:1], *(line for line in record.lines[1:] if line[:1] != " " and line not in known))
 
 
 def _whole_groups(view: View, job: JobMeasured) -> Groups:
@@ -91,22 +99,29 @@ def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tup
     return tuple(_possible(way, job, logs, wanted) for way in ways(job.profile, groups=groups, helpers=helpers))
 
 
-def _groups(view: View, job: JobMeasured, taken: str) -> tuple[Groups, tuple[str, ...]]:
-    """Of all nodes, those that are named or those within a budget; () if there are none. What is to be said of that."""
+def _groups(view: View, job: JobMeasured, taken: str) -> Groups:
+    """Of all nodes, those that are named or those within a budget; () if there are none."""
     if view.job is None or taken not in ("log", "log+parallel"):
-        return (), ()
+        return ()
     if view.job.log_groups:
-        return _whole_groups(view, job), ()
-    if not view.job.log_budget:
-        return (), ()
+        return _whole_groups(view, job)
+    if not view.job.log_budget or _size_of_nothing(view, job):
+        return ()
     budget = parse_budget(view.job.log_budget)
-    if not budget.is_part and not job.takes_checkpoints:
-        said = (
-            f"--log-budget {view.job.log_budget}: a size is for what is logged between two checkpoints, and the script "
-            "takes none (job.checkpoint): no groups are chosen"
-        )
-        return (), (said,)
-    return groups_within(job.profile, budget, "one machine" if taken == "log+parallel" else "nobody"), ()
+    helpers: Helpers = "one machine" if taken == "log+parallel" else "nobody"
+    return groups_within(job.profile, budget, helpers, job.elsewhere_of)
+
+
+def _size_of_nothing(view: View, job: JobMeasured) -> tuple[str, ...]:
+    """What is to be said of a budget that cannot be kept."""
+    if view.job is None or not view.job.log_budget or view.job.log_groups or job.takes_checkpoints:
+        return ()
+    if parse_budget(view.job.log_budget).is_part:
+        return ()
+    return (
+        f"--log-budget {view.job.log_budget}: a size is for what is logged between two checkpoints, and the script "
+        "takes none (job.checkpoint): no groups are chosen",
+    )
 
 
 def predicted(view: View) -> Predicted | None:
@@ -166,15 +181,25 @@ def weigh(view: View, plan: Plan) -> Plan:
     kept = _of_plan(view, plan)
     if job is None or known is None or kept is None or not plan.replays:
         return plan
-    kept, back = kept.corrected(known.errors), rollback(job, plan.iteration - plan.checkpoint).corrected(known.errors)
+    back, errors = rollback(job, plan.iteration - plan.checkpoint), known.errors
+    # It costs everybody's work, so two recoveries must have shown what says so.
+    at_most, at_least = cautious(errors, back.way, max), cautious(errors, kept.way, min)
+    is_sure = is_sooner(back.corrected(at_most), kept.corrected(at_least))
+    kept, back = kept.corrected(errors), back.corrected(errors)
     kept_s, back_s = sentences.time_of(kept.seconds), sentences.time_of(back.seconds)
     # Without a checkpoint the script would begin as it does by itself, which nothing compares with what it had done.
     may_choose = view.job is not None and not view.job.strategy and plan.checkpoint > 0
-    if may_choose and is_sooner(back, kept):
+    if may_choose and is_sure and is_sooner(back, kept):
         return Plan(
             "restart",
             f"to repeat from logs what ranks {list(plan.replays)} have lost should take {kept_s}, to begin again with "
             f"the checkpoint of iteration {plan.checkpoint} {back_s}",
+        )
+    if may_choose and is_sooner(back, kept):
+        return replace(
+            plan,
+            why=f"{plan.why}; that should take {kept_s}, a restart of all {back_s}: so much less that it would be "
+            "taken if more than the last recovery had shown it",
         )
     return replace(plan, why=f"{plan.why}; that should take {kept_s}, a restart of all {back_s}")
 
@@ -190,14 +215,6 @@ def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
     if way.name == "checkpoint" and not job.takes_checkpoints:
         return Way(way.name, "the script takes none (job.checkpoint): all workers would start over")
     return way
-
-
-def _taken(found: tuple[Way, ...], wanted: str) -> str:
-    """A replica if there is one, else logs, else a checkpoint. See `weigh` for what is decided when something is lost.
-    """
-    possible = {way.name for way in found if not way.impossible}
-    log = "log+parallel" if wanted == "log+parallel" else "log"
-    return next((name for name in ("replica", log, "checkpoint") if name in possible), "")
 
 
 def _is_dear(job: JobMeasured, found: tuple[Way, ...], wanted: str) -> tuple[str, ...]:
@@ -216,10 +233,17 @@ def _is_dear(job: JobMeasured, found: tuple[Way, ...], wanted: str) -> tuple[str
     )
 
 
-def _remarks(taken: str, wanted: str) -> tuple[str, ...]:
+def _remarks(view: View, job: JobMeasured, found: tuple[Way, ...], taken: str) -> tuple[str, ...]:
+    """What people should know beside the ways, as it is now."""
+    wanted = view.job.strategy if view.job is not None else ""
     if not taken:
         return (
             "nothing brings back what a lost node holds: all workers would start over. Take checkpoints "
             "(job.checkpoint)",
         )
-    return (f"--strategy {wanted}: here that is {taken}, see above",) if wanted not in ("", taken) else ()
+    said = sentences.by_waste(found, taken, wanted, job.profile.mtbf_s)
+    if taken in ("log", "log+parallel"):
+        said += _size_of_nothing(view, job)
+    if taken == "log":
+        said += _is_dear(job, found, wanted)
+    return (*said, f"--strategy {wanted}: here that is {taken}, see above") if wanted not in ("", taken) else said

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle.state import AgentState, describe_exit, how_it_ended
-from swift_agent.agent.processes.kernel_evidence import KernelLog, MemoryKills
-from swift_agent.agent.processes.late_starts import LateStarts, NotStarted
+from swift_agent.agent.processes.kernel_evidence import KernelLog, MemoryKills, free_memory, resident_bytes
+from swift_agent.agent.processes.late_starts import LateStarts, NotStarted, no_room
 from swift_agent.agent.processes.output import recorded_in
 from swift_agent.agent.processes.standby import StandbyServer
 from swift_agent.agent.processes.workers import WorkerProcess, Workers
@@ -99,8 +99,12 @@ class Crew:
         self._insist.append((time.monotonic() + self.grace_s, process))
 
     def start_helper(self, place: Placement, number: int) -> None:
-        """*place*: that of the rank that is helped."""
+        """*place*: that of the rank that is helped. A worker of this node must not be killed for it."""
         workers = self._workers
+        running = [one for at, one in workers.processes.items() if not share_of(at) and one.exit_code is None]
+        others = [one for at, one in self._state().helpers.items() if at != number and not one.gone]
+        if why := no_room(free_memory(), *([resident_bytes(one.pid) for one in some] for some in (running, others))):
+            return self._leave_out(number, place.rank(number), why)
         log.info(
             "generation %d: helper %d of rank %d starts (%s)",
             place.generation,
@@ -247,10 +251,7 @@ class Crew:
                 self._watch(one)
                 continue
             if share_of(one.end.local_rank):
-                why = one.end.message
-                number, rank = one.end.local_rank, one.end.rank
-                log.warning("helper %d of rank %d: %s; the others go on without it", share_of(number), rank, why)
-                self._on_event(msg.HelperExited(number, 0))
+                self._leave_out(one.end.local_rank, one.end.rank, one.end.message)
                 continue
             is_new = not self._late_starts.is_tried_again(one)
             end = self._late_starts.failed(one, time.monotonic())
@@ -259,6 +260,11 @@ class Crew:
                 self._on_event(msg.WorkerExited(end))
             elif is_new:
                 log.warning("%s; trying on", describe_exit(one.end))
+
+    def _leave_out(self, number: int, rank: int, why: str) -> None:
+        """A helper that is not started."""
+        log.warning("helper %d of rank %d: %s; the others go on without it", share_of(number), rank, why)
+        self._on_event(msg.HelperExited(number, 0))
 
     def _watch(self, process: WorkerProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._on_exit(process))

@@ -3,7 +3,7 @@ has sent, and errors of GPUs (Xid), which end a process with whatever its librar
 
 The kernel counts such kills for each cgroup (`memory.events` of version 2, `memory.oom_control` of version 1) and for
 the machine (`/proc/vmstat`). It does not say there which process it was, so a kill is evidence for a while only. An
-Xid is a line of its log, `/dev/kmsg`, which a container may not see.
+Xid is a line of its log, `/dev/kmsg`, which a container may not see. And what memory there is, before it comes to that.
 
 Must never raise: a counter that cannot be read is none.
 """
@@ -78,6 +78,38 @@ class KernelLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that a new child of this process could have: of the machine, and of each cgroup above it that has a limit.
+    None: not known. What files take in memory counts as free: it is given back first."""
+    available = re.findall(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)
+    found = [int(number) * 1024 for number in available]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if number == "0" and not controllers:
+            top, most, now, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, most, now, prefix = (
+                root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+            )  # fmt: skip
+        else:
+            continue
+        parts = Path(name.strip("/")).parts
+        for depth in range(len(parts) + 1):
+            here = top.joinpath(*parts[:depth])
+            limit, used = _text(here / most).strip(), _text(here / now).strip()
+            if limit.isdecimal() and used.isdecimal():
+                files = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _text(here / "memory.stat"), re.M)
+                found.append(max(0, int(limit) - int(used) + sum(map(int, files))))
+    return min(found, default=None)
+
+
+def resident_bytes(pid: int, root: Path = Path("/")) -> int:
+    """Of a process, in memory; 0 if there is none."""
+    fields = _text(root / f"proc/{pid}/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 and pid else 0
 
 
 def _counters(root: Path) -> dict[str, Path]:

@@ -8,7 +8,7 @@ This module must never read a clock or start anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swift_agent.agent.lifecycle.state import Worker
@@ -28,6 +28,17 @@ class NotStarted:
     warm: bool
     end: WorkerExit
     may_pass: bool
+
+
+def no_room(free: int | None, workers: Sequence[int], helpers: Sequence[int]) -> str:
+    """Why one more process must not be started beside *workers*; '' if it may. All are bytes: *free* of the node, those
+    of its workers, and of *helpers* that were started there before and may still grow as large. The kernel would else
+    end one of them, and it may be a worker."""
+    largest = max(workers, default=0)
+    coming = sum(max(0, largest - one) for one in helpers)
+    if free is None or not largest or free - coming > largest:
+        return ""
+    return f"its node has {free >> 20} MiB of memory left, and a worker takes {largest >> 20} MiB"
 
 
 class LateStarts:

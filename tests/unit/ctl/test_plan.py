@@ -101,6 +101,37 @@ def test_mistakes_of_a_profile(tmp_path: Path) -> None:
     assert f"{path}: machines: a list is needed" in found.output and f"{path}: network_bytes_per_s: has" in found.output
 
 
+def test_a_budget_for_logs_that_there_are_not() -> None:
+    found = plan("examples/profiles/wide-resnet-50.json", "--log-budget", "1TiB")
+    assert found.exit_code == 1 and "--log-budget is for message logs; that takes boundary_bytes" in found.output
+
+
+@pytest.mark.parametrize("cost", ["nan", "inf"])
+def test_costs_that_are_none(cost: str) -> None:
+    found = plan(VIT, "--json", "--gpu-hour-cost", cost)
+    assert found.exit_code == 2 and "is no number that can be worked with" in found.output
+
+
+def test_all_messages_are_all_of_them_where_sums_are_rounded(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    data = {"machines": [{"computation_s": 1}] * 6, "boundary_bytes": [14.6, 755.6, 249.6, 109.5, 624.8]}
+    path.write_text(json.dumps({**data, "network_bytes_per_s": 1e9}))
+    found = json.loads(plan(str(path), "--json", "--log-budget", "100%").output)
+    (log,) = (way for way in found["ways"] if way["name"] == "log")
+    assert log["groups"] == [[number] for number in range(6)]
+
+
+def test_what_swift_run_takes_is_said_beside_what_wastes_least() -> None:
+    output = plan(VIT).output
+    assert (
+        "swift-run: by what is wasted: log+parallel; taken: log, because helpers run the script once more, which "
+        "--strategy log+parallel allows\n"
+    ) in output
+    found = json.loads(plan(VIT, "--json").output)
+    assert (found["best"], found["taken"]) == ("log+parallel", "log")
+    assert "swift-run: by" not in plan("examples/profiles/wide-resnet-50.json").output
+
+
 @pytest.mark.parametrize("size", ["5 apples", "101%", "-1GiB", "GiB", ""])
 def test_sizes_that_are_none(size: str) -> None:
     found = plan(VIT, "--log-budget", size)

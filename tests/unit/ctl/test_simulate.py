@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from swift_agent.ctl import common
 from swift_agent.ctl.main import cli
 from swift_recovery.strategy import simulation
 from tests.support.pages import command, put_in, words
@@ -108,6 +109,15 @@ def test_a_sweep_to_where_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.exit_code == 1 and "no training ends, with any of the values" in found.output
 
 
+def test_a_bar_on_a_terminal_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "_MOMENT_S", -1.0)
+    assert list(common.progress((1, 2))) == [1, 2] and capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich standard error is a terminal then
+    assert list(common.progress((1, 2))) == [1, 2]
+    shown = capsys.readouterr()
+    assert "100%" in shown.err and shown.out == ""
+
+
 @pytest.mark.parametrize(("args", "code", "wrong"), [
     (["--hours", "5", "--sweep", "mtbf_hours"], 2, "'mtbf_hours': type mtbf or checkpoint_every"),
     (["--hours", "5", "--sweep", "mtbf="], 2, "type hours from one failure to the next, above 0, each once"),
@@ -120,6 +130,8 @@ def test_a_sweep_to_where_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     (["--hours", "5", "--sweep", "mtbf", "--scale", "2"], 2, "--scale or --sweep (or --plot), not both"),
     (["--hours", "5", "--sweep", "mtbf", "--failures", "TRACE"], 2, "--sweep mtbf and --plot go with --failures"),
     (["--hours", "0"], 2, "0"),
+    (["--hours", "5", "--seed", "-1"], 2, "'--seed': -1 is not in the range x>=0"),
+    (["--hours", "5", "--failures", "weibull", "--shape", "nan"], 2, "'--shape': nan is no number that can be worked"),
     (["--hours", "nan"], 2, "--hours nan: type a number of hours"),
     (["--hours", "inf"], 2, "inf"),
     (["--hours", "85000", "--runs", "1000000", "--failures", "paper"], 2, "too many; type fewer --runs"),

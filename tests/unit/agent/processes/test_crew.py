@@ -6,14 +6,14 @@ import logging
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from swift_agent.agent.lifecycle.events import Event, HelperExited, HelperStarted
 from swift_agent.agent.lifecycle.state import AgentState, HelperProcess, Worker
 from swift_agent.agent.processes.crew import Crew
-from swift_agent.agent.processes.late_starts import NotStarted
+from swift_agent.agent.processes.late_starts import NotStarted, no_room
 from swift_agent.wire.environment import helper_number
 from swift_rendezvous.roster.records import ResultRecord, WorkerExit
 
@@ -121,6 +121,40 @@ def test_the_end_of_a_helper_is_told_and_forgotten(
     played.end(code, place)
     assert played.events == [HelperExited(NUMBER, 77)] and caplog.messages == said
     assert list(played.crew.processes) == [0]
+
+
+def test_a_helper_needs_room_beside_the_workers_of_its_node(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replacement and the others go on without it; no worker is killed for it."""
+    sizes = {9: 900 << 20, 78: 300 << 20}
+    free = 1000 << 20
+    monkeypatch.setattr("swift_agent.agent.processes.crew.resident_bytes", lambda pid: sizes.get(pid, 0))
+    monkeypatch.setattr("swift_agent.agent.processes.crew.free_memory", lambda: free)
+    played, place = Helped(), cast(Any, SimpleNamespace(generation=2, rank=lambda number: 3))
+    started: list[int] = []
+    workers: Any = played.crew._workers
+    workers.can_fork, workers.server = True, None
+    workers.start_helper = lambda place, number: started.append(number) or []
+    played.crew.start_helper(place, NUMBER)
+    assert started == [NUMBER] and played.events == []
+    # Another one there may still grow by 600 MiB.
+    other = helper_number(2, 0)
+    played.state = replace(played.state, helpers={**played.state.helpers, other: HelperProcess(3, 2, pid=78)})
+    played.crew.start_helper(place, NUMBER)
+    assert started == [NUMBER] and played.events == [HelperExited(NUMBER, 0)]
+    assert caplog.messages[-1] == (
+        "helper 1 of rank 3: its node has 1000 MiB of memory left, and a worker takes 900 MiB; the others go on "
+        "without it"
+    )
+
+
+@pytest.mark.parametrize(("free", "workers", "helpers", "fits"), [
+    (10, (9, 3), (), True), (9, (9, 3), (), False), (10, (9,), (9,), True), (10, (9,), (8,), False),
+    (None, (9,), (), True), (0, (), (5,), True), (0, (0,), (), True),
+])  # fmt: skip
+def test_room_for_a_helper(free: int | None, workers: tuple[int, ...], helpers: tuple[int, ...], fits: bool) -> None:
+    assert (no_room(free, workers, helpers) == "") == fits
 
 
 def test_a_helper_that_cannot_be_started_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:

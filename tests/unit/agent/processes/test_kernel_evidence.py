@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from swift_agent.agent.processes.kernel_evidence import RECENT_S, XID_RECENT_S, KernelLog, MemoryKills
+from swift_agent.agent.processes.kernel_evidence import (
+    RECENT_S,
+    XID_RECENT_S,
+    KernelLog,
+    MemoryKills,
+    free_memory,
+    resident_bytes,
+)
 
 V1 = "4:memory:/job\n3:cpuset:/\n0::/\n"
 V2 = "0::/job\n"
@@ -50,6 +57,33 @@ def test_a_kill_is_evidence_for_a_while(groups: str, file: str, text: str, what:
     write(tmp_path, file, text.format(8))
     kills.look(30.0)  # of another process, which was nobody's end
     assert kills.evidence(31.0 + RECENT_S) == ""
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "free"),
+    [
+        (V2, {}, 3000 * 1024),
+        ("", {}, 3000 * 1024),
+        (V2, {"job/memory.max": "1000000", "job/memory.current": "900000"}, 100_000),
+        (V2, {"job/memory.max": "max", "job/memory.current": "900000"}, 3000 * 1024),
+        (V2, {"memory.max": "1000000", "memory.current": "1000001"}, 0),
+        (V2, {"job/memory.max": "1000000", "job/memory.current": "900000",
+              "job/memory.stat": "anon 5\ninactive_file 7000\nactive_file 3000\n"}, 110_000),
+        (V1, {"memory/job/memory.limit_in_bytes": "1000000", "memory/job/memory.usage_in_bytes": "900000",
+              "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n"}, 100_050),
+    ],
+)  # fmt: skip
+def test_memory_that_is_free(groups: str, limits: dict[str, str], free: int, tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", groups)
+    write(tmp_path, "proc/meminfo", "MemTotal:       9000 kB\nMemAvailable:   3000 kB\n")
+    for name, text in limits.items():
+        write(tmp_path, f"sys/fs/cgroup/{name}", text)
+    assert free_memory(tmp_path) == free
+
+
+def test_memory_of_which_nothing_is_known(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) is None and resident_bytes(7, tmp_path) == 0 == resident_bytes(0)
+    assert resident_bytes(os.getpid()) > 1 << 20 and (free_memory() or 0) > 0
 
 
 def test_the_nearest_counter_is_named(tmp_path: Path) -> None:

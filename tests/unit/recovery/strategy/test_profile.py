@@ -61,12 +61,31 @@ def test_a_pipeline_takes_the_time_of_its_bubble_too() -> None:
         "boundary_bytes[0]: -1 is no number of bytes",
     ]),
     (json.dumps({**LEAST, "load_s": float("nan")}), ["load_s: nan is no number"]),
+    (json.dumps({**LEAST, "machines": [{"computation_s": 1e-323}], "micro_batches": 4}), [
+        "machines[0].computation_s: 1e-323 is too little: at least 1e-30",
+    ]),
+    (json.dumps({**LEAST, "machines": [{"computation_s": 1}], "boundary_bytes": [5, 6, 7]}), [
+        "boundary_bytes: one machine has no neighbour: a list of 0, or nothing",
+    ]),
+    ('{"load_s": 1, "machines": [{"computation_s": 1, "computation_s": 2}], "network_bytes_per_s": 5, "load_s": 2}', [
+        "load_s: given more than once",
+        "machines[0].computation_s: given more than once",
+    ]),
+    (json.dumps({**LEAST, "machines": [{"computation_s": 9}, {"computation_s": 10}], "iteration_s": 1}), [
+        "iteration_s: 1 is less than machines[1].computation_s, which is a part of it",
+    ]),
     (json.dumps({**LEAST, "restart_s": 10**400}), [f"restart_s: {10**400} is no number"]),
 ])  # fmt: skip
 def test_all_that_is_wrong_is_told(text: str, wrong: list[str]) -> None:
     with pytest.raises(ProfileError) as error:
         parse(text)
     assert str(error.value).splitlines() == wrong
+
+
+def test_one_machine_has_no_neighbours() -> None:
+    for boundaries in ([], 5):
+        one = {**LEAST, "machines": [{"computation_s": 1}], "boundary_bytes": boundaries}
+        assert parse(json.dumps(one)).boundary_bytes == ()
 
 
 def test_a_field_that_there_is_not() -> None:

@@ -83,6 +83,13 @@ def test_table_5_of_swift(name: str) -> None:
         assert found == pytest.approx(expected, rel=0.01), scheme
 
 
+def test_a_training_with_too_many_failures_is_not_said_to_have_no_end() -> None:
+    """85,000 h with a failure each half an hour, of which a recovery takes a minute."""
+    scheme = Scheme("any", 0.0, 60.0)
+    with pytest.raises(ValueError, match=r"any: no end after 100000 failures, with 5[67]\.\d% of the training done"):
+        total_s(scheme, 85_000 * HOUR_S, 1, lambda num: np.full(num, 0.5 * HOUR_S))
+
+
 def test_positions_for_fewer_failures_than_there_are() -> None:
     with pytest.raises(ValueError, match="5 failures need as many positions"):
         total_as_in_the_paper_s(Scheme("any"), 100.0, 20.0, np.zeros((3, 4)))
