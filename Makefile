@@ -20,7 +20,7 @@ export SWIFT_NATIVE_DIR ?= $(CURDIR)/.cache/native
 help:
 	@echo "make demo    train on three agents, kill one node, compare the result with an undisturbed run; a page shows it"
 	@echo "make test    lint, types, import rules, and tests of everything that this does, in about eleven minutes"
-	@echo "make test-all  the same with every test there is, in about an hour and a half"
+	@echo "make test-all  the same with all tests but the long ones (soak) and those that need a GPU, in about an hour"
 	@echo "make soak    the long ones, which vary what is lost, and 200 failures in one job, in some hours"
 	@echo "make test-gpu  what needs a GPU; TORCH= names a torch that has one"
 	@echo "make kubernetes  compile a control plane of Kubernetes, for tests of test-all and soak that are skipped without it"

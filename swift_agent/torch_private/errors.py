@@ -4,7 +4,7 @@ torch has types for most of them. gloo's are plain RuntimeErrors, told by what s
 file of gloo that raised it, or one of few sentences; and an error that has gone through C++ (a future, a hook) may be
 a RuntimeError, too, whose text begins with the name of the type that it was.
 
-This module must never go by a word that an error of the script may have: "connection", "timed out".
+This module must never go by a word that an error of the script may have: "connection", "timed out", "monitoredBarrier".
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ _SENTENCES = (
     # the compiled backend's (native/forward.cpp), where its type is lost
     "process group aborted: ",
 )  # fmt: skip
+# gloo's barrier that names who is missing, in ProcessGroupGloo.cpp.
+_BARRIER = re.compile(
+    r"(?:\[Rank \d+\]: )?Ranks? \d[\d, ]*(?:failed to pass|timed out in|successfully reached) monitoredBarrier\b"
+)
 # What a future says of the callback that raised it: a communication hook of DDP.
 _IN_CALLBACK = re.compile(r"(?:Got the following error when running the callback: (?:[\w.]*\bRuntimeError: )?)+")
 _TYPE = re.compile(r"(?:[\w.]+\.)?(?:Dist(?:Backend|Network|Store)?Error|GroupsAborted|PeerFailure|LinkLost): ")
@@ -37,9 +41,7 @@ def is_of_connection(error: BaseException) -> bool:
     text = str(error)
     if (around := _IN_CALLBACK.match(text)) is not None:
         text = text[around.end() :]
-    return (
-        bool(_GLOO_FILE.match(text) or _TYPE.match(text)) or text.startswith(_SENTENCES) or "monitoredBarrier" in text
-    )
+    return bool(_GLOO_FILE.match(text) or _TYPE.match(text) or _BARRIER.match(text)) or text.startswith(_SENTENCES)
 
 
 def was_raised_for(error: BaseException, why: str) -> bool:

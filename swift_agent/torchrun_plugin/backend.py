@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from swift_agent.torchrun_plugin.handler import BACKEND
+from swift_agent.torchrun_plugin.name import BACKEND
 from swift_agent.torchrun_plugin.state import to_json, to_torch
 from swift_agent.torchrun_plugin.store import EtcdRunStore, LeasedStore, connection_errors
 from swift_rendezvous.store.kv import Compare, DeletePrefix, Get, KeyValue, KeyValueStore, Op, Put

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from swift_agent.torchrun_plugin.name import BACKEND
 from swift_rendezvous.store.etcd_config import EtcdConfig
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-BACKEND = "swift-etcd"
 DEFAULT_READ_TIMEOUT_S = 60
 DEFAULT_LEASE_TTL_S = 60
 _DEFAULT_KEEP_ALIVE_S = 5  # torch's

@@ -75,6 +75,9 @@ def test_why_a_stage_failed() -> None:
         (GroupsAborted("generation 3 was stopped"), True),
         (RuntimeError("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:492] 24 vs 12"), True),
         (RuntimeError("Rank 0 timed out in monitoredBarrier after 500 ms."), True),
+        (RuntimeError("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 500 ms\n Original exception: "), True),
+        (RuntimeError("[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 500 ms"), True),
+        (RuntimeError("Rank 1 successfully reached monitoredBarrier, but received errors while waiting"), True),
         # In a communication hook.
         (RuntimeError(f"{IN_CALLBACK} RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [::1]:1"), True),
         (RuntimeError(f"{IN_CALLBACK} DistBackendError: process group aborted: node b is lost"), True),
@@ -84,6 +87,7 @@ def test_why_a_stage_failed() -> None:
         (RuntimeError("connection to database timed out"), False),
         (RuntimeError("the socket of /data/swift/labels was aborted"), False),
         (RuntimeError("no gloo in this build, no NCCL"), False),
+        (RuntimeError("set USE_BARRIER=1: monitoredBarrier is for debugging only"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection"), False),
         (caused("Failed to run stage backward", by=RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error")), True),
