@@ -26,8 +26,8 @@ class UsageError(SwiftError):
 class JobStopped(SwiftError):
     """The job ended without a result: it was told to stop, or no node took the place of a lost one in time.
 
-    *cause*: `infrastructure` (want of a node, or of etcd), `operator`, `preempted` (all nodes were told to go), or
-    `script`.
+    *cause*: `infrastructure` (want of a node, or of etcd), `operator`, `preempted` (all nodes were told to go),
+    `drained` (this node has left, the job goes on), or `script`.
     """
 
     def __init__(self, why: str, cause: str = "infrastructure") -> None:

@@ -32,7 +32,7 @@ from swift_agent.launch import secret
 from swift_agent.launch.checks import NO_NOTICE, ConfigError
 from swift_agent.launch.config import AgentConfig
 from swift_agent.launch.options import SWIFT_BACKEND, LaunchCommand, get_args_parser, parse_args, with_our_options
-from swift_agent.launch.outcome import EXIT_CODES, write_result
+from swift_agent.launch.outcome import exit_code, write_result
 from swift_agent.launch.signals import CaughtSignals, Signalled
 from swift_rendezvous.errors import RendezvousError
 
@@ -128,14 +128,14 @@ def _launch(**options: Any) -> None:
         write_result(ns, cause, why, error)
         # Without the frames of this launcher, which say nothing of the failure.
         click.echo(f"{type(error).__module__}.{type(error).__qualname__}: {error}", err=True)
-        raise click.exceptions.Exit(EXIT_CODES[cause]) from None
+        raise click.exceptions.Exit(exit_code(ns, cause)) from None
     except BaseException as error:
         write_result(ns, cause, f"{type(error).__name__}: {error}")
         raise
     write_result(ns, cause, why)
     if why:
         click.ClickException(why).show()
-        raise click.exceptions.Exit(EXIT_CODES[cause])
+        raise click.exceptions.Exit(exit_code(ns, cause))
 
 
 cli = LaunchCommand(

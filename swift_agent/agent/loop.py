@@ -113,7 +113,7 @@ class Agent:
                     raise
                 log.warning("the job has ended; this agent could not close all that it had opened", exc_info=True)
             assert self._end is not None
-            if self._end.state == "stopped" and self._end.cause != "infrastructure":
+            if self._end.state == "stopped" and self._end.cause in ("operator", "preempted"):
                 self._signals.raise_caught(self._end.why, self._end.cause)
             raise_outcome(self._end, self._config)
 

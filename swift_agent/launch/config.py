@@ -70,8 +70,9 @@ class AgentConfig:
     copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
     which of the first nodes this one shall be. *log_groups*, *log_budget*: see `JobRecord`.
     *strategy*: how lost state comes back. *helpers*: see `JobRecord`; *parallel_sum*: how what they have computed is
-    put together. *preempt_grace_s*: how long a node that got a signal to go waits for a spare. *metrics_addr*,
-    *metrics_port*: where metrics and probes are served; no port: nowhere. *profile*: the file for what the job was
+    put together. *preempt_grace_s*: how long a node that got a signal to go waits for a spare;
+    *drained_exit_code*: of one that was drained by order. *metrics_addr*, *metrics_port*:
+    where metrics and probes are served; no port: nowhere. *profile*: the file for what the job was
     measured to cost.
     """
 
@@ -103,6 +104,7 @@ class AgentConfig:
     heartbeat_s: float
     stop_deadline_s: float
     preempt_grace_s: float
+    drained_exit_code: int
     metrics_addr: str
     metrics_port: int | None
     recovery: str
@@ -149,6 +151,10 @@ class AgentConfig:
         if ns.on_etcd_loss not in get_args(OnEtcdLoss):
             ways = " or ".join(get_args(OnEtcdLoss))
             mistakes.append(f"--on-etcd-loss {ns.on_etcd_loss}: there is no such way; type {ways}")
+        if not 0 <= ns.drained_exit_code <= 255:
+            mistakes.append(
+                f"--drained-exit-code {ns.drained_exit_code}: must be from 0 to 255; type --drained-exit-code 75 or 0"
+            )
         etcd = _etcd(ns, max_nodes, environ, mistakes)
         host = socket.gethostname()
         of_slurm = _node_of_slurm(ns, environ, mistakes)
@@ -211,6 +217,7 @@ class AgentConfig:
             heartbeat_s=ns.heartbeat,
             stop_deadline_s=ns.stop_deadline,
             preempt_grace_s=ns.preempt_grace,
+            drained_exit_code=ns.drained_exit_code,
             metrics_addr=ns.metrics_addr or METRICS_ADDR,
             metrics_port=ns.metrics_port,
             recovery=ns.recovery,

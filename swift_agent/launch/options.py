@@ -90,6 +90,7 @@ def _add_ours(parser: _Parser) -> None:
     add("--replacement-timeout", "S", 300.0, "Seconds that the job waits for a node to take a vacant place.", float)
     add("--preempt-signal", "NAMES", "SIGTERM,SIGUSR1,SIGUSR2", "These tell a node to go; the job goes on. Or none.")
     add("--preempt-grace", "S", 15.0, "Seconds that it then waits for a spare to take its place.", float)
+    add("--drained-exit-code", "CODE", 0, "With it the node ends that was drained by order, and not by a signal.", int)
     add("--max-restarts-window", "S", None, "A restart of --max-restarts counts for so long. Default: for ever.", float)
     add("--lease-ttl", "S", 5, "Seconds after which a node that etcd hears nothing of is taken for lost.", int)
     add("--on-etcd-loss", "WHAT", "pause", "If another node may have got the places of this one: pause, or train.")

@@ -27,8 +27,15 @@ log = logging.getLogger(__name__)
 EXIT_CODES = {"succeeded": 0, "script": 1, "usage": 2, "operator": 3, "infrastructure": 69, "preempted": 75}
 
 
+def exit_code(ns: argparse.Namespace, cause: str) -> int:
+    """Of `swift-run` with these options."""
+    return int(ns.drained_exit_code) if cause == "drained" else EXIT_CODES[cause]
+
+
 def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
     """Return if the job succeeded; otherwise raise. The root cause is the earliest failure, on whatever node it was."""
+    if result.cause == "drained" and config.drained_exit_code:
+        raise JobStopped(f"job '{config.job_id}' goes on without this node: {result.why}", "drained")
     if result.state == "succeeded":
         return
     if result.state == "failed" and result.exits:
@@ -49,7 +56,7 @@ def write_result(ns: argparse.Namespace, cause: str, why: str, failed: ChildFail
     failures = [] if failed is None else _failures_of(failed)
     if failures:
         why = f"rank {failures[0]['rank']}: {failures[0]['message']}"
-    found = {"exit_code": EXIT_CODES[cause], "cause": cause, "why": why, "job": ns.rdzv_id, "failures": failures}
+    found = {"exit_code": exit_code(ns, cause), "cause": cause, "why": why, "job": ns.rdzv_id, "failures": failures}
     try:
         # For its owner only: a traceback may say more than others should read.
         fd = os.open(f"{ns.result}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -304,6 +304,10 @@ def test_helm_installs_a_job_and_keeps_its_secrets(kube: KubeCluster, tmp_path: 
         found.append(secrets())
     assert found[0] == found[1]
     assert kube.get("Job", "train")["spec"]["completions"] == 3
+    # One of two certificates is gone, and nobody can sign another that the other side would take.
+    kube.delete("Secret", "train-etcd-client")
+    done = helm("upgrade", *where[:1], str(CHART), *where[1:], "-f", "-", stdin=json.dumps(values), env=environment)
+    assert done.returncode != 0 and "secret train-etcd-client is gone; delete train-etcd-server, too" in done.stderr
     done = helm("uninstall", *where, env=environment)
     assert done.returncode == 0, done.stderr
     with pytest.raises(ApiError, match="not found"):

@@ -55,11 +55,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "an existing etcd without TLS": {
         "etcd": {"enabled": False, "image": "", "endpoints": ["a:2379"], "tls": {"clientSecret": ""}}
     },
-    "certificates by cert-manager": {"etcd": {"tls": {"source": "certManager", "clientSecret": ""}}},
+    "certificates by cert-manager": {
+        "etcd": {"tls": {"source": "certManager", "serverSecret": "", "clientSecret": ""}}
+    },
     "an issuer": {
         "etcd": {
             "tls": {
-                "source": "certManager", "clientSecret": "", "issuer": {"name": "site", "kind": "ClusterIssuer"},
+                "source": "certManager", "serverSecret": "", "clientSecret": "",
+                "issuer": {"name": "site", "kind": "ClusterIssuer"},
             }
         }
     },
@@ -227,6 +230,8 @@ def test_exit_codes_end_a_job_or_begin_it_again(kind: str) -> None:
         ("Ignore", None),
         ("Count", [code["infrastructure"]]),
     ]
+    # A pod that was drained by order is made again as well, and is no success of the Job.
+    assert variables(things)["PET_DRAINED_EXIT_CODE"] == str(code["preempted"])
     assert spec["parallelism"] == spec["completions"] == 6 and spec["backoffLimit"] == 12
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # which podFailurePolicy needs
     if kind == "Job":
@@ -356,7 +361,66 @@ def test_a_trainjob_gives_the_rest() -> None:
     assert job["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
 
 
+@pytest.mark.parametrize("kind", ["TrainingRuntime", "ClusterTrainingRuntime"])
+def test_arguments_of_a_trainjob_leave_the_options(kind: str) -> None:
+    """They take the place of all of `args`, and of nothing else."""
+    things = render({"kind": kind, "image": "", "script": [], "options": ["--strategy", "log"]})
+    [container] = pod_of(things)["containers"]
+    assert "args" not in container
+    command = [word.replace("exec swift-run", "echo") for word in container["command"]]
+    done = subprocess.run(
+        [*command, "train.py"], capture_output=True, text=True, check=True, env={"PET_NNODES": "3", "PET_SPARES": "1"}
+    )
+    assert done.stdout == "--nnodes 2 --strategy log train.py\n"
+
+
+def test_etcd_listens_at_addresses_of_any_kind() -> None:
+    etcd = render()["StatefulSet", "train-etcd"]["spec"]["template"]["spec"]["containers"][0]
+    listens = [one for one in etcd["args"] if one.startswith("--listen")]
+    assert len(listens) == 3 and all("//0.0.0.0:" in one for one in listens)
+
+
+def test_a_member_that_is_alone_may_be_drained() -> None:
+    assert ("PodDisruptionBudget", "train-etcd") not in render({"etcd": {"members": 1}})
+
+
+def test_metrics_of_trainjobs_are_asked_for_in_all_namespaces() -> None:
+    monitor = {"metrics": {"podMonitor": {"enabled": True}}}
+    things = render({"kind": "ClusterTrainingRuntime", **monitor})
+    assert things["PodMonitor", "train"]["spec"]["namespaceSelector"] == {"any": True}
+    things = render({"networkPolicy": {"enabled": False}, **monitor})
+    assert "namespaceSelector" not in things["PodMonitor", "train"]["spec"]
+
+
 # ---- mistakes ----
+
+
+@pytest.mark.parametrize(("values", "told"), [
+    ({"kind": "TrainingRuntime", "minNodes": 1}, "minNodes: a TrainJob says"),
+    ({"kind": "ClusterTrainingRuntime", "nprocPerNode": 8}, "nprocPerNode: a TrainJob says"),
+    ({"metrics": {"podMonitor": {"enabled": True}}}, "metricsFrom: name the pods of Prometheus"),
+    ({"etcd": {"tls": {"source": "generated", "serverSecret": ""}}}, "are of source existing, not of generated"),
+    ({"podLabels": {"app.kubernetes.io/component": "mine"}}, "podLabels: app.kubernetes.io/component is the chart's"),
+    ({"job": {"labels": {"app.kubernetes.io/name": "mine"}}}, "job.labels: app.kubernetes.io/name is the chart's"),
+    ({"nodeSelector": {"gpu": True}}, "/nodeSelector/gpu"),
+    ({"etcd": {"nodeSelector": {"gpu": True}}}, "/etcd/nodeSelector/gpu"),
+    ({"podAnnotations": {"number": 5}}, "/podAnnotations/number"),
+    ({"env": [{"name": "A", "value": 5}]}, "/env/0/value"),
+    ({"etcd": {"persistence": {"size": ""}}}, "/etcd/persistence/size"),
+])  # fmt: skip
+def test_what_would_fail_later_is_told_now(values: dict[str, Any], told: str) -> None:
+    done = template(merged(LEAST, values))
+    assert done.returncode != 0 and told in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("name", "good"), [
+    ("gpt", True), ("a", True), ("gpt-7b", True), ("x" * 45, True), ("7b", False), ("gpt.v2", False),
+])  # fmt: skip
+def test_names_that_no_service_may_have(name: str, good: bool) -> None:
+    done = helm("template", name, str(CHART), "--values", "-", stdin=json.dumps(LEAST))
+    assert (done.returncode == 0) is good, done.stderr
+    assert good or f"release {name}: its name must" in done.stderr
+
 
 
 def test_all_that_is_missing_is_told_at_once() -> None:

@@ -28,7 +28,7 @@ def exported() -> dict[str, set[str]]:
     requests = Requests({"Txn": Spread(REQUEST_BOUNDS_S).plus(0.1)}, {"Txn": 1})
     seen = Snapshot(
         now_s=10.0, figures=Figures(training_since_s=1.0), state=AgentState("n0", "n0.1", view=view()), strategy="auto",
-        is_ready=True, is_away=False, lease_s=3.0, num_standbys=1, log_bytes=0,
+        is_ready=True, is_away=False, lease_s=3.0, num_standbys=1, num_spares_wanted=1, log_bytes=0,
         logs=LogFigures(), requests=requests,
     )  # fmt: skip
     suffixes = {
@@ -51,7 +51,7 @@ def expressions() -> dict[str, list[str]]:
 
 @needs_promtool
 def test_the_alerts_are_right() -> None:
-    assert "11 rules found" in promtool("check", "rules", RULES / "alerts.yml")
+    assert "14 rules found" in promtool("check", "rules", RULES / "alerts.yml")
     assert "SUCCESS" in promtool(*words(command("docs/observability.md", "promtool"))[1:], cwd=RULES)
     assert "is valid" in promtool("check", "config", RULES / "prometheus.yml")
 

@@ -60,6 +60,8 @@ class Container:
         mounts = "\n".join(self._mount(mount) for mount in self.spec.get("volumeMounts", ()))
         environment = self._environment()
         words = [expanded(word, environment) for key in ("command", "args") for word in self.spec.get(key, ())]
+        # All addresses of the pod: here these are one, and the others are those of other pods.
+        words = [word.replace("//0.0.0.0:", f"//{self.ip}:") for word in words]
         rights = self.spec.get("securityContext", {})
         of_pod = self.pod["spec"].get("securityContext", {})
         user, group, extra = (of_pod.get(key, 0) for key in ("runAsUser", "runAsGroup", "fsGroup"))

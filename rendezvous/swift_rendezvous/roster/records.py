@@ -293,13 +293,14 @@ class ExitedRecord(OfSlot):
 @dataclass(frozen=True)
 class ResultRecord:
     """How the job ended. *exits*: the root cause first, if a worker caused it. *advice*: what was tried, what is safe,
-    what to type; a line each. *cause*: what stopped it: want of a node or of etcd, a person, a signal to all nodes."""
+    what to type; a line each. *cause*: what stopped it: want of a node or of etcd, a person, a signal to all nodes; or
+    `drained`, of one node whose job goes on."""
 
     state: Literal["succeeded", "failed", "stopped"]
     why: str
     exits: tuple[WorkerExit, ...] = ()
     advice: str = ""
-    cause: Literal["infrastructure", "operator", "preempted"] = "infrastructure"
+    cause: Literal["infrastructure", "operator", "preempted", "drained"] = "infrastructure"
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
     if not lapsed and (slot is None or not registered):
         why = drain.reason_to_go(view, state.node_id, state.incarnation, state.workers)
         if why:
-            end = ResultRecord("succeeded", why)
+            end = ResultRecord("succeeded", why, cause="drained")
             if state.notice is not None:
                 end = ResultRecord("stopped", why, cause="preempted")
             return _once(state, ("leave",), LeaveJob(end))

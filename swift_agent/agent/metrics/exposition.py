@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swift_agent.agent.lifecycle.state import AgentState
-from swift_agent.agent.metrics.figures import Figures, Spread
+from swift_agent.agent.metrics.figures import FAILURES, WAYS, Figures, Spread
 from swift_logging_store.log.rate import LogFigures
 from swift_rendezvous.roster.view import View
 
@@ -37,8 +37,8 @@ class Requests:
 @dataclass(frozen=True)
 class Snapshot:
     """Of one agent, as of *now_s*. *lease_s*: seconds that its lease has left, infinite where no other node can have
-    its place. *num_standbys*: that are ready. *log_bytes*: of logs of messages on its disk; *logs*: what was
-    done with them."""
+    its place. *num_standbys*: that are ready; *num_spares_wanted*: by `--spares`. *log_bytes*: of logs of messages on
+    its disk; *logs*: what was done with them."""
 
     now_s: float
     figures: Figures
@@ -48,6 +48,7 @@ class Snapshot:
     is_away: bool
     lease_s: float
     num_standbys: int
+    num_spares_wanted: int
     log_bytes: int
     logs: LogFigures
     requests: Requests
@@ -82,6 +83,7 @@ def _of_job(job_id: str, seen: Snapshot) -> Iterator[Family]:
     for what, number in nodes_by_state(view).items():
         nodes.add_metric([job_id, what], number)
     yield nodes
+    yield _gauge("swift_spares_wanted", "Spare nodes that --spares asks for.", job_id, seen.num_spares_wanted)
     if figures.training_since_s is not None:
         yield _gauge("swift_iteration", "The first one that was not begun, as last told.", job_id, figures.iteration)
         yield _gauge("swift_iterations_per_second", "As last told.", job_id, figures.per_s)
@@ -101,14 +103,16 @@ def _of_job(job_id: str, seen: Snapshot) -> Iterator[Family]:
 
 def _of_recoveries(job_id: str, figures: Figures) -> Iterator[Family]:
     failures = CounterMetricFamily("swift_failures", "What was lost, by kind.", labels=["job_id", "kind"])
-    for kind, number in sorted(figures.failures.items()):
-        failures.add_metric([job_id, kind], number)
+    # Also what has not happened yet: increase() counts from the first value, and would miss one that begins with 1.
+    for kind in FAILURES:
+        failures.add_metric([job_id, kind], figures.failures.get(kind, 0))
     yield failures
     recoveries = CounterMetricFamily(
         "swift_recoveries", "By the way in which the state came back, and by cause.", labels=["job_id", "kind", "cause"]
     )
-    for (way, cause), number in sorted(figures.recoveries.items()):
-        recoveries.add_metric([job_id, way, cause], number)
+    for cause, ways in WAYS.items():
+        for way in ways:
+            recoveries.add_metric([job_id, way, cause], figures.recoveries.get((way, cause), 0))
     yield recoveries
     seconds = HistogramMetricFamily(
         "swift_recovery_seconds", "Time of each phase of a recovery.", labels=["job_id", "phase"]
@@ -137,8 +141,8 @@ def _of_node(job_id: str, seen: Snapshot) -> Iterator[Family]:
     failed = CounterMetricFamily(
         "swift_etcd_request_errors", "Requests that got no answer or were refused.", labels=["job_id", "request"]
     )
-    for name, number in sorted(seen.requests.failed.items()):
-        failed.add_metric([job_id, name], number)
+    for name in sorted({*seen.requests.took, *seen.requests.failed}):
+        failed.add_metric([job_id, name], seen.requests.failed.get(name, 0))
     yield failed
 
 

@@ -24,6 +24,11 @@ REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 Cause = Literal["node", "worker", "restart", "drain", "resize"]
 # Of several in one recovery the first of these counts.
 _CAUSES: tuple[Cause, ...] = get_args(Cause)
+# Those that are failures; the others were asked for.
+FAILURES: tuple[Cause, ...] = ("node", "worker", "restart")
+# The ways in which state may come back after each cause, see `way_of`.
+_OF_A_PLAN = ("checkpoint", "drain", "in place", "log", "replica")
+WAYS: Mapping[Cause, tuple[str, ...]] = {cause: ("resize",) if cause == "resize" else _OF_A_PLAN for cause in _CAUSES}
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def _entered(figures: Figures, generation: GenerationRecord, view: View) -> Figu
         causes = frozenset() if generation.number == 1 else frozenset({_cause(generation, figures.owners)})
     failures = figures.failures
     for cause in causes:
-        if cause in ("node", "worker", "restart") and figures.generation:
+        if cause in FAILURES and figures.generation:
             failures = _plus_one(failures, cause)
     return replace(
         figures, generation=generation.number, owners=owners, causes=figures.causes | causes, failures=failures,

@@ -136,8 +136,9 @@ class Meters:
         return Snapshot(
             now_s=now_s, figures=self._figures, state=self._state(), strategy=self._config.strategy,
             is_ready=not self.why_not_ready(), is_away=self._is_away(), lease_s=self._lease_until_s() - now_s,
-            num_standbys=self._num_standbys() or 0, log_bytes=_size_of(self._directories.messages),
-            logs=self._directories.log_counters.total(), requests=requests,
+            num_standbys=self._num_standbys() or 0, num_spares_wanted=self._config.spares,
+            log_bytes=_size_of(self._directories.messages), logs=self._directories.log_counters.total(),
+            requests=requests,
         )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ OURS = {
     "replacement_timeout": 300.0,
     "preempt_signal": "SIGTERM,SIGUSR1,SIGUSR2",
     "preempt_grace": 15.0,
+    "drained_exit_code": 0,
     "max_restarts_window": None,
     "allow_injection": False,
     "metrics_port": None,

@@ -112,6 +112,27 @@ podAntiAffinity:
 {{- if lt (int $v.terminationGracePeriodSeconds) (add 10 $v.preemptGraceSeconds) -}}
 {{- $wrong = append $wrong "preemptGraceSeconds: must be 10 or more below terminationGracePeriodSeconds" -}}
 {{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "swift.name" .)) -}}
+{{- $wrong = append $wrong (printf "release %s: its name must begin with a letter, and have none but a-z, 0-9 and -" .Release.Name) -}}
+{{- end -}}
+{{- if and (include "swift.isRuntime" .) $v.minNodes -}}
+{{- $wrong = append $wrong "minNodes: a TrainJob says how many nodes it has (numNodes); leave it at 0" -}}
+{{- end -}}
+{{- if and (include "swift.isRuntime" .) (ne (toString $v.nprocPerNode) "auto") -}}
+{{- $wrong = append $wrong "nprocPerNode: a TrainJob says it (numProcPerNode); leave it at auto" -}}
+{{- end -}}
+{{- /* Of pods in namespaces or networks of others there is no policy. */ -}}
+{{- $isCutOff := and $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) (not $v.hostNetwork) (ne $v.kind "ClusterTrainingRuntime") -}}
+{{- if and $v.metrics.podMonitor.enabled $isCutOff -}}
+{{- $wrong = append $wrong "networkPolicy.metricsFrom: name the pods of Prometheus, else metrics.podMonitor reaches no pod" -}}
+{{- end -}}
+{{- range $name, $labels := dict "podLabels" $v.podLabels "job.labels" $v.job.labels -}}
+{{- range list "name" "instance" "component" -}}
+{{- if hasKey $labels (printf "app.kubernetes.io/%s" .) -}}
+{{- $wrong = append $wrong (printf "%s: app.kubernetes.io/%s is the chart's own" $name .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if gt (int $v.minNodes) (int $v.nodes) -}}
 {{- $wrong = append $wrong "minNodes: must not be more than nodes" -}}
 {{- end -}}
@@ -127,6 +148,9 @@ podAntiAffinity:
 {{- end -}}
 {{- if and (eq $v.etcd.tls.source "existing") (not (and $v.etcd.tls.serverSecret $v.etcd.tls.clientSecret)) -}}
 {{- $wrong = append $wrong "etcd.tls: source existing needs serverSecret and clientSecret" -}}
+{{- end -}}
+{{- if and (ne $v.etcd.tls.source "existing") (or $v.etcd.tls.serverSecret $v.etcd.tls.clientSecret) -}}
+{{- $wrong = append $wrong (printf "etcd.tls: serverSecret and clientSecret are of source existing, not of %s" $v.etcd.tls.source) -}}
 {{- end -}}
 {{- else if not $v.etcd.endpoints -}}
 {{- $wrong = append $wrong "etcd.endpoints: name an existing etcd, or set etcd.enabled to true" -}}

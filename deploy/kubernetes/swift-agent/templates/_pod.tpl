@@ -68,7 +68,11 @@ spec:
         - -c
         - exec swift-run --nnodes "$((PET_NNODES - PET_SPARES))" "$@"
         - swift-run
-      {{- with concat $v.options $v.script }}
+        {{- /* Not in args: those of a TrainJob take their place. */ -}}
+        {{- with $v.options }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with $v.script }}
       args:
         {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -114,6 +118,9 @@ spec:
           value: {{ $v.metrics.port | quote }}
         - name: PET_PREEMPT_GRACE
           value: {{ $v.preemptGraceSeconds | quote }}
+        # As after an eviction: the pod is made again, and is no success of the Job.
+        - name: PET_DRAINED_EXIT_CODE
+          value: "75"
         - name: SWIFT_JOB_SECRET_FILE
           value: /run/swift-agent/job/job-secret
         - name: SWIFT_ETCD_ENDPOINTS
@@ -250,7 +257,7 @@ podFailurePolicy:
       onExitCodes: {containerName: node, operator: In, values: [69]}
 {{- end }}
 {{- if and $v.job.successPolicy (not (include "swift.isRuntime" .)) }}
-# A pod that is made again just when the job ends has nobody to train with.
+# A pod that is made again just when the job ends has nobody to train with. None ends with 0 before the run is complete.
 successPolicy:
   rules:
     - succeededCount: {{ $v.minNodes | default $v.nodes }}
