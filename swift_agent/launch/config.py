@@ -55,41 +55,30 @@ OnEtcdLoss = Literal["pause", "train"]
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What one agent is to run, and how. Times in seconds.
-
-    *launch* is what torchrun would work with. *entrypoint* and *entry_args* are the command of a worker as torch builds
-    it: the interpreter and its arguments for a `script` or a `module`, the program itself for a `command`, and torch's
-    `run_script_path` for a `function` (`--run-path`). *keep_logs*: False when torch made a temporary log directory.
-    *log_names*: see `swift_agent.launch.log_names`.
-    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given; *restarts_window_s*: for how long one counts, 0: for
-    ever.
-    *nnodes* is the least of a range, *max_nodes* the most; equal for a job of one size. *last_call_s*: see
-    `swift_rendezvous.roster.resizing`. *etcd* is None when the agent has to start a private server. *journal*: the
-    directory for journals, None for none. *message_log*: the directory for logs of messages, None for the agent's own;
-    they may take *message_log_bytes* on this node, None: half of what is free. *log_store*: the URL that they are
-    copied to, None for nowhere. *master_addr*, *master_port*: where workers shall meet, None for anywhere. *node_rank*:
-    which of the first nodes this one shall be. *log_groups*, *log_budget*: see `JobRecord`.
-    *strategy*: how lost state comes back. *helpers*: see `JobRecord`; *parallel_sum*: how what they have computed is
-    put together. *preempt_grace_s*: how long a node that got a signal to go waits for a spare;
-    *drained_exit_code*: of one that was drained by order. *metrics_addr*, *metrics_port*:
-    where metrics and probes are served; no port: nowhere. *profile*: the file for what the job was
-    measured to cost.
-    """
+    """What one agent is to run, and how. Times in seconds."""
 
     launch: LaunchConfig
+    """What torchrun would work with."""
     entrypoint: Callable[..., Any] | str
+    """The program of a `command`, torch's `run_script_path` for a `function` (`--run-path`), else the interpreter."""
     entry_args: tuple[str, ...]
+    """Its arguments, as torch builds them."""
     entry_kind: EntryKind
     training_script: str
     training_script_args: tuple[str, ...]
     job_id: str
     nnodes: int
+    """The least of a range; that of *max_nodes* for a job of one size."""
     max_nodes: int
+    """The most of a range."""
     nproc: int
     spares: int
     max_restarts: int
+    """`AS_LONG_AS_IT_ADVANCES` where none was given."""
     restarts_window_s: float
+    """For how long a restart counts; 0: for ever."""
     etcd: EtcdConfig | None
+    """None when the agent has to start a private server."""
     node_id: str
     local_addr: str | None
     role: str
@@ -99,32 +88,51 @@ class AgentConfig:
     replacement_timeout_s: float
     join_timeout_s: float
     last_call_s: float
+    """See `swift_rendezvous.roster.resizing`."""
     lease_ttl_s: int
     on_etcd_loss: OnEtcdLoss
     heartbeat_s: float
     stop_deadline_s: float
     preempt_grace_s: float
+    """How long a node that got a signal to go waits for a spare."""
     drained_exit_code: int
+    """Of a node that was drained by order."""
     metrics_addr: str
+    """Where metrics and probes are served."""
     metrics_port: int | None
+    """None: they are not served."""
     recovery: str
     log_groups: tuple[tuple[int, ...], ...]
+    """See `JobRecord`."""
     log_budget: str
+    """See `JobRecord`."""
     strategy: str
+    """How lost state comes back."""
     helpers: int
+    """See `JobRecord`."""
     parallel_sum: str
+    """How what helpers have computed is put together."""
     key: JobKey = field(repr=False)
     keep_logs: bool = True
+    """False when torch made a temporary log directory."""
     log_names: str = ""
+    """See `swift_agent.launch.log_names`."""
     allow_injection: bool = False
     journal: str | None = None
+    """The directory for journals; None: there are none."""
     profile: str | None = None
+    """The file for what the job was measured to cost."""
     message_log: str | None = None
+    """The directory for logs of messages; None: the agent's own."""
     message_log_bytes: int | None = None
+    """What these logs may take on this node; None: half of what is free."""
     log_store: str | None = None
+    """The URL that these logs are copied to; None: nowhere."""
     master_addr: str | None = None
+    """Where workers shall meet, with *master_port*; None: anywhere."""
     master_port: int | None = None
     node_rank: int = 0
+    """Which of the first nodes this one shall be."""
 
     @classmethod
     def from_args(cls, ns: argparse.Namespace, environ: Mapping[str, str] | None = None) -> AgentConfig:

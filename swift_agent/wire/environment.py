@@ -61,12 +61,7 @@ _HELPER = 1000
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a set of workers stands in the job. *first_rank*, *world_size*: None where all slots have *num_workers*.
-    *first_role_rank*, *num_of_role*: among the workers of this role, None where all are of it. *sizes*: see
-    `ENV_SIZES`, empty for a job of one size. *message_log*: see `ENV_MESSAGE_LOG`; *message_log_bytes*: for all workers
-    together, None if there is no limit. *log_store*: see `ENV_LOG_STORE`, empty for none. *run*: see `ENV_RUN`.
-    *timers*: see `ENV_TIMERS`, empty if no server runs. *nodes*: see `ENV_NODES`, empty where all slots have
-    *num_workers*. *parallel_sum*: see `ENV_PARALLEL_SUM`, empty where there are no helpers.
+    """Where a set of workers stands in the job.
 
     A local rank may be the number of a helper (see `helper_number`)."""
 
@@ -83,17 +78,29 @@ class Placement:
     socket_path: str
     virtual_local_rank: bool = False
     sizes: str = ""
+    """See `ENV_SIZES`; empty for a job of one size."""
     message_log: str = ""
+    """See `ENV_MESSAGE_LOG`."""
     message_log_bytes: int | None = None
+    """For all workers together; None: there is no limit."""
     log_store: str = ""
+    """See `ENV_LOG_STORE`; empty for none."""
     run: str = ""
+    """See `ENV_RUN`."""
     timers: str = ""
+    """See `ENV_TIMERS`; empty if no server runs."""
     first_rank: int | None = None
+    """None where all slots have *num_workers*."""
     world_size: int | None = None
+    """None where all slots have *num_workers*."""
     first_role_rank: int | None = None
+    """Among the workers of this role; None where all are of it."""
     num_of_role: int | None = None
+    """How many workers have this role; None where all are of it."""
     nodes: tuple[int, ...] = ()
+    """See `ENV_NODES`; empty where all slots have *num_workers*."""
     parallel_sum: str = ""
+    """See `ENV_PARALLEL_SUM`; empty where there are no helpers."""
     injects: bool = False
 
     def rank(self, local_rank: int) -> int:

@@ -88,7 +88,7 @@ def keep_and_repeat(directory: str) -> dict[str, Any]:
     wrong, refused = [], ""
     if me == 2:
         again = new_messages()
-        again.take({0: partial(serving.taken, meeting.get("where").decode(), 0, lambda: False)})
+        again.take({0: partial(serving.log_of, meeting.get("where").decode(), 0, lambda: False)})
         again.begin_replay([2])
         for iteration in range(NUM_ITERATIONS):
             again.begin(iteration, 2)

@@ -207,7 +207,7 @@ IDIOMS: dict[str, Idiom] = {
         args=("summed before",), scopes=("worker",)
     ),
     "a count of all ranks, in a section": Idiom(
-        "loaders.py", Told("is in a section that the others had finished", "failure", "restart", "inside"),
+        "loaders.py", Told("the other ranks had finished the section of", "failure", "restart", "inside"),
         args=("summed in a section",), scopes=("worker",)
     ),
     "batches in groups": Idiom("loaders.py", args=("grouped",), at=(2, 4, 7)),
@@ -223,8 +223,8 @@ IDIOMS: dict[str, Idiom] = {
         "prefetched_batch.py", Told(_OTHER_DATA, "failure", "restart"), at=(2, 3, 4), scopes=("node",)
     ),
     "the next batch read in the iteration": Idiom(
-        "prefetched_batch.py", Told("had not left it the same", "failure", "restart"), args=("read",), at=(5, 6, 9),
-        scopes=("node",)
+        "prefetched_batch.py", Told("got other data than in its first run", "failure", "restart"), args=("read",),
+        at=(5, 6, 9), scopes=("node",)
     ),
     "a batch read in the iteration, lost in a validation": Idiom(
         "prefetched_batch.py", Told("what the run, or the epoch, began with", "failure", "restart"),

@@ -24,40 +24,43 @@ _LACKS = {"setup": "were cut before their training loop began", "empty": "had no
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank does to enter a generation.
-
-    `fresh`: no rank holds state yet; all create their process groups together and run their set-up together.
-    `copy`: training goes on with the state of *iteration*; `sources[rank]` is the rank that sends its state to *rank*,
-    ranks that are no key hold it already. *handovers*: ranks that get it from their own predecessors instead, processes
-    of the same rank on a node that is leaving. *sections*: how many `@job.resilient` calls count as finished.
-    `layouts[rank]` is the rank whose DDP bucket layout *rank* takes over (of a rank in *handovers*: its predecessor's);
-    a rank that is no key leads its replica set.
-    *undone*, *patches*: how survivors cut in the middle of an update leave it, before anything else is sent: each rank
-    undoes these parameters, then the patches move, in this order. *deviation*: where that is not to be exact.
-    *replays*: new ranks that repeat all iterations before *iteration*, from what the others have logged, beginning with
-    the newest checkpoint or with what the script's set-up gives; they are no key of *sources* or *layouts*.
-    *checkpoint*: the newest that a rank knows to count. *stays*: survivors that are in the middle of *iteration* stay
-    there, and a rank that begins it is given what they had sent in it; else all begin it again.
-    `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or start over. *keepers*,
-    *loads*: when the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former
-    workers keeps its state in a file (or that it is there already), and the ranks that load one.
-    """
+    """What each rank does to enter a generation."""
 
     kind: PlanKind
+    """`fresh`: no rank holds state yet; all create their process groups together and run their set-up together.
+    `copy`: training goes on with the state of *iteration*.
+    `restart`: state cannot be brought back in place; all begin with the newest checkpoint, or start over."""
     why: str
     iteration: int = 0
     sections: int = 0
+    """So many `@job.resilient` calls count as finished."""
     sources: Mapping[int, int] = field(default_factory=dict)
+    """By rank: the one that sends it its state. Ranks that are no key hold it already."""
     layouts: Mapping[int, int] = field(default_factory=dict)
+    """By rank: the one whose DDP bucket layout it takes over (of a rank in *handovers*: its predecessor's). A rank that
+    is no key leads its replica set."""
     handovers: tuple[int, ...] = ()
+    """Ranks that get the state from their own predecessors instead: processes of the same rank on a node that is
+    leaving."""
     keepers: Mapping[int, int] = field(default_factory=dict)
+    """When the job goes on with another number of ranks (see `resize`): by slot, which local rank of the former workers
+    keeps its state in a file, or has done so."""
     loads: tuple[int, ...] = ()
+    """The ranks that then load such a file."""
     undone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By rank: parameters whose half-done update it undoes, before anything else is sent."""
     patches: tuple[Patch, ...] = ()
+    """They move after that, in this order, to ranks that were cut in the middle of an update."""
     deviation: Deviation = field(default_factory=Deviation)
+    """Where that is not to be exact."""
     replays: tuple[int, ...] = ()
+    """New ranks that repeat all iterations before *iteration*, from what the others have logged. They begin with the
+    newest checkpoint or with what the script's set-up gives, and are no key of *sources* or *layouts*."""
     checkpoint: int = 0
+    """The newest that a rank knows to count."""
     stays: bool = False
+    """Survivors that are in the middle of *iteration* stay there, and a rank that begins it is given what they had
+    sent in it; else all begin it again."""
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""

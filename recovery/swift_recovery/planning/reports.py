@@ -18,35 +18,37 @@ Status = Literal["fresh", "setup", "empty", "holding"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """State held by one rank.
-
-    status: `fresh` has no process groups yet (inside `swift.init`, or not there yet); `setup` has live groups, but the
-    script has not reached its first iteration; `empty` was set up alone and waits for state; `holding` holds the
-    complete state of *iteration* (that many optimizer updates are in it).
-    *sections* counts finished `@job.resilient` calls. *replicas*: global ranks that hold the same parameters, itself
-    included. *updated*: the parameters, by number, of *num_parameters*, that update number *iteration* has reached
-    already, where updates overlap the backward; the state is that of *iteration* but for these. *reduced*: the
-    gradients of update number *iteration* are complete here, so this rank can still make it. *logs*: every message that
-    this rank has sent in an iteration is in its log, but for those before *checkpoint*: the iteration of the newest one
-    that it knows to count, 0 if there is none. *unwinds*: why this rank cannot stay in the middle of iteration number
-    *iteration*, in words that follow its name; '' if it can, or is not in it. *lacks*: why a rank that has begun does
-    not hold a complete state, in words that follow its name as well. *unlogged*: ranks to which what this one has sent
-    is not in its log: they can only repeat iterations together with it.
-    """
+    """State held by one rank."""
 
     rank: int
     status: Status
+    """`fresh`: it has no process groups yet (inside `swift.init`, or not there yet). `setup`: it has live groups,
+    but the script has not reached its first iteration. `empty`: it was set up alone and waits for state. `holding`: it
+    holds the complete state of *iteration*."""
     iteration: int = 0
+    """So many updates of the optimizer are in the state."""
     sections: int = 0
+    """So many `@job.resilient` calls are finished."""
     replicas: tuple[int, ...] = ()
+    """Global ranks that hold the same parameters, itself included."""
     updated: tuple[int, ...] = ()
+    """The parameters, by number, that update number *iteration* has reached already, where updates overlap the
+    backward; the state is that of *iteration* but for these."""
     num_parameters: int = 0
+    """So many there are."""
     reduced: bool = False
+    """The gradients of update number *iteration* are complete here, so this rank can still make it."""
     logs: bool = False
+    """Every message that this rank has sent in an iteration is in its log, but for those before *checkpoint*."""
     checkpoint: int = 0
+    """The iteration of the newest one that this rank knows to count; 0: it knows of none."""
     unwinds: str = ""
+    """Why this rank cannot stay in the middle of iteration number *iteration*, in words that follow its name; '' if it
+    can, or is not in it."""
     lacks: str = ""
+    """Why a rank that has begun does not hold a complete state, in words that follow its name."""
     unlogged: tuple[int, ...] = ()
+    """Ranks to which what this one has sent is not in its log: they can repeat iterations only together with it."""
 
     def to_json(self) -> dict[str, Any]:
         """*replicas* become text: every rank reports them, and in a large job they are nearly all ranks."""

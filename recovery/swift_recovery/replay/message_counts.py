@@ -23,8 +23,8 @@ Stand = Literal["begin", "middle", "end"]
 
 
 @dataclass(frozen=True)
-class Told:
-    """By one rank when all are connected again and go on with one iteration.
+class Inventory:
+    """Of the messages of one rank, when all are connected again and go on with one iteration.
 
     *stands*: at its "begin", in its "middle", or still at the "end" of the one before, after that one's update. *has*:
     so many messages of each channel need not come any more. *sent*: so many were sent before that iteration.
@@ -55,7 +55,7 @@ class Counts:
         self.sent, self.asked, self.here = dict(sent), dict(received), dict(received)
         self.begin()
 
-    def set_as_seen(self, rank: int, others: Collection[Told]) -> None:
+    def set_as_seen(self, rank: int, others: Collection[Inventory]) -> None:
         """Go on where *others* are, which begin the same iteration as this *rank*, which knows of no message. Of two
         such ranks both begin at 0."""
         self.set(
@@ -106,12 +106,12 @@ class Counts:
         """The first of the receives that have begun is done."""
         self.here[channel] = self.here.get(channel, 0) + 1
 
-    def told(self, stands: Stand, taken: Mapping[Channel, int]) -> Told:
+    def told(self, stands: Stand, taken: Mapping[Channel, int]) -> Inventory:
         """For the `rejoin` of the others. *taken*: so many messages are in logs that were taken."""
         has = {channel: max(self.here.get(channel, 0), taken.get(channel, 0)) for channel in {**self.here, **taken}}
-        return Told(stands, has, self._sent_before(stands))
+        return Inventory(stands, has, self._sent_before(stands))
 
-    def rejoin(self, stands: Stand, told: Mapping[int, Told], replays: Collection[int]) -> dict[Channel, range]:
+    def rejoin(self, stands: Stand, told: Mapping[int, Inventory], replays: Collection[int]) -> dict[Channel, range]:
         """All are connected again; *told*: by each of the others, but for those that repeat iterations, *replays*:
         they were given all that was sent, and go on with what comes next. Which messages are to be sent again; those
         that a receiver has are left out from now on."""

@@ -106,7 +106,7 @@ class _Visitors:
 
 
 @contextlib.contextmanager
-def taken(
+def log_of(
     where: str, rank: int, has_failed: Callable[[], bool], check: Callable[[], None]
 ) -> Iterator[SocketLink]:
     """The link to the log of *rank*. *has_failed*: whether a rank has since. Raises `LinkLost`, and what *check*

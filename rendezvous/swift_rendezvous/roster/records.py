@@ -31,26 +31,21 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all nodes of a job agree on; written once by the first node. *secret_proof*: see `JobKey.proof`.
-    *num_workers*: of the first node; of another one if its record says so.
-    *max_restarts*: `AS_LONG_AS_IT_ADVANCES` where none was given. *max_nodes*: where `--nnodes` is a range, of which
-    *num_nodes* is the least; 0: a job of one size. *recovery*: of half-done updates; a word of the room that plans.
-    *log_groups*: slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT,
-    section 5.3). A slot that is in none is alone. *log_budget*: for which groups are chosen once the job is measured;
-    *strategy*: the way to recover, '' for that which is best. *helpers*: of a lost rank, at most, or `AS_MANY_AS_PAY`.
-    """
+    """What all nodes of a job agree on; written once by the first node."""
 
-    num_nodes: int
-    num_workers: int
+    num_nodes: int  # the least, if there are *max_nodes*
+    num_workers: int  # of the first node; of another one if its record says so
     fingerprint: str
-    max_restarts: int = 0
-    secret_proof: str = ""
-    max_nodes: int = 0
-    recovery: str = ""
+    max_restarts: int = 0  # `AS_LONG_AS_IT_ADVANCES` where none was given
+    secret_proof: str = ""  # see `JobKey.proof`
+    max_nodes: int = 0  # where `--nnodes` is a range; 0: a job of one size
+    recovery: str = ""  # of half-done updates; a word of the room that plans
+    # Slots between which no messages are logged; what is lost in one of them takes all of it back (SWIFT, section 5.3).
+    # A slot that is in none is alone.
     log_groups: tuple[tuple[int, ...], ...] = ()
-    log_budget: str = ""
-    strategy: str = ""
-    helpers: int = 0
+    log_budget: str = ""  # for which groups are chosen once the job is measured
+    strategy: str = ""  # the way to recover, '' for that which is best
+    helpers: int = 0  # of a lost rank, at most, or `AS_MANY_AS_PAY`
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ class OwnData:
             )
         if is_again and store.add(f"{key}/num", 1) == self._world_size():
             return (
-                f"iteration {iteration} was given on all ranks what the run, or the epoch, began with, and all are "
-                "replacements: nobody is left who could say whether that comes again, or the script keeps to itself "
-                "where its data is, and starts again in a replacement"
+                f"every rank is a replacement, and iteration {iteration} got the first data of the run or epoch on all "
+                "of them. That may be right, or the script's own loader started over; no rank is left to tell"
             )
         return ""

@@ -80,9 +80,9 @@ class Passes:
         if own is not None and own < target.epoch and not self._has_told:
             self._has_told = True
             self._tell(
-                f"this replacement passes by the epochs before {target.epoch}, and does again what the script does "
-                "between them (it validates, and writes snapshots, which have the newest weights): with "
-                "job.epochs(n, start=...) in the place of range(start, n) it begins with the right one"
+                f"this replacement skips the training of epochs before {target.epoch}, but repeats the script's code "
+                "between them: validation, and snapshots, which get the newest weights. Use job.epochs(n, start=...) "
+                f"instead of range(start, n) to begin with epoch {target.epoch}"
             )
         return place.is_before_epoch
 

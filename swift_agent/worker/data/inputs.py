@@ -277,8 +277,8 @@ class Inputs:
         if place.remaking is not None:
             if place.has_to_fit and not self._first_runs.is_same(place.remaking, inputs):
                 self._unfit(
-                    f"iteration {place.remaking} was run once more, for what it leaves to the next one, and "
-                    f"the run before it had not left it the same. {place.carries}"
+                    f"iteration {place.remaking} ran again, for what it leaves to the next one, and got other data "
+                    f"than in its first run: the iteration before it, run again too, left other data. {place.carries}"
                 )
             return
         assert self._given is not None
@@ -292,10 +292,10 @@ class Inputs:
             self._first_runs.keep(self._called, self._given.digest or fingerprint(inputs))
         elif self._first_runs.differs(self._called, inputs, has_effect=place.inside == "iteration"):
             self._unfit(
-                f"iteration {self._called} was given other data when it was run again than in its first run, and "
-                "training would go on with it: the script keeps to itself where its data is (a position, a batch that "
-                "it has made ahead). Take it from job.batches, next() inside the iteration, or from the number of the "
-                "iteration (see: Will my script be recovered?)"
+                f"iteration {self._called} was given other data when it was run again than in its first run, and would "
+                "train on it: the script keeps its place in the data itself (a position, a batch made ahead). Take it "
+                "from job.batches, next() inside the iteration, or from the number of the iteration (see: Will my "
+                "script be recovered?)"
             )
 
     def _compare(self, inputs: Any) -> None:

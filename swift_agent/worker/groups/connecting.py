@@ -35,7 +35,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackendSpec:
     """One backend to make: what `_new_process_group_helper` knows of it."""
 
     name: str  # of the group
@@ -63,14 +63,14 @@ class Attempt:
     """One try to connect some backends; see the module."""
 
     def __init__(
-        self, plans: Sequence[Plan], *, store: Any, open_store: Callable[[], StoreClient] | None = None,
+        self, specs: Sequence[BackendSpec], *, store: Any, open_store: Callable[[], StoreClient] | None = None,
         timeout: timedelta, dispose: Callable[[list[Built]], object], meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
         """The store is `store`, for which the caller is responsible, or what `open_store` connects to. *meeting*: all
         must be there before anything is made; *timeout* begins then."""
         self.store = store
         self._client: StoreClient | None = None
-        self._open_store, self._timeout, self._plans = open_store, timeout, plans
+        self._open_store, self._timeout, self._specs = open_store, timeout, specs
         self._meeting = meeting
         self._met = threading.Event()
         self._dispose = dispose
@@ -136,8 +136,8 @@ class Attempt:
                     self.store = self._client = client
                 self._meet(client)
             self._met.set()
-            for plan in self._plans:
-                self._build_one(plan)
+            for spec in self._specs:
+                self._build_one(spec)
         except Exception as error:
             self._error = error
             # Peers wait for us in the groups that we have connected: let them fail too.
@@ -169,18 +169,18 @@ class Attempt:
             if missing and meeting.rank == min(set(range(meeting.num_ranks)).difference(map(int, missing))):
                 meeting.tell(f"ranks {', '.join(missing)} have not come yet, all others wait for them")
 
-    def _build_one(self, plan: Plan) -> None:
-        self._step(f"connect group {plan.name!r} ({_abbreviate(plan)})")
-        store = PrefixStore(plan.prefix, self.store)
-        if plan.kind == "nccl":
+    def _build_one(self, spec: BackendSpec) -> None:
+        self._step(f"connect group {spec.name!r} ({_abbreviate(spec)})")
+        store = PrefixStore(spec.prefix, self.store)
+        if spec.kind == "nccl":
             built = Built(groups.make_nccl(
-                store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks, plan.options
+                store, spec.rank, spec.size, spec.timeout, spec.name, spec.ranks, spec.options
             ))  # fmt: skip
         else:
             before, threads = gloo_sockets.sockets(), gloo_sockets.threads()
             self._before = before
-            backend = groups.make_gloo(store, plan.rank, plan.size, plan.timeout, plan.name, plan.ranks)
-            sockets = gloo_sockets.connections(before, plan.size - 1)
+            backend = groups.make_gloo(store, spec.rank, spec.size, spec.timeout, spec.name, spec.ranks)
+            sockets = gloo_sockets.connections(before, spec.size - 1)
             built = Built(backend, sockets, gloo_sockets.threads() - threads)
             gloo_sockets.keep_alive(built.sockets)
         with self._lock:
@@ -194,8 +194,8 @@ class Attempt:
             self._doing = doing
 
 
-def _abbreviate(plan: Plan) -> str:
-    if not plan.ranks:
-        return f"all {plan.size} ranks"
-    text = ", ".join(map(str, plan.ranks[:8]))
-    return f"ranks {text}" if len(plan.ranks) <= 8 else f"{plan.size} ranks: {text}, ..."
+def _abbreviate(spec: BackendSpec) -> str:
+    if not spec.ranks:
+        return f"all {spec.size} ranks"
+    text = ", ".join(map(str, spec.ranks[:8]))
+    return f"ranks {text}" if len(spec.ranks) <= 8 else f"{spec.size} ranks: {text}, ..."

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from swift_agent.torch_private import groups
 from swift_agent.worker.groups import backend_swap, gloo_sockets
-from swift_agent.worker.groups.connecting import Plan
+from swift_agent.worker.groups.connecting import BackendSpec
 
 _KINDS = ("gloo", "nccl")
 # Left to itself torch's NCCL watchdog ends a process whose collective fails, and that process is a survivor.
@@ -32,20 +32,20 @@ class Group:
 
     pg: Any
     name: str
-    plans: list[Plan] = field(default_factory=list)  # one per backend
+    specs: list[BackendSpec] = field(default_factory=list)  # one per backend
     exchanges: list[backend_swap.Exchange] = field(default_factory=list)  # likewise
     sockets: list[gloo_sockets.Socket] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)  # gloo's
 
     def by_kind(self) -> Iterator[tuple[str, backend_swap.Exchange]]:
         """("gloo" | "nccl", its exchange)"""
-        for plan, one in zip(self.plans, self.exchanges, strict=True):
-            yield plan.kind, one
+        for spec, one in zip(self.specs, self.exchanges, strict=True):
+            yield spec.kind, one
 
     def is_among(self, ranks: Collection[int]) -> bool:
         """Whether it has only members of *ranks*, or one member."""
-        plan = self.plans[0]
-        return plan.size == 1 or set(plan.ranks or range(plan.size)) <= set(ranks)
+        spec = self.specs[0]
+        return spec.size == 1 or set(spec.ranks or range(spec.size)) <= set(ranks)
 
     def set_default(self) -> None:
         """Tell torch which backend stands for the whole group."""
@@ -83,8 +83,8 @@ def record(library: Any, pg: Any, kinds: dict[str, str], arguments: dict[str, An
     group = Group(pg, name)
     for kind in dict.fromkeys(kinds.values()):
         devices = [device for device, its_kind in kinds.items() if its_kind == kind]
-        group.plans.append(
-            Plan(
+        group.specs.append(
+            BackendSpec(
                 name=name,
                 kind=kind,
                 prefix=f"{name}/{devices[0]}",

@@ -190,10 +190,10 @@ class ProcessGroups:
             self._groups = [group for group in self._groups if torch_private.is_registered(group.pg)]
             groups = list(self._groups)
             prefix = f"swift/{generation}"
-            plans = [replace(plan, prefix=f"{prefix}/{plan.prefix}") for group in groups for plan in group.plans]
+            specs = [replace(spec, prefix=f"{prefix}/{spec.prefix}") for group in groups for spec in group.specs]
             meeting = meets and connecting.Meeting(generation, dist.get_rank(), dist.get_world_size(), meets)
             attempt = connecting.Attempt(
-                plans, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
+                specs, store=None, open_store=lambda: StoreClient(*store_address, store_token, timeout),
                 timeout=timeout, dispose=self._dispose, meeting=meeting or None,
             )  # fmt: skip
             self._attempt = attempt
@@ -209,7 +209,7 @@ class ProcessGroups:
                 self._old_stores.append(self._store)
             self._store = attempt.store
             for group in groups:
-                self._put(group, [built.pop(0) for _ in group.plans])
+                self._put(group, [built.pop(0) for _ in group.specs])
                 torch_private.set_group_store(group.pg, self._group_store(group.name))
             self._connected, self._why = True, None
 
@@ -294,8 +294,8 @@ class ProcessGroups:
         """Give a new group, made while training is connected, its backends."""
         with self._lock:
             self.check()
-            timeout = group.plans[0].timeout
-            attempt = connecting.Attempt(group.plans, store=store, timeout=timeout, dispose=self._dispose)
+            timeout = group.specs[0].timeout
+            attempt = connecting.Attempt(group.specs, store=store, timeout=timeout, dispose=self._dispose)
             self._attempt = attempt
         built = self._run(attempt)
         with self._lock:

@@ -72,9 +72,9 @@ class Iterations:
                 place.repeats = False
             if place.local_result:
                 self._out.give_up(
-                    f"{place.local_result} is in a section that the others had finished, so this rank has its own "
-                    f"values only, and iteration {number} follows right after it and may use them: have the iteration "
-                    f"make that collective. All workers have to start again, with {self._out.begin_with}"
+                    f"the other ranks had finished the section of {place.local_result}, so this rank has only its own "
+                    f"values. Iteration {number} comes next and may use them. Make that collective inside the "
+                    f"iteration. All workers have to start again, with {self._out.begin_with}"
                 )
             if place.begun_by_others is not None and place.is_elsewhere("iteration"):
                 self._out.tell_elsewhere("iteration", place.begun_by_others)

@@ -145,8 +145,8 @@ class Recovery:
         if place.start.is_spoilt():
             number = place.here.iteration if what == "iteration" else place.here.sections
             self._out.have_replaced(
-                f"{what} {number}, which was cut, has changed parameters of no tracked optimizer for the first time in "
-                "this process, or by way of .data, which nobody counts, and what they were is not kept"
+                f"{what} {number} was interrupted after it had changed parameters that belong to no tracked optimizer, "
+                "for the first time in this process or through .data. Their old values were not kept"
             )
         place.start.restore()
 

@@ -113,6 +113,6 @@ class Sections:
         if what not in self._told_local:
             self._told_local.add(what)
             self._supervisor.note(
-                f"{what} is in a section that the others had finished: this rank has its own values only, and what the "
-                "script keeps of them is not what others keep. If training depends on it, track it"
+                f"the other ranks had finished this section, so {what} gave this rank its own values only. What the "
+                "script keeps of them differs from the other ranks. If training depends on it, track it"
             )

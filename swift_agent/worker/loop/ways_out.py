@@ -53,9 +53,9 @@ class WaysOut:
     def tell_standstill(self, why: str) -> None:
         """In a thread: ranks wait for each other for ever."""
         why = (
-            f"{why}. All ranks must come to the same iterations and sections, and to as many of them: take all batches "
-            "of an update in its iteration, let no condition that differs from rank to rank decide, and where a script "
-            "begins with a snapshot of its own have job.epochs() or job.iterations() give the numbers of the loop"
+            f"{why}. All ranks must run the same iterations and sections, equally many: take all batches of an update "
+            "in its iteration, and decide by no condition that differs from rank to rank. If the script begins with a "
+            "snapshot of its own, take the numbers of the loop from job.epochs() or job.iterations()"
         )
         # Where nothing has failed yet, workers that are started again come to the same.
         if has_recovered := self._place.has_recovered:

@@ -36,7 +36,7 @@ from swift_agent.worker.messages.cpp_messages import Unseen, Ways
 from swift_agent.worker.messages.interception import Interception
 from swift_agent.worker.messages.log_settings import bytes_for_logs, copied_to, counters
 from swift_agent.worker.messages.operations import Meter, waiting
-from swift_agent.worker.messages.trees import count_on, from_tree, to_tree, told_of, tree_of, tree_of_counts
+from swift_agent.worker.messages.trees import count_on, from_tree, inventory_of, to_tree, tree_of, tree_of_counts
 from swift_logging_store.format.record import Channel
 from swift_logging_store.log import transfer
 from swift_logging_store.log.digests import Digests
@@ -320,7 +320,7 @@ class Messages:
         if not self._is_uncounted:
             return None
         self._is_uncounted = False
-        self._counts.set_as_seen(self.rank, [told_of(tree) for tree in told if tree])
+        self._counts.set_as_seen(self.rank, [inventory_of(tree) for tree in told if tree])
         return self.told(iteration)
 
     def _stands(self, iteration: int) -> Stand:
@@ -344,7 +344,7 @@ class Messages:
         ranks have counted differently."""
         self._its.generation = generation
         stands = self._stands(iteration)
-        others = {rank: told_of(tree) for rank, tree in told.items()}
+        others = {rank: inventory_of(tree) for rank, tree in told.items()}
         missing = self._counts.rejoin(stands, others, replays)
         self._sent_here = {}
         for other in others.values():

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Any
 
 from swift_logging_store.format.record import Channel
-from swift_recovery.replay.message_counts import Counts, Told
+from swift_recovery.replay.message_counts import Counts, Inventory
 
 
 def to_tree(counts: Mapping[Channel, int]) -> list[list[Any]]:
@@ -31,13 +31,13 @@ def count_on(rank: int, counts: Counts, tree: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def tree_of(told: Told) -> dict[str, Any]:
+def tree_of(told: Inventory) -> dict[str, Any]:
     return {"stands": told.stands, "has": to_tree(told.has), "sent": to_tree(told.sent)}
 
 
-def told_of(tree: Mapping[str, Any]) -> Told:
+def inventory_of(tree: Mapping[str, Any]) -> Inventory:
     """Raises KeyError or ValueError for what says nothing."""
     stands = tree["stands"]
     if stands not in ("begin", "middle", "end"):
         raise ValueError(f"a rank stands at {stands!r}")
-    return Told(stands, from_tree(tree["has"]), from_tree(tree["sent"]))
+    return Inventory(stands, from_tree(tree["has"]), from_tree(tree["sent"]))

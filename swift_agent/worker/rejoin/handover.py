@@ -30,7 +30,7 @@ def offered(store: StoreClient, rank: int, layouts: list[Any], check: Check) -> 
 
 
 @contextlib.contextmanager
-def taken(store: StoreClient, rank: int, check: Check) -> Iterator[SocketLink]:
+def from_predecessor(store: StoreClient, rank: int, check: Check) -> Iterator[SocketLink]:
     """The successor's end: the link to the old worker of *rank*. Raises `dist.DistStoreError` if *store* is cut."""
     where = PrefixStore("handover", store).get(str(rank))
     with connected(where, f"the old worker of rank {rank}", check) as link:

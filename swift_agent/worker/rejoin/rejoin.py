@@ -203,7 +203,7 @@ class Rejoin:
         place.put_back_arrived()
         if place.rank in plan.handovers:
             # First: it may be a source for others then.
-            with handover.taken(self._groups.store, place.rank, self._supervisor.check) as predecessor:
+            with handover.from_predecessor(self._groups.store, place.rank, self._supervisor.check) as predecessor:
                 place.take_over(receive_state(state, predecessor, staged=False), plan.iteration)
         if place.rank in plan.loads:
             place.take_over(node_file.load(go.kept, plan.iteration, self._tracked.state), plan.iteration)

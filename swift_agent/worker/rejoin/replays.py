@@ -141,7 +141,7 @@ class Replays:
             offer = json.loads(PrefixStore(f"log/{place.rank}", store).get(str(rank)))
             messages.beginnings.hear(offer["beginning"])
             if offer["where"]:
-                links[rank] = partial(serving.taken, offer["where"], rank, lambda: self._supervisor.interrupted)
+                links[rank] = partial(serving.log_of, offer["where"], rank, lambda: self._supervisor.interrupted)
         messages.take(links)  # while a checkpoint is loaded, and iterations are repeated
         begin = self._restore(plan, store)
         messages.beginnings.check(place.rank, has_checkpoint=begin > 0)

@@ -182,8 +182,8 @@ class Pipelines:
             return torch_works.finished_work()
         if self._is_unserved:
             self._in_place.give_up(
-                "the first step of a pipeline's schedule in its mode (training, evaluation) was cut, and others have "
-                "finished it: what its stages told each other in it is not known here"
+                "a failure interrupted this rank's first step of a pipeline's schedule in this mode (training or "
+                "evaluation). Other ranks finished it. This rank lacks the shapes that the stages exchanged in it"
             )
         if self._receiving is not None:
             self._receiving.extend(tensors)

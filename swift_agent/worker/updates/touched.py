@@ -227,7 +227,7 @@ def told(names: Sequence[str]) -> str:
 
 def told_twice(number: int, names: Sequence[str]) -> str:
     return (
-        f"iteration {number} was cut after its update, and changes {_some(names)} before that and after it: whether it "
-        "had come to the second change cannot be told, so that may be missing. Change it once in an iteration, or make "
-        "no collective after the update."
+        f"a failure interrupted iteration {number} after its update. The iteration changes {_some(names)} twice, "
+        "before and after the update. The second change may be missing. Change it once in an iteration, or make no "
+        "collective after the update."
     )

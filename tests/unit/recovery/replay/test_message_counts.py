@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from swift_logging_store.format.record import Channel
-from swift_recovery.replay.message_counts import Counts, Stand, Told
+from swift_recovery.replay.message_counts import Counts, Inventory, Stand
 
 FORTH, BACK = Channel("world", 0, 1), Channel("world", 1, 0)
 UPDATE = ("update", None)
@@ -154,7 +154,7 @@ class World:
             if how == "again" and rank.is_inside:
                 self._unwind(rank)
         replays = [number for number, how in enumerate(what) if how == "replaced"]
-        told: dict[int, Told] = {}
+        told: dict[int, Inventory] = {}
         for number, rank in enumerate(self.ranks):
             if number not in replays:
                 told[number] = rank.counts.told(rank.stands(target), _ends(rank))
@@ -309,11 +309,11 @@ def test_who_has_counted_otherwise_says_so() -> None:
 def test_a_new_process_goes_on_counting_where_its_checkpoint_was() -> None:
     counts = Counts()
     counts.set({FORTH: 4}, {BACK: 5})
-    assert counts.told("begin", {BACK: 7}) == Told("begin", {BACK: 7}, {FORTH: 4})
+    assert counts.told("begin", {BACK: 7}) == Inventory("begin", {BACK: 7}, {FORTH: 4})
     assert counts.send(FORTH) == 4 and counts.ask(BACK) == 5
-    assert counts.told("middle", {}) == Told("middle", {BACK: 5}, {FORTH: 4})
+    assert counts.told("middle", {}) == Inventory("middle", {BACK: 5}, {FORTH: 4})
     counts.end()  # what nobody has waited for is here as well
-    assert counts.told("begin", {}) == Told("begin", {BACK: 6}, {FORTH: 5})
+    assert counts.told("begin", {}) == Inventory("begin", {BACK: 6}, {FORTH: 5})
     # Who repeats iterations was given all; who does not is sent what it lacks.
     assert counts.rejoin("begin", {}, [1]) == {}
-    assert counts.rejoin("middle", {1: Told("middle", {FORTH: 3}, {})}, ()) == {FORTH: range(3, 5)}
+    assert counts.rejoin("middle", {1: Inventory("middle", {FORTH: 3}, {})}, ()) == {FORTH: range(3, 5)}

@@ -74,7 +74,7 @@ def gift(log: SentLog, before: int = 10, ends: int = 20) -> Callable[..., None]:
 
 def serve(server: LogServer, give: Callable[..., None]) -> Any:
     """How to connect to that."""
-    return partial(serving.taken, server.serve(2, "127.0.0.1", give), 1, lambda: False)
+    return partial(serving.log_of, server.serve(2, "127.0.0.1", give), 1, lambda: False)
 
 
 def filled(repetition: Repetition, number: int) -> float:
@@ -236,7 +236,7 @@ def test_who_takes_a_log_hears_that_its_giver_lives(
 
     monkeypatch.setattr(transfer, "_pieces", slow)
     where = server.serve(2, "127.0.0.1", gift(log))
-    repetition.take({1: partial(serving.taken, where, 1, lambda: True)})
+    repetition.take({1: partial(serving.log_of, where, 1, lambda: True)})
     repetition.wait(nothing)
     assert repetition.ends({}) == {TO_2: 20}
 
@@ -358,7 +358,7 @@ def test_somebody_else_who_comes_gets_nothing(log: SentLog, server: LogServer, r
     connect = serve(server, gift(log))
     where = connect.args[0].replace('", "', "").rpartition('"')[0][:-8] + '00000000"]'
     assert where != connect.args[0]
-    with serving.taken(where, 1, lambda: False, nothing) as link, pytest.raises(Exception, match="is gone"):
+    with serving.log_of(where, 1, lambda: False, nothing) as link, pytest.raises(Exception, match="is gone"):
         link.recv_bytes()
     repetition.take({1: connect})
     repetition.wait(nothing)
@@ -370,7 +370,7 @@ def test_who_is_silent_after_a_failure_is_given_up(
     monkeypatch.setattr(serving, "SILENT_S", 0.3)
     has_failed = threading.Event()
     where = server.serve(2, "127.0.0.1", lambda link, check: link.recv_bytes())  # type: ignore[arg-type, return-value]
-    with serving.taken(where, 1, has_failed.is_set, nothing) as link:
+    with serving.log_of(where, 1, has_failed.is_set, nothing) as link:
         threading.Timer(0.5, has_failed.set).start()
         began_s = time.monotonic()
         with pytest.raises(Exception, match=r"rank 1 has sent nothing for 0.3 s"):

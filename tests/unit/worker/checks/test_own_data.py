@@ -53,7 +53,7 @@ def test_what_all_start_again_with_nobody_can_tell() -> None:
     one, other = ranks(2)
     for _ in range(3):  # what is run once more is said once
         one.given(6, True, True)
-    with pytest.raises(Told, match=r"iteration 6 was given on all ranks what the run.*nobody is left"):
+    with pytest.raises(Told, match=r"every rank is a replacement, and iteration 6 got.*no rank is left"):
         other.given(6, True, True)
     one, other = ranks(2)
     one.given(6, False, True)

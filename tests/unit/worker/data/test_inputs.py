@@ -599,7 +599,7 @@ def test_what_an_iteration_leaves_to_the_next_is_made_once_more_or_told(kind: st
         train()
     script.place.remaking = None
     assert torch.equal(held, before) is (kind == "drawn")
-    assert ("was run once more" in "".join(script.unfit)) is (kind != "drawn")
+    assert ("ran again, for what it leaves" in "".join(script.unfit)) is (kind != "drawn")
 
 
 def test_batches_of_a_loader_are_not_carried() -> None:

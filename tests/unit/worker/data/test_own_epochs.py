@@ -124,7 +124,7 @@ def test_a_loop_that_begins_with_a_snapshot_of_its_own_finds_its_place(peeks: bo
             continue
         replacement = Loop(place, peeks=peeks).run(range(snapshot, 4))
         assert replacement.given == whole.given[iteration:] and not replacement.elsewhere
-        told = [note for note in replacement.script.notes if f"passes by the epochs before {epoch}" in note]
+        told = [note for note in replacement.script.notes if f"skips the training of epochs before {epoch}" in note]
         assert len(told) == (epoch > snapshot)
         assert replacement.peeked == [2] * (4 - snapshot) * peeks
         assert replace(replacement.at[-1], peeks=()) == replace(whole.at[-1], peeks=())

@@ -357,13 +357,13 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
         protected.section(count)
         protected.at_point()
     note = agent.receive()
-    assert note["op"] == "note" and "all_reduce (count, train.py:3) is in a section that the others" in note["text"]
+    assert note["op"] == "note" and "had finished this section, so all_reduce (count, train.py:3) gave" in note["text"]
     assert not place.local_result and not place.is_past_section
     place.dry_sections += 1
     protected.section(count)
     with pytest.raises(SystemExit):
         protected.iterate(lambda: None)
-    assert "iteration 0 follows right after it and may use them" in given_up[0]
+    assert "Iteration 0 comes next and may use them" in given_up[0]
     assert place.here.iteration == 0
     supervisor.close()
     assert agent.sock.recv(1) == b"", "it is said once"
@@ -407,7 +407,7 @@ def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatc
     assert (num_runs, replaced) == (2, [])
     with pytest.raises(SystemExit):
         protected.section(lambda: update(changes=True))
-    assert num_runs == 3 and "section 1, which was cut, has changed parameters of no tracked" in replaced[0]
+    assert num_runs == 3 and "section 1 was interrupted after it had changed parameters that belong" in replaced[0]
     supervisor.close()
     theirs.close()
 

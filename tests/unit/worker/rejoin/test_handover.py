@@ -70,7 +70,7 @@ def test_a_state_goes_from_the_old_worker_to_the_new(stores: list[StoreClient]) 
     sent: list[Any] = []
     thread = offer(stores[0], sent)
     model, state = state_of(1)
-    with handover.taken(stores[1], 3, nothing) as link:
+    with handover.from_predecessor(stores[1], 3, nothing) as link:
         extra = receive_state(state, link, staged=False)
     thread.join(10.0)
     assert extra == {"here": 7} and sent[0] > 2_000_000
@@ -87,7 +87,7 @@ def test_who_does_not_have_the_ticket_gets_nothing(stores: list[StoreClient]) ->
         socket_link.SocketLink(stranger, nothing).send_bytes(b"guess")
         stranger.settimeout(10.0)
         assert stranger.recv(1) == b""
-    with handover.taken(stores[1], 3, nothing) as link:
+    with handover.from_predecessor(stores[1], 3, nothing) as link:
         receive_state(state_of(1)[1], link, staged=False)
     thread.join(10.0)
     assert sent[0] > 2_000_000
@@ -105,7 +105,7 @@ def test_strangers_hold_up_nobody(stores: list[StoreClient], said: bytes) -> Non
             with contextlib.suppress(OSError):  # it was sent away
                 stranger.sendall(said)
         began_s = time.monotonic()
-        with handover.taken(stores[1], 3, nothing) as link:
+        with handover.from_predecessor(stores[1], 3, nothing) as link:
             extra = receive_state(state_of(1)[1], link, staged=False)
         thread.join(10.0)
         assert extra == {"here": 7} and sent[0] > 2_000_000
@@ -124,7 +124,7 @@ def test_who_waits_is_freed_by_its_check(stores: list[StoreClient]) -> None:
 
     sent: list[Any] = []
     waits_for_successor = offer(stores[0], sent, check)
-    with handover.taken(stores[1], 3, nothing):
+    with handover.from_predecessor(stores[1], 3, nothing):
         pass  # it has come, and gone again
     waits_for_successor.join(10.0)
     assert isinstance(sent[0], LinkLost) and "gone" in str(sent[0])
