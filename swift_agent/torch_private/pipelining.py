@@ -204,7 +204,12 @@ class _StageMessage(pickle.Unpickler):
 def name_of_schedule(schedule: Any) -> str:
     """The same in another process of the same script, and of schedules that differ another one."""
     kind = "training" if schedule._loss_fn is not None else "forward"
-    return f"{type(schedule).__name__}, {kind}, {schedule._n_microbatches} micro-batches"
+    return f"{type(schedule).__name__}, {kind}, {micro_batches_of(schedule)} micro-batches"
+
+
+def micro_batches_of(schedule: Any) -> int:
+    """Of one step of it."""
+    return int(schedule._n_microbatches)
 
 
 def _schedule_flags(schedule: Any) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -65,6 +66,36 @@ def test_log_and_checkpoint_are_measured(tmp_path: Path, environment: dict[str, 
     assert "of standing still for one" not in first and "of standing still for one, copies of logs of" in second
     assert re.search(r", logs of \S+ \S+/s, checkpoints of \S+ \S+/s", second) and ", logs of" in first, text
     assert second.endswith("; assumed: a network of 1.16 GiB/s") and explained.stdout.startswith(second), explained
+
+
+@pytest.mark.timeout(120)
+def test_a_pipeline_on_one_node_is_said_to_take_its_logs(tmp_path: Path, environment: dict[str, str]) -> None:
+    output = tmp_path / "output"
+    script = [str(SCRIPT), "--layers", "1", "--width", "128", "--length", "64", "--iterations", "1000000",
+              "--checkpoint-every", "20", "--micro-batches", "4", "--log-to", str(tmp_path), "--out",
+              str(tmp_path / "weights.pt")]  # fmt: skip
+    command = [sys.executable, "-m", "swift_agent.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-id", "one",
+               "--node-id", "node0", *script]  # fmt: skip
+    with open(output, "wb") as stream:
+        agent = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+    try:
+        deadline_s = time.monotonic() + 60
+        while "measured:" not in output.read_text():
+            assert time.monotonic() < deadline_s and agent.poll() is None, output.read_text()
+            time.sleep(0.1)
+        explained = subprocess.run(
+            [sys.executable, "-m", "swift_agent.ctl", "explain", "one", "--strategy", "--json"], env=environment,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    finally:
+        agent.terminate()
+        agent.wait(60)
+    found = json.loads(explained.stdout)
+    (line,) = (line for line in found["lines"] if line.startswith("  log:"))
+    assert found["way"] == "log" and "taken; not possible for a node" in line, explained
+    measured = found["profile"]
+    assert measured["machines"][0]["stages"] == 2 and measured["machines"][0]["inside_bytes"] > 0
+    assert measured["micro_batches"] == 4
 
 
 def is_final(text: str) -> bool:

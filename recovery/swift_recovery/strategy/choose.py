@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from swift_recovery.strategy.grouping import Chain, Groups, alone, optimal
-from swift_recovery.strategy.profile import Profile, pipelined_s
+from swift_recovery.strategy.profile import Profile, pipelined_s, stages_of
 
 Name = Literal["replica", "log", "log+parallel", "checkpoint"]
 Helpers = Literal["nobody", "one worker", "one machine", "groups"]
@@ -29,7 +29,7 @@ class Way:
     """One way.
 
     - *impossible*: why, '' if it is possible. *only*: if it is impossible for some machines, those for which it is not.
-      If only a lost machine is meant, *worker_s* is that of a worker.
+      If only a lost machine is meant, *worker_s* is that of a worker, not 0.
     - *recovery_s*: expected, for one lost machine; *worker_s*: for one of its workers; *two_s*: for two machines at
       once, as long as the way is possible then, 0 if there are no more.
     - *cost*: of an iteration without failures, as a part of its time.
@@ -103,7 +103,7 @@ def _worker_s(profile: Profile, alone_s: float) -> float:
 
 def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Groups, helpers: Helpers) -> Way:
     if not profile.boundary_bytes:
-        return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
+        return _log_inside(profile, name, helpers)
     chain = chain_of(profile)
     if not groups:
         groups = alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers)
@@ -111,17 +111,50 @@ def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Group
         return Way(name, "the budget for logs allows no two groups: nothing would be logged")
     if name == "log+parallel" and all(machine.has_replica_inside for machine in profile.machines):
         return Way(name, "helpers repeat what one process held alone, and on each machine another one holds the same")
-    alone_s = log_recovery_s(profile, groups, "one machine" if helpers == "one worker" else helpers)
-    recovery_s = log_recovery_s(profile, groups) if helpers == "one worker" else alone_s
+    recovery_s = log_recovery_s(profile, groups, "nobody" if helpers == "one worker" else helpers)
+    alone_s = _of_worker_s(profile, groups, helpers)
     sent = [sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
-    # Copies are made while the pipeline waits; what does not fit there delays it.
-    exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
-    cost = exposed_s / profile.iteration_s + _checkpoints(profile)
+    cost = _cost_of_logs(profile, sent)
     two_s = _fixed_s(profile) + profile.checkpoint_every / 2 * _two_from_logs_s(profile, groups)
     return Way(
         name, "", recovery_s, cost, max(sent) * profile.checkpoint_every, groups,
         worker_s=_worker_s(profile, alone_s), two_s=two_s,
     )  # fmt: skip
+
+
+def _log_inside(profile: Profile, name: Name, helpers: Helpers) -> Way:
+    """Where no messages pass between machines."""
+    if all(machine.stages == 1 for machine in profile.machines):
+        return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
+    found = Way(name, "messages pass inside machines only: their logs are lost with them")
+    if all(machine.has_replica_inside for machine in profile.machines):
+        return found
+    alone_s = _of_worker_s(profile, tuple(range(at, at + 1) for at in range(len(profile.machines))), helpers)
+    sent = [machine.inside_bytes for machine in profile.machines]
+    return replace(
+        found, cost=_cost_of_logs(profile, sent), storage_bytes=max(sent) * profile.checkpoint_every,
+        worker_s=_worker_s(profile, alone_s),
+    )  # fmt: skip
+
+
+def _cost_of_logs(profile: Profile, sent: Sequence[float]) -> float:
+    """*sent*: bytes that each machine logs in an iteration."""
+    # Copies are made while the pipeline waits; what does not fit there delays it.
+    exposed_s = max(max(0.0, num_bytes / profile.log_bytes_per_s - profile.bubble_s) for num_bytes in sent)
+    return exposed_s / profile.iteration_s + _checkpoints(profile)
+
+
+def _of_worker_s(profile: Profile, groups: Groups, helpers: Helpers) -> float:
+    """Expected, for one lost worker that nobody else on its machine can replace. A larger group goes back with it."""
+
+    def repeat(group: range) -> float:
+        if len(group) > 1 or helpers == "groups":
+            return from_logs_s(profile, group, helpers)
+        most = 1 if helpers == "nobody" else max(2, len(profile.machines))
+        return min(with_helpers_s(profile, group, num_shares, (1,)) for num_shares in range(1, most + 1))
+
+    expected_s = sum(len(group) * repeat(group) for group in groups) / len(profile.machines)
+    return _fixed_s(profile) + profile.checkpoint_every / 2 * expected_s
 
 
 def best_groups(
@@ -181,13 +214,17 @@ def from_logs_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> 
     return max(repeat_s(profile, group, helpers), fetched_s)
 
 
-def with_helpers_s(profile: Profile, group: range, num_shares: int) -> float:
-    """As `from_logs_s`, with so many processes in the place of each that was lost."""
+def with_helpers_s(profile: Profile, group: range, num_shares: int, workers: Sequence[int] = ()) -> float:
+    """As `from_logs_s`, with so many processes in the place of each that was lost. *workers*: so many are lost of each
+    machine of the group, () if all of them are."""
     fetched_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
     gradient_bytes = max(profile.machines[number].summed_bytes for number in group)
+    if workers:
+        # Each adds up its own.
+        gradient_bytes /= profile.gpus_per_machine
     # Sums go once along the ring, parameter by parameter, and then to all that did not get them from the ring.
     added_s = (num_shares - 1) * gradient_bytes / profile.network_bytes_per_s
-    return max(shared_s(profile, group, num_shares), fetched_s) + added_s
+    return max(shared_s(profile, group, num_shares, workers), fetched_s) + added_s
 
 
 def _checkpoint(profile: Profile) -> Way:
@@ -217,26 +254,29 @@ def repeat_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> flo
     return shared_s(profile, group, len(profile.machines) // len(group) if helpers == "groups" else 1)
 
 
-def shared_s(profile: Profile, group: range, num_shares: int) -> float:
-    """Of one iteration by a group that was lost and others of its size, each with its share of the micro-batches."""
+def shared_s(profile: Profile, group: range, num_shares: int, workers: Sequence[int] = ()) -> float:
+    """Of one iteration by a group that was lost and others of its size, each with its share of the micro-batches.
+    *workers*: see `with_helpers_s`."""
     micro_batches = profile.micro_batches
     mine = -(-micro_batches // num_shares)
-    computations_s = [profile.machines[number].computation_s * mine / micro_batches for number in group]
-    return pipelined_s(computations_s, mine)
+    machines = [profile.machines[number] for number in group]
+    if workers:
+        # Those that are more than the stages hold parts of them, or the same.
+        machines = [replace(one, stages=min(one.stages, num)) for one, num in zip(machines, workers, strict=True)]
+    return pipelined_s([each_s * mine / micro_batches for each_s in stages_of(machines)], mine)
 
 
 def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
-    """How many processes shorten the recovery of that machine, or of one worker of it that nobody else on it can
-    replace: each number is better than all smaller ones. More than
-    there are micro-batches are of no use, messages come from logs no faster because of them, and each one's gradients
-    have to be added."""
+    """How many processes shorten the recovery of one worker of that machine that nobody else on it can replace: each
+    number is better than all smaller ones. More than there are micro-batches are of no use, messages come from logs no
+    faster because of them, and each one's gradients have to be added."""
     if profile.machines[machine].has_replica_inside:
         return ()
     group = range(machine, machine + 1)
     found: list[int] = []
-    best_s = with_helpers_s(profile, group, 1)
+    best_s = with_helpers_s(profile, group, 1, (1,))
     for count in range(1, profile.micro_batches):
-        time_s = with_helpers_s(profile, group, count + 1)
+        time_s = with_helpers_s(profile, group, count + 1, (1,))
         if time_s < best_s:
             best_s = time_s
             found.append(count)
@@ -250,7 +290,9 @@ def crossing_bytes(profile: Profile, group: range) -> float:
 
 
 def sent_bytes(profile: Profile, machine: int, groups: Groups) -> float:
-    """What a machine logs in an iteration: about half of what passes each boundary at which a group ends."""
+    """What a machine logs in an iteration: about half of what passes each boundary at which a group ends; and what its
+    own workers send each other, if it is a group by itself."""
     (group,) = (group for group in groups if machine in group)
     ends = [end for end in (machine - 1, machine) if end in (group.start - 1, group.stop - 1)]
-    return sum(profile.boundary_bytes[end] for end in ends if 0 <= end < len(profile.boundary_bytes)) / 2
+    across = sum(profile.boundary_bytes[end] for end in ends if 0 <= end < len(profile.boundary_bytes)) / 2
+    return across + (profile.machines[machine].inside_bytes if len(group) == 1 else 0.0)

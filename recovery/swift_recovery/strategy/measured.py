@@ -34,6 +34,7 @@ class RankMeasured:
     - *iteration_s*: from the begin of an iteration to that of the next.
     - *computation_s*: of an iteration, without waits for messages and for the agreement to its update.
     - *sent_bytes*: by rank, in messages of an iteration. *num_messages*: of them, to the rank that gets most.
+      *micro_batches*: of a step of its pipeline schedule, 0: it has none.
     - *state_bytes*: parameters, buffers and optimizer state. *replicas*: the ranks that hold the same.
     - *checkpoint_every*: iterations, 0: none are taken. *logs*: its messages are logged.
     - *sees_waits*: else a wait for a message ends before it has come, as on a GPU, and *computation_s* means nothing.
@@ -60,6 +61,7 @@ class RankMeasured:
     checkpoint_still_s: float = 0.0
     is_all: bool = False
     gradient_bytes: int = 0
+    micro_batches: int = 0
 
     def to_json(self) -> dict[str, Any]:
         sent = {str(rank): num_bytes for rank, num_bytes in self.sent_bytes.items()}
@@ -85,6 +87,7 @@ class RankMeasured:
             checkpoint_still_s=float(data.get("checkpoint_still_s", 0.0)),
             is_all=bool(data.get("is_all", False)),
             gradient_bytes=int(data.get("gradient_bytes", 0)),
+            micro_batches=int(data.get("micro_batches", 0)),
         )
 
 
@@ -129,6 +132,8 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
             computation_s=max(max(one.computation_s for one in of_node), 1e-9),
             state_bytes=float(sum(one.state_bytes for one in of_node)),
             gradient_bytes=float(sum(one.gradient_bytes for one in of_node)),
+            stages=_longest(of_node),
+            inside_bytes=between[node][node],
             has_replica=all(any(node_of.get(rank) not in (node, None) for rank in one.replicas) for one in of_node),
             has_replica_inside=all(
                 any(node_of.get(rank) == node for rank in one.replicas if rank != one.rank) for one in of_node
@@ -136,7 +141,10 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         )
         for node, of_node in enumerate(nodes)
     )
-    micro_batches = max(1, *(one.num_messages for one in ranks)) if across else 1
+    num_stages = sum(one.stages for one in machines) if across else max(one.stages for one in machines)
+    # Of stages by hand a message is taken for one; those of a schedule that interleaves them send more.
+    counted = max(one.micro_batches for one in ranks) or max(one.num_messages for one in ranks)
+    micro_batches = max(1, counted) if num_stages > 1 else 1
     every = max(one.checkpoint_every for one in ranks)
     largest = max(machine.state_bytes for machine in machines)
     log_rate = _slowest([[one.log_written for one in of_node] for of_node in nodes])
@@ -163,11 +171,11 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         machine_mtbf_hours=float(FIELDS["machine_mtbf_hours"][2] or 0),
         store_bytes_per_s=_slowest([[one.log_copied for one in of_node] for of_node in nodes]),
     )
-    if across and not all(one.sees_waits for one in ranks):
+    if num_stages > 1 and not all(one.sees_waits for one in ranks):
         # All of it is taken for computation.
-        each_s = profile.iteration_s * micro_batches / (micro_batches + len(nodes) - 1)
+        each_s = profile.iteration_s * micro_batches / (micro_batches + num_stages - 1)
         machines = tuple(replace(machine, computation_s=each_s) for machine in machines)
-        profile = replace(profile, machines=machines, iteration_s=pipelined_s([each_s] * len(nodes), micro_batches))
+        profile = replace(profile, machines=machines, iteration_s=pipelined_s([each_s] * num_stages, micro_batches))
     measured = {"log_bytes_per_s": log_rate > 0, "checkpoint_s": has_checkpoint, "load_s": state_rate > 0}
     fields = ("network_bytes_per_s", "log_bytes_per_s", "checkpoint_s", "load_s", "restart_s", "replace_s",
               "machine_mtbf_hours")  # fmt: skip
@@ -178,10 +186,23 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
     return JobMeasured(profile, elsewhere, every > 0, assumed, state_rate)
 
 
+def _longest(of_node: Sequence[RankMeasured]) -> int:
+    """How many ranks of a node are stages one behind the other: most of those that messages link. Ranks that hold parts
+    of one stage, or the same one, send each other none."""
+    linked = {one.rank: {one.rank} for one in of_node}
+    for one in of_node:
+        for to in one.sent_bytes:
+            if to in linked and linked[to] is not linked[one.rank]:
+                linked[one.rank] |= linked[to]
+                for rank in linked[to]:
+                    linked[rank] = linked[one.rank]
+    return max(map(len, linked.values()))
+
+
 def _slowest(nodes: Sequence[Sequence[tuple[int, float]]]) -> float:
-    """Bytes per second of the node whose ranks were the slowest, 0 if none has moved enough. They share what they write
-    to: what one of them gets in its time is what counts."""
-    moved = [(sum(num for num, _ in of_node), sum(seconds for _, seconds in of_node)) for of_node in nodes]
+    """Bytes per second of the slowest node, 0 if none has moved enough. Its ranks write at the same time, and what each
+    of them got has the others in it: the node has written all when the last of them has."""
+    moved = [(sum(num for num, _ in of_node), max(seconds for _, seconds in of_node)) for of_node in nodes]
     return min((num / max(seconds, 1e-9) for num, seconds in moved if num >= LEAST_BYTES), default=0.0)
 
 

@@ -6,7 +6,8 @@ the plan does not have: a replica that is gone, a log that is incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swift_recovery.planning.plan import Plan
@@ -95,14 +96,37 @@ def in_place(profile: Profile, plan: Plan, machine_of: Callable[[int], int], num
     if plan.kind != "copy":
         return None
     if plan.replays:
-        machines = sorted({machine_of(rank) for rank in plan.replays})
-        group = range(machines[0], machines[-1] + 1)
         load_s = profile.load_s if plan.checkpoint else 0.0
-        repeated_s = (plan.iteration - plan.checkpoint) * with_helpers_s(profile, group, num_shares)
+        # Those that are no neighbours do not wait for each other.
+        each_s = [
+            with_helpers_s(profile, range(min(run), max(run) + 1), num_shares, tuple(run.values()))
+            for run in _runs(profile, plan.replays, machine_of)
+        ]
+        repeated_s = (plan.iteration - plan.checkpoint) * max(each_s)
         way = "log" if num_shares == 1 else "log+parallel"
         return Predicted(way, profile.replace_s + load_s + profile.iteration_s, repeated_s)
-    moved = max((profile.machines[machine_of(rank)].state_bytes for rank in plan.sources), default=0.0)
+    # Each rank gets what it has lost, over the network of its machine.
+    moved = max(
+        (profile.machines[at].state_bytes / profile.gpus_per_machine * num
+         for at, num in Counter(map(machine_of, plan.sources)).items()),
+        default=0.0,
+    )  # fmt: skip
     return Predicted("replica", profile.replace_s + moved / profile.network_bytes_per_s + profile.iteration_s)
+
+
+def _runs(profile: Profile, ranks: Iterable[int], machine_of: Callable[[int], int]) -> list[Counter[int]]:
+    """Of lost ranks those that are neighbours, and repeat together: by machine, how many."""
+    # Where each rank is a stage those of one machine need not be neighbours.
+    is_each = all(machine.stages == profile.gpus_per_machine for machine in profile.machines)
+    found: list[Counter[int]] = []
+    before = None
+    for rank in sorted(ranks, key=lambda rank: (machine_of(rank), rank)):
+        at = machine_of(rank)
+        if before is None or at - machine_of(before) > 1 or (is_each and rank - before > 1):
+            found.append(Counter())
+        found[-1][at] += 1
+        before = rank
+    return found
 
 
 def rollback(profile: Profile, num_iterations: int) -> Predicted:

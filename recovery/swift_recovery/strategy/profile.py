@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,25 +31,30 @@ MACHINE_FIELDS: Mapping[str, tuple[float, bool, float | None]] = {
     "computation_s": (0, False, None),
     "state_bytes": (0, True, 0),
     "gradient_bytes": (0, True, 0),
+    "stages": (1, True, 1),
+    "inside_bytes": (0, True, 0),
 }
 _MOST = 1e30
 _LEAST = 1e-30  # but 0: what is less has no parts that are more than 0
 _ROUNDED = 1 + 1e-9
 _FLAGS = ("has_replica", "has_replica_inside")
-_WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every")
+_WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every", "stages")
 
 
 @dataclass(frozen=True)
 class Machine:
     """*computation_s*: of one iteration, all its micro-batches together. *state_bytes*: parameters and optimizer state.
     *has_replica*: another machine holds the same. *has_replica_inside*: of each of its GPUs another one does.
-    *gradient_bytes*: of all its parameters, 0: not known."""
+    *gradient_bytes*: of all its parameters, 0: not known. *stages*: so many of its workers are stages one behind the
+    other, each with that computation. *inside_bytes*: what they send each other in one iteration."""
 
     computation_s: float
     state_bytes: float = 0.0
     has_replica: bool = False
     gradient_bytes: float = 0.0
     has_replica_inside: bool = False
+    stages: int = 1
+    inside_bytes: float = 0.0
 
     @property
     def summed_bytes(self) -> float:
@@ -134,15 +139,20 @@ def parse(text: str) -> Profile:
             )
     if wrong:
         raise ProfileError("\n".join(wrong))
-    whole = {field: int(values.pop(field)) for field in _WHOLE}
+    whole = {field: int(values.pop(field)) for field in _WHOLE if field in values}
     if not values["iteration_s"]:
-        values["iteration_s"] = pipelined_s([one.computation_s for one in machines], whole["micro_batches"])
+        values["iteration_s"] = pipelined_s(stages_of(machines), whole["micro_batches"])
     return Profile(name=name, machines=tuple(machines), boundary_bytes=boundaries, **whole, **values)  # type: ignore[arg-type]
 
 
+def stages_of(machines: Iterable[Machine]) -> list[float]:
+    """Of each stage on these machines the computation of one iteration."""
+    return [one.computation_s for one in machines for _ in range(one.stages)]
+
+
 def pipelined_s(computations_s: list[float], micro_batches: int) -> float:
-    """Of an iteration that goes through these machines one after the other: the first micro-batch through all of them,
-    and each other one behind it, as fast as the slowest machine. For equal ones t (m + p - 1) / m, as in SWIFT, 5.2."""
+    """Of an iteration that goes through these stages one after the other: the first micro-batch through all of them,
+    and each other one behind it, as fast as the slowest stage. For equal ones t (m + p - 1) / m, as in SWIFT, 5.2."""
     each_s = [computation_s / micro_batches for computation_s in computations_s]
     return sum(each_s) + (micro_batches - 1) * max(each_s)
 
@@ -167,7 +177,8 @@ def _machines(given: Any, wrong: list[str]) -> list[Machine]:
         flags = {name: data.get(name, False) for name in _FLAGS}
         wrong += [f"{where}.{name}: true or false" for name, flag in flags.items() if not isinstance(flag, bool)]
         has, inside = (flags[name] is True for name in _FLAGS)
-        found.append(Machine(**values, has_replica=has, has_replica_inside=inside))
+        stages = int(values.pop("stages"))
+        found.append(Machine(**values, stages=stages, has_replica=has, has_replica_inside=inside))
     return found
 
 

@@ -14,6 +14,8 @@ from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.intervals import young_s
 from swift_recovery.strategy.measured import JobMeasured
 
+_SINCE_BEGIN = "as long as the job has run, since iteration 0: the script takes no checkpoints (job.checkpoint)"
+
 
 def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) -> tuple[str, ...]:
     """The first says what was measured; then comes one for each way. *taken*: the name of that which is. *groups*: of
@@ -58,14 +60,22 @@ def _checkpoints(job: JobMeasured) -> str:
 
 
 def taken(found: Sequence[Way], wanted: str) -> str:
-    """What a job takes: a replica if there is one, else logs, else a checkpoint; '' if nothing is possible."""
-    possible = {way.name for way in found if not way.impossible}
+    """What a job takes: a replica if there is one, else logs, also if they bring back workers only, else a checkpoint;
+    '' if nothing is possible."""
+    possible = {way.name for way in found if not way.impossible or is_for_workers(way)}
     log = "log+parallel" if wanted == "log+parallel" else "log"
     return next((name for name in ("replica", log, "checkpoint") if name in possible), "")
 
 
+def is_for_workers(way: Way) -> bool:
+    """Logs of messages inside nodes: what is lost with a whole node begins again with a checkpoint."""
+    return way.name in ("log", "log+parallel") and bool(way.impossible) and way.worker_s > 0
+
+
 def by_waste(found: Sequence[Way], taken: str, wanted: str, mtbf_s: float) -> tuple[str, ...]:
     """What is to be said where another way than *taken* would waste less, as rare as failures are taken to be."""
+    if any(way.impossible for way in found if way.name == taken):
+        return ()  # waste is of whole nodes
     if all(way.impossible for way in found) or (best := choose(tuple(found), mtbf_s).name) == taken:
         return ()
     if wanted == taken:
@@ -87,18 +97,31 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
             f"  {way.name}: {_lost(way)}: taken for {here}; not possible for "
             f"{others}: {_why_not(way)}"
         )
+    if is_for_workers(way):
+        return f"  {way.name}: {_of_workers(job, way, is_taken)}; not possible for a node: {_why_not(way)}"
     if way.impossible and way.worker_s:
         return f"  {way.name}: {time_of(way.worker_s)} for a lost worker; not possible for a node: {_why_not(way)}"
     if way.impossible:
         return f"  {way.name}: not possible: {_why_not(way)}"
     if not job.takes_checkpoints and way.name in ("log", "log+parallel"):
-        said = "as long as the job has run, since iteration 0: the script takes no checkpoints (job.checkpoint)"
+        said = _SINCE_BEGIN
     else:
         said = _lost(way)
         said += f"; {way.cost:+.2%} without failures; {size_of(way.storage_bytes)} on a node"
     if way.name == "log+parallel" and not is_taken:
         said += "; --strategy log+parallel"
     return f"  {way.name}: {said}" + ((f": taken for {_nodes(rest)}" if rest else ": taken") if is_taken else "")
+
+
+def _of_workers(job: JobMeasured, way: Way, is_taken: bool) -> str:
+    if job.takes_checkpoints:
+        said = f"{time_of(way.worker_s)} for a lost worker; {way.cost:+.2%} without failures; "
+        said += f"{size_of(way.storage_bytes)} on a node"
+    else:
+        said = _SINCE_BEGIN
+    if is_taken:
+        return f"{said}: taken"
+    return f"{said}; --strategy log+parallel" if way.name == "log+parallel" else said
 
 
 def _lost(way: Way) -> str:

@@ -121,6 +121,7 @@ class Measuring:
             checkpoint_still_s=cost.still_s,
             is_all=self._has_told_all,
             gradient_bytes=self._gradient_bytes(),
+            micro_batches=tracked.pipelines.micro_batches if tracked.pipelines is not None else 0,
         )
         self._supervisor.send(msg.Measured(self._generation, measured.to_json()))
         if self._kept_in and (why := _no_room(self._kept_in, measured.state_bytes)):

@@ -71,6 +71,11 @@ class Pipelines:
         pipelining.watch_schedules(self._on_step)
         torch_messages.intercept_messages("schedules", self._send, self._recv, self._recv_from_any)
 
+    @property
+    def micro_batches(self) -> int:
+        """Most of a step of any schedule that has made one, 0: none has."""
+        return max(map(pipelining.micro_batches_of, self._places), default=0)
+
     def end(self) -> None:
         """The iteration or section counts, and what was made in it."""
         for (name, number), known in self._new.items():

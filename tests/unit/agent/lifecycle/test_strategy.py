@@ -75,6 +75,26 @@ def test_the_way_is_the_planners(changes: dict[str, Any], wanted: str, way: str)
     assert any("as --strategy checkpoint has it" in line for line in found.lines) == (wanted == "checkpoint")
 
 
+def on_one_node(strategy: str = "", logs: bool = True) -> View:
+    """All stages of the pipeline, as with --standalone --nproc-per-node 4."""
+    ranks = tuple(rank for record in measured(logs=logs).values() for rank in record.ranks)
+    first = replace(generation(slots=NAMES[:1]), num_workers=4)
+    return job(generation=first, measured={0: MeasuredRecord(0, "n0.1", ranks)}, strategy=strategy)
+
+
+def test_a_pipeline_on_one_node_takes_its_logs() -> None:
+    found = decide(on_one_node(), "J")
+    assert found is not None and found.way == "log" and found.helpers == ()
+    (line,) = (line for line in found.lines if ": taken" in line)
+    assert line.startswith("  log: ") and "taken; not possible for a node: messages pass inside nodes only" in line
+    assert decide(on_one_node("log"), "J").lines == found.lines  # type: ignore[union-attr]
+    parallel = decide(on_one_node("log+parallel"), "J")
+    assert parallel is not None and parallel.way == "log+parallel" and parallel.helpers == ((1, 3),)
+    assert parallel.content["micro_batches"] == 4 and not any("here that is" in line for line in parallel.lines)
+    without = decide(on_one_node(logs=False), "J")
+    assert without is not None and without.way == "checkpoint"
+
+
 def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
     found = decide(job(log_budget="40%"), "J")
     assert found is not None and found.log_groups == ((0, 1), (2, 3))

@@ -93,6 +93,34 @@ def test_without_a_pipeline_only_checkpoints_are_left() -> None:
     assert choose(ways(alone), alone.mtbf_s).name == "checkpoint"
 
 
+ONE_MACHINE = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=4e6, stages=4, inside_bytes=3e9),),
+                      boundary_bytes=(), gpus_per_machine=4)  # fmt: skip
+
+
+def test_a_pipeline_inside_a_machine_brings_back_its_workers_from_logs() -> None:
+    by_name = {way.name: way for way in ways(ONE_MACHINE, helpers="one worker")}
+    log, parallel = by_name["log"], by_name["log+parallel"]
+    assert log.impossible == parallel.impossible == (
+        "messages pass inside machines only: their logs are lost with them"
+    )
+    assert log.worker_s == 3 + 4 + 50 * 8 and log.storage_bytes == 3e9 * 100
+    # All of its messages are logged, 3 s for copies in 3 s of waiting; one helper, with a millisecond of gradients.
+    assert log.cost == 2 / 1100 and parallel.worker_s == pytest.approx(3 + 4 + 50 * (4 + 0.001))
+    assert choose(tuple(by_name.values()), ONE_MACHINE.mtbf_s).name == "checkpoint"
+    replicated = replace(ONE_MACHINE.machines[0], has_replica_inside=True)
+    assert not ways(replace(ONE_MACHINE, machines=(replicated,)))[1].worker_s
+
+
+def test_stages_of_a_lost_machine_repeat_one_behind_the_other() -> None:
+    """Three more than its own; one of its workers by itself."""
+    four = replace(PIPELINE, machines=(Machine(8.0, 4e9, stages=4, inside_bytes=1e9),) * 4)
+    log = {way.name: way for way in ways(four, helpers="one worker")}["log"]
+    assert (log.recovery_s, log.worker_s) == (3 + 4 + 50 * 11, 3 + 4 + 50 * 8)
+    assert log.storage_bytes == (1e9 + 1e9) * 100
+    grouped = {way.name: way for way in ways(four, groups=(range(2), range(2, 4)), helpers="one worker")}["log"]
+    assert grouped.worker_s == grouped.recovery_s == 3 + 4 + 50 * 15 and grouped.storage_bytes == 5e8 * 100
+
+
 def test_within_a_budget_machines_form_groups() -> None:
     everything = 3 * 1e9 * 100
     by_name = found(PIPELINE, everything / 3)
@@ -132,7 +160,9 @@ def test_gradients_that_are_added_for_longer_than_is_computed_do_not_pay() -> No
     """Each more process has them sent once more."""
     times_s = [with_helpers_s(PIPELINE, range(1, 2), count + 1) for count in range(4)]
     assert times_s == pytest.approx([8, 4 + 4 / 3, 3 + 2 * 4 / 3, 2 + 3 * 4 / 3])
-    assert paying_helpers(PIPELINE, 1) == (1,)
-    large = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=5e9),) * 4)
+    assert paying_helpers(replace(PIPELINE, gpus_per_machine=1), 1) == (1,)
+    # One of eight workers has an eighth of them.
+    assert paying_helpers(PIPELINE, 1) == (1, 2, 3, 7)
+    large = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=5e9),) * 4, gpus_per_machine=1)
     assert paying_helpers(large, 1) == ()
     assert found(large)["log+parallel"].recovery_s == found(large)["log"].recovery_s

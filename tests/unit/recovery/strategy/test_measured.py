@@ -47,11 +47,66 @@ def test_what_is_written_is_read_as_a_profile() -> None:
     assert RankMeasured.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
-def test_ranks_of_one_node_send_each_other_nothing_that_counts() -> None:
+def test_what_ranks_of_one_node_send_each_other_is_apart() -> None:
     nodes = [[rank(0, {1: 5}), rank(1, {2: 7})], [rank(2, {3: 9}), rank(3, {0: 3}, state_bytes=900)]]
     job = put_together("J", nodes)
     assert job.profile.boundary_bytes == (10.0,) and job.profile.gpus_per_machine == 2
+    assert [(machine.stages, machine.inside_bytes) for machine in job.profile.machines] == [(2, 5.0), (2, 9.0)]
     assert [machine.state_bytes for machine in job.profile.machines] == [200.0, 1000.0]
+
+
+def one_node(**changes: object) -> list[list[RankMeasured]]:
+    """A pipeline of four stages on it."""
+    return [[replace(of_node[0], state_bytes=100, **changes) for of_node in pipeline()]]  # type: ignore[arg-type]
+
+
+def test_a_pipeline_inside_a_node() -> None:
+    job = put_together("J", one_node())
+    (machine,), profile = job.profile.machines, job.profile
+    assert (machine.stages, machine.inside_bytes, profile.boundary_bytes) == (4, 6000.0, ())
+    assert profile.micro_batches == 4 and parse(json.dumps(to_file(job))) == profile
+    found = ways(profile, helpers="one worker")
+    said = lines(job, found, "log", ())
+    assert said[2] == (
+        "  log: 3.8 s for a lost worker; +0.00% without failures; 58.6 KiB on a node: taken; not possible for a "
+        "node: messages pass inside nodes only: their logs are lost with them"
+    )
+    assert said[3].startswith("  log+parallel: 2 s for a lost worker; ") and "; --strategy log+parallel; not" in said[3]
+    assert not said[4].endswith("taken") and "6.4 KiB" not in said[0]
+    never = put_together("J", one_node(checkpoint_every=0))
+    said = lines(never, ways(never.profile), "log", ())
+    assert said[2].startswith("  log: as long as the job has run, since iteration 0: the script takes no checkpoints")
+
+
+def test_stages_are_those_that_messages_link() -> None:
+    """Parts of one stage, and replicas of it, send each other none."""
+    links = {0: {2: 5}, 1: {3: 5}, 2: {0: 5}, 3: {1: 5}}
+    (machine,) = put_together("J", [[rank(at, sent) for at, sent in links.items()]]).profile.machines
+    assert machine.stages == 2
+    assert put_together("J", [[rank(0), rank(1)]]).profile.machines[0].stages == 1
+
+
+def test_where_waits_are_not_seen_each_stage_of_a_node_counts() -> None:
+    profile = put_together("J", one_node(sees_waits=False)).profile
+    assert profile.machines[0].computation_s == pytest.approx(4 / 7) and profile.iteration_s == pytest.approx(1.0)
+
+
+def test_micro_batches_are_those_of_a_schedule_if_there_is_one() -> None:
+    nodes = [[replace(one, num_messages=16, micro_batches=4) for one in of_node] for of_node in pipeline(2)]
+    assert put_together("J", nodes).profile.micro_batches == 4
+    by_hand = [[replace(one, micro_batches=0) for one in of_node] for of_node in nodes]
+    assert put_together("J", by_hand).profile.micro_batches == 16
+
+
+def test_ranks_of_a_node_write_at_the_same_time() -> None:
+    """Four of them 1 GB each, in the same second: 4 GB/s of the node, whose bytes are theirs together."""
+    gb = 10**9
+    nodes = one_node(log_written=(gb, 1.0), log_copied=(gb, 2.0), checkpoint_written=(gb, 1.0), is_all=True)
+    profile = put_together("J", [[replace(one, state_bytes=gb) for one in nodes[0]]]).profile
+    assert (profile.log_bytes_per_s, profile.store_bytes_per_s, profile.load_s) == (4e9, 2e9, 1.0)
+    # Who has little to write does not make the others faster.
+    nodes[0][3] = replace(nodes[0][3], log_written=(1000, 1e-6))
+    assert put_together("J", nodes).profile.log_bytes_per_s == 3 * gb + 1000
 
 
 def test_messages_past_the_neighbour_are_told() -> None:

@@ -727,6 +727,17 @@ def test_as_many_help_as_pay() -> None:
         assert not helpers_in(ask(pipeline(2, profile=replace(profile, way=way))))
 
 
+def test_a_worker_of_a_pipeline_on_one_node_is_helped_there() -> None:
+    """Its node has one place, beside the spares."""
+    first = generation(slots=("n0",), workers=4)
+    lost = {"generation": first, "failures": {0: failure("workers", 0, (1,))}, "names": ("n0",), "spares": ()}
+    profile = ProfileRecord({"micro_batches": 4}, (), "log+parallel", helpers=((1, 3),))
+    for wanted in (2, AS_MANY_AS_PAY):
+        alone = pipeline(wanted, profile=profile, **lost)
+        alone = replace(alone, nodes={"n0": node("n0", workers=4)})
+        assert helpers_in(ask(alone)) == [(1, 1, "n0")]
+
+
 def test_nobody_helps_where_it_is_not_wanted_or_more_than_one_rank_is_lost() -> None:
     alone = pipeline(0)
     assert not helpers_in(ask(alone)) and "help" not in published(ask(alone)).why

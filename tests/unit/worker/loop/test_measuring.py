@@ -34,7 +34,8 @@ class Worker:
         self.messages = SimpleNamespace(meter=None, is_complete=True, log=self.log)
         self.costs: list[Cost] = []
         self.tracked = SimpleNamespace(
-            messages=self.messages, replicas=[1], checkpoints=SimpleNamespace(every=7, costs=self.costs),
+            messages=self.messages, pipelines=None, replicas=[1],
+            checkpoints=SimpleNamespace(every=7, costs=self.costs),
             state=TrainingState({"net": net}, {"o": torch.optim.SGD(net.parameters(), lr=0.1)}, {}),
         )  # fmt: skip
         self.measuring = Measuring(1, cast(Any, self), cast(Any, self.tracked))
@@ -93,6 +94,15 @@ def test_it_is_told_once(monkeypatch: Any) -> None:
     assert found == RankMeasured(
         1, 1.5, 0.75, 10 * 4, (1,), {2: 1000, 0: 100}, 2, 7, True, log_written=(4000, 2.0), gradient_bytes=10 * 4
     )
+
+
+def test_micro_batches_are_those_of_the_schedule(monkeypatch: Any) -> None:
+    """Interleaved stages send more messages than there are micro-batches."""
+    worker = Worker(monkeypatch)
+    worker.tracked.pipelines = SimpleNamespace(micro_batches=8)
+    worker.iterations(20)
+    found = RankMeasured.from_json(worker.told[0].measured)
+    assert (found.micro_batches, found.num_messages) == (8, 2)
 
 
 def test_time_in_which_others_have_the_core_does_not_count(monkeypatch: Any) -> None:
