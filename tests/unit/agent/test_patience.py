@@ -129,14 +129,14 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
     worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)  # its threads are not started
     try:
         worker._entered = 1
-        worker._standstill._looked_s = time.monotonic() - 10.0
-        assert worker._standstill.was_a_moment_ago()
-        worker._standstill._looked_s = time.monotonic()
-        assert worker._standstill.was_a_moment_ago()
+        worker._suspension._looked_s = time.monotonic() - 10.0
+        assert worker._suspension.was_a_moment_ago()
+        worker._suspension._looked_s = time.monotonic()
+        assert worker._suspension.was_a_moment_ago()
         worker._entered = 2
-        assert not worker._standstill.was_a_moment_ago()  # its groups are others
+        assert not worker._suspension.was_a_moment_ago()  # its groups are others
         for number in range(agent_line.MOST_AGAIN + 1):
-            worker._standstill._looked_s = time.monotonic() - 10.0
+            worker._suspension._looked_s = time.monotonic() - 10.0
             assert not worker.confirm(RuntimeError("timed out"))
             assert agent.receive()["op"] == "suspect"
             worker.send(wire.Holds())

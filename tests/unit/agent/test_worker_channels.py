@@ -31,7 +31,7 @@ from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, 
 from swift_agent.wire.environment import helper_number
 from swift_agent.wire.standing import Standings
 from swift_agent.wire.vocabulary import written
-from swift_agent.worker.line import agent_line, standstill
+from swift_agent.worker.line import agent_line, suspension
 from swift_agent.worker.line.agent_line import Supervisor
 from tests.support.limits import without_descriptors
 
@@ -369,7 +369,7 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
         line.processes[0].pid = process.pid
         line.until(lambda: len(line.events) == 2)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(standstill.STOOD_S + 1.0)
+        time.sleep(suspension.STOOD_S + 1.0)
         process.send_signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 30
         while not any(isinstance(event, msg.WorkerApart) for event in line.events):
