@@ -27,7 +27,7 @@ from swift_agent.agent.patience import Patience
 from swift_agent.agent.processes.crew import Crew
 from swift_agent.agent.worker_channels import WorkerChannels
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
+from swift_agent.wire.channel import MAX_MESSAGE_BYTES, ChannelClosed, WorkerChannel, connect
 from swift_agent.wire.environment import helper_number
 from swift_agent.wire.standing import Standings
 from swift_agent.wire.vocabulary import written
@@ -63,7 +63,7 @@ class Line:
             assert time.monotonic() < deadline_s
             self.turn()
 
-    def hello(self, rank: int) -> Channel:
+    def hello(self, rank: int) -> WorkerChannel:
         worker = connect(self.channels.path)
         worker.send({"op": "hello", "local_rank": rank, "generation": 1})
         known = len(self.events)
@@ -240,7 +240,7 @@ def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog:
         line.turn(0.0)
     assert caplog.text.count("cannot be accepted (Too many open files)") == 1
     line.channels.tick(0.0, 10.0, False)
-    channel = Channel(worker)
+    channel = WorkerChannel(worker)
     channel.send({"op": "hello", "local_rank": 0, "generation": 1})
     line.until(lambda: bool(line.events))
     assert isinstance(line.events[-1], msg.HelloReceived)
