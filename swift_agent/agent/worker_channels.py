@@ -24,7 +24,7 @@ from swift_agent.agent.patience import Patience
 from swift_agent.agent.processes.linux import descends_from
 from swift_agent.agent.processes.workers import WorkerProcess
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import Channel, ChannelClosed, Listener, Message
+from swift_agent.wire.channel import ChannelClosed, Message, WorkerChannel, WorkerListener
 from swift_agent.wire.environment import share_of
 from swift_agent.wire.vocabulary import NotUnderstood, Vocabulary, written
 
@@ -48,8 +48,8 @@ class WorkerChannels:
     ) -> None:  # fmt: skip
         self._selector, self._processes, self._patience = selector, processes, patience
         self._on_event, self._on_modules, self._why_not = on_event, on_modules, why_not
-        self._listener = Listener(directory)
-        self._channels: dict[int, Channel] = {}  # by local rank
+        self._listener = WorkerListener(directory)
+        self._channels: dict[int, WorkerChannel] = {}  # by local rank
         self._pids: dict[int, int] = {}
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._is_deaf = False
@@ -94,7 +94,7 @@ class WorkerChannels:
             if channel.stuck_since_s is not None:
                 channel.stuck_since_s += for_s
 
-    def _watch(self, local_rank: int, channel: Channel) -> None:
+    def _watch(self, local_rank: int, channel: WorkerChannel) -> None:
         """Be called when it can be read, and written if something is kept for it."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.stuck_since_s is not None else 0)
         key = self._selector.get_key(channel)
@@ -132,7 +132,7 @@ class WorkerChannels:
         channel, pid = accepted
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel, pid))
 
-    def _on_stranger(self, channel: Channel, peer: int) -> None:
+    def _on_stranger(self, channel: WorkerChannel, peer: int) -> None:
         """The first message of a worker says which one it is; until then nothing else is taken from it."""
         try:
             messages = channel.receive_ready()
@@ -165,7 +165,7 @@ class WorkerChannels:
         self._on_event((msg.HelperWaits if is_helper else msg.HelloReceived)(local_rank, pid))
         self._hear(local_rank, pid, messages[1:])
 
-    def _on_worker(self, local_rank: int, channel: Channel, pid: int) -> None:
+    def _on_worker(self, local_rank: int, channel: WorkerChannel, pid: int) -> None:
         try:
             channel.flush()
             self._watch(local_rank, channel)

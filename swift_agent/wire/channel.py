@@ -31,7 +31,7 @@ class ChannelClosed(Exception):
     """The other side is gone."""
 
 
-class Channel:
+class WorkerChannel:
     """One connected socket. `send` may be called from any thread; `receive` from one. A side that must not wait for the
     other, an agent for a worker that is stopped, uses `post` and `flush` instead of `send`, in one thread.
 
@@ -144,7 +144,7 @@ def _frame(message: Message) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-class Listener:
+class WorkerListener:
     """The agent's end: accepts workers of the same user. *directory* must exist with mode 0700."""
 
     def __init__(self, directory: str) -> None:
@@ -156,20 +156,20 @@ class Listener:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def accept(self) -> tuple[Channel, int] | None:
+    def accept(self) -> tuple[WorkerChannel, int] | None:
         """The channel and the process id of a worker, or None if the peer belongs to another user."""
         sock, _ = self._sock.accept()
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if uid != os.getuid():
             sock.close()
             return None
-        return Channel(sock), pid
+        return WorkerChannel(sock), pid
 
     def close(self) -> None:
         self._sock.close()
 
 
-def connect(path: str) -> Channel:
+def connect(path: str) -> WorkerChannel:
     """Connect a worker to its agent. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -177,4 +177,4 @@ def connect(path: str) -> Channel:
     except OSError:
         sock.close()
         raise
-    return Channel(sock)
+    return WorkerChannel(sock)

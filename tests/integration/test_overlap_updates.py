@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from swift_agent.errors import UsageError
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.device_reductions import Reductions
@@ -89,7 +89,7 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], overlap: bool, variant
     optimizers = [make(part.parameters()) for part in parts]
     named = {str(n): optimizer for n, optimizer in enumerate(optimizers)}
     # With one an update passes its fence, and what an undo needs is kept.
-    supervisor = Supervisor(Channel(socket.socketpair()[0]), 0) if variant in ("thread", "cuda") else None
+    supervisor = Supervisor(WorkerChannel(socket.socketpair()[0]), 0) if variant in ("thread", "cuda") else None
     tracked = Tracked({"models": {"m": model}, "optimizers": named, "others": {}}, None, world_size(), supervisor,
                       overlap_update=overlap)  # fmt: skip
     if overlap and variant == "thread":  # as for an accelerator

@@ -33,7 +33,7 @@ class LogServer:
         self._is_closed: dict[int, threading.Event] = {}
 
     def serve(self, rank: int, address: str, gift: Gift, num_processes: int = 1) -> str:
-        """Call *gift* with the link to that rank when it connects there (`taken`), where the address is that by which
+        """Call *gift* with the link to that rank when it connects there (`log_of`), where the address is that by which
         others reach this machine, and with what raises `Stopped` when this is closed; for as many *num_processes* as
         repeat its iterations, in a thread each. Raises OSError if none could.
         """

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swift_agent.agent.processes import orders
-from swift_agent.wire.channel import Channel, ChannelClosed
+from swift_agent.wire.channel import ChannelClosed, WorkerChannel
 from swift_agent.wire.environment import Placement
 from swift_agent.wire.vocabulary import NotUnderstood, written
 
@@ -66,7 +66,7 @@ class StandbyServer:
         with theirs:
             self._process = start_process(theirs)
         ours.settimeout(SEND_TIMEOUT_S)
-        self._channel = Channel(ours)
+        self._channel = WorkerChannel(ours)
         self._orders: dict[int, Order] = {}
         self._num_orders = 0
         self._ready_s: float | None = None

@@ -35,7 +35,7 @@ from swift_agent.agent.processes.import_trial import (
     num_threads,
 )
 from swift_agent.agent.processes.linux import die_with_parent
-from swift_agent.wire.channel import Channel, ChannelClosed
+from swift_agent.wire.channel import ChannelClosed, WorkerChannel
 from swift_agent.wire.vocabulary import written
 
 # Everything that is imported before user code and, lazily, by the first process group, DDP(), optimizer and loader.
@@ -59,7 +59,7 @@ PRELOAD = (
 @dataclass
 class Standby:
     pid: int
-    channel: Channel
+    channel: WorkerChannel
 
 
 def import_all(modules: Sequence[str]) -> dict[str, str]:
@@ -68,7 +68,7 @@ def import_all(modules: Sequence[str]) -> dict[str, str]:
 
 
 class Nursery:
-    def __init__(self, control: Channel, agent_pid: int) -> None:
+    def __init__(self, control: WorkerChannel, agent_pid: int) -> None:
         self._control = control
         self._agent_pid = agent_pid
         self._standbys: list[Standby] = []
@@ -91,7 +91,7 @@ class Nursery:
     def _serve(self) -> None:
         while True:
             self._refill()
-            heard: list[Channel | Trial] = [self._control, *(standby.channel for standby in self._standbys)]
+            heard: list[WorkerChannel | Trial] = [self._control, *(standby.channel for standby in self._standbys)]
             if self._trial is not None:
                 heard.append(self._trial)
             ready, _, _ = select.select(heard, [], [], self._trial.left_s if self._trial is not None else None)
@@ -216,7 +216,7 @@ class Nursery:
         os.waitpid(first, 0)
         pid = int(os.read(read_fd, 32))
         os.close(read_fd)
-        return Standby(pid, Channel(ours))
+        return Standby(pid, WorkerChannel(ours))
 
 
 def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
@@ -227,7 +227,7 @@ def _live(sock: socket.socket, agent_pid: int, parent_pid: int) -> None:
     while os.getppid() == parent_pid:  # the middle process has not ended yet
         os.sched_yield()
     die_with_parent(agent_pid)  # exits if the agent has died meanwhile and another subreaper took this process
-    channel = Channel(sock)
+    channel = WorkerChannel(sock)
     try:
         assignment = orders.TO_STANDBY.read(channel.receive())
     except ChannelClosed:
@@ -264,7 +264,7 @@ def main() -> None:
     # Ctrl-C at a terminal reaches the whole foreground group; the agent decides which process stops.
     os.setsid()
     with contextlib.suppress(ChannelClosed):  # the agent has ended
-        Nursery(Channel(socket.socket(fileno=fd)), agent_pid).run()
+        Nursery(WorkerChannel(socket.socket(fileno=fd)), agent_pid).run()
     os._exit(0)  # at once: the agent waits for it, and what is imported here may take its time to end
 
 

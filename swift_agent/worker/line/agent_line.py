@@ -29,13 +29,13 @@ from typing import Any, NoReturn, assert_never
 
 from swift_agent.errors import UsageError
 from swift_agent.wire import messages as msg
-from swift_agent.wire.channel import Channel, ChannelClosed
+from swift_agent.wire.channel import ChannelClosed, WorkerChannel
 from swift_agent.wire.standing import MyStanding
 from swift_agent.wire.vocabulary import written
 from swift_agent.worker.line.fence import Fence
 from swift_agent.worker.line.go import Go
 from swift_agent.worker.line.pace import Pace
-from swift_agent.worker.line.standstill import Standstill
+from swift_agent.worker.line.suspension import Suspension
 from swift_rendezvous.threads import thread
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ ASK_PLACE_S = 5.0
 class Supervisor(Fence):
     """The fence whose generations an agent stops. *pausing*: its workers are to stop at a common boundary."""
 
-    def __init__(self, channel: Channel, rank: int, standing: MyStanding | None = None) -> None:
+    def __init__(self, channel: WorkerChannel, rank: int, standing: MyStanding | None = None) -> None:
         super().__init__()
         self._channel = channel
-        self._standstill = Standstill(standing or MyStanding(), lambda: self._entered)
+        self._suspension = Suspension(standing or MyStanding(), lambda: self._entered)
         self._rank = rank
         self.pausing = False
         self._pause_in = 0
@@ -94,7 +94,7 @@ class Supervisor(Fence):
         self._channel.send(written(hello))
         self._thread.start()
         # Not the reading thread: that waits while an update of the script's is under way.
-        thread("swift-time", self._standstill.watch_the_time, self._blind, lambda: self._released).start()
+        thread("swift-time", self._suspension.watch_the_time, self._blind, lambda: self._released).start()
 
     # ---- main thread ----
 
@@ -148,7 +148,7 @@ class Supervisor(Fence):
         paused a moment ago its collective, or that of a peer, may have run over the timeout of its group without any
         failure: another generation is asked for, as in `reconnect`.
         """
-        if not self._standstill.was_a_moment_ago() or not self._may_ask_again():
+        if not self._suspension.was_a_moment_ago() or not self._may_ask_again():
             return self._hear_of(error, CONFIRM_TIMEOUT_S)
         return self._hear_of(error, AGAIN_AFTER_S) or self._ask_again(f"{_text(error)} (it had been paused)")
 

@@ -11,7 +11,7 @@ import pytest
 
 from swift_agent.agent.patience import PROBE_AFTER_S, Patience
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.line import agent_line
 from swift_agent.worker.line.agent_line import Supervisor
 
@@ -74,12 +74,12 @@ def test_a_proof_says_nothing_about_a_later_failure() -> None:
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Channel]]:
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, WorkerChannel]]:
     """A worker's supervisor that has a second of patience, and its agent's end."""
     monkeypatch.setattr(agent_line, "CONFIRM_TIMEOUT_S", 1.0)
     monkeypatch.setattr(agent_line, "CONFIRM_SLICE_S", 0.1)
     ours, theirs = socket.socketpair()
-    worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)
+    worker, agent = Supervisor(WorkerChannel(ours), 0), WorkerChannel(theirs)
     worker.start(wire.Hello(0, 1), dict, lambda why, generation: None)
     worker._entered = 1
     yield worker, agent
@@ -94,14 +94,14 @@ def ask(worker: Supervisor) -> tuple[threading.Thread, list[bool]]:
     return thread, answers
 
 
-def test_an_error_that_nobody_confirms_is_the_workers_own(line: tuple[Supervisor, Channel]) -> None:
+def test_an_error_that_nobody_confirms_is_the_workers_own(line: tuple[Supervisor, WorkerChannel]) -> None:
     thread, answers = ask(line[0])
     thread.join(10.0)
     assert answers == [False]
 
 
 def test_who_cannot_be_connected_asks_for_another_try_but_not_for_ever(
-    line: tuple[Supervisor, Channel], monkeypatch: pytest.MonkeyPatch
+    line: tuple[Supervisor, WorkerChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_line, "AGAIN_AFTER_S", 0.1)
     worker, agent = line
@@ -126,17 +126,17 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
     monkeypatch.setattr(agent_line, "CONFIRM_SLICE_S", 0.1)
     monkeypatch.setattr(agent_line, "AGAIN_AFTER_S", 0.1)
     ours, theirs = socket.socketpair()
-    worker, agent = Supervisor(Channel(ours), 0), Channel(theirs)  # its threads are not started
+    worker, agent = Supervisor(WorkerChannel(ours), 0), WorkerChannel(theirs)  # its threads are not started
     try:
         worker._entered = 1
-        worker._standstill._looked_s = time.monotonic() - 10.0
-        assert worker._standstill.was_a_moment_ago()
-        worker._standstill._looked_s = time.monotonic()
-        assert worker._standstill.was_a_moment_ago()
+        worker._suspension._looked_s = time.monotonic() - 10.0
+        assert worker._suspension.was_a_moment_ago()
+        worker._suspension._looked_s = time.monotonic()
+        assert worker._suspension.was_a_moment_ago()
         worker._entered = 2
-        assert not worker._standstill.was_a_moment_ago()  # its groups are others
+        assert not worker._suspension.was_a_moment_ago()  # its groups are others
         for number in range(agent_line.MOST_AGAIN + 1):
-            worker._standstill._looked_s = time.monotonic() - 10.0
+            worker._suspension._looked_s = time.monotonic() - 10.0
             assert not worker.confirm(RuntimeError("timed out"))
             assert agent.receive()["op"] == "suspect"
             worker.send(wire.Holds())
@@ -149,7 +149,9 @@ def test_a_pause_counts_in_its_generation_and_not_for_ever(monkeypatch: pytest.M
         theirs.close()
 
 
-def test_the_time_of_a_worker_starts_over_as_long_as_its_agent_cannot_know(line: tuple[Supervisor, Channel]) -> None:
+def test_the_time_of_a_worker_starts_over_as_long_as_its_agent_cannot_know(
+    line: tuple[Supervisor, WorkerChannel],
+) -> None:
     worker, agent = line
     thread, answers = ask(worker)
     for _ in range(20):  # twice its patience

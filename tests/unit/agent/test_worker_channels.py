@@ -27,11 +27,11 @@ from swift_agent.agent.patience import Patience
 from swift_agent.agent.processes.crew import Crew
 from swift_agent.agent.worker_channels import WorkerChannels
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, connect
+from swift_agent.wire.channel import MAX_MESSAGE_BYTES, ChannelClosed, WorkerChannel, connect
 from swift_agent.wire.environment import helper_number
 from swift_agent.wire.standing import Standings
 from swift_agent.wire.vocabulary import written
-from swift_agent.worker.line import agent_line, standstill
+from swift_agent.worker.line import agent_line, suspension
 from swift_agent.worker.line.agent_line import Supervisor
 from tests.support.limits import without_descriptors
 
@@ -63,7 +63,7 @@ class Line:
             assert time.monotonic() < deadline_s
             self.turn()
 
-    def hello(self, rank: int) -> Channel:
+    def hello(self, rank: int) -> WorkerChannel:
         worker = connect(self.channels.path)
         worker.send({"op": "hello", "local_rank": rank, "generation": 1})
         known = len(self.events)
@@ -240,7 +240,7 @@ def test_a_worker_gets_in_after_a_moment_without_descriptors(line: Line, caplog:
         line.turn(0.0)
     assert caplog.text.count("cannot be accepted (Too many open files)") == 1
     line.channels.tick(0.0, 10.0, False)
-    channel = Channel(worker)
+    channel = WorkerChannel(worker)
     channel.send({"op": "hello", "local_rank": 0, "generation": 1})
     line.until(lambda: bool(line.events))
     assert isinstance(line.events[-1], msg.HelloReceived)
@@ -369,7 +369,7 @@ def test_who_was_paused_for_longer_than_its_groups_wait_asks_for_another_try(lin
         line.processes[0].pid = process.pid
         line.until(lambda: len(line.events) == 2)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(standstill.STOOD_S + 1.0)
+        time.sleep(suspension.STOOD_S + 1.0)
         process.send_signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 30
         while not any(isinstance(event, msg.WorkerApart) for event in line.events):

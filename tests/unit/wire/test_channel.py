@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_agent.wire.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, Listener, Message, connect
+from swift_agent.wire.channel import MAX_MESSAGE_BYTES, ChannelClosed, Message, WorkerChannel, WorkerListener, connect
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Channel, Channel]]:
+def pair() -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
     ours, theirs = socket.socketpair()
-    ends = Channel(ours), Channel(theirs)
+    ends = WorkerChannel(ours), WorkerChannel(theirs)
     for end in ends:
         end.sock.settimeout(10.0)
     yield ends
@@ -31,7 +31,7 @@ def frame(data: bytes) -> bytes:
     return struct.pack("!I", len(data)) + data
 
 
-def test_messages_come_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
+def test_messages_come_whole_and_in_order(pair: tuple[WorkerChannel, WorkerChannel]) -> None:
     ours, theirs = pair
     messages: list[Message] = [{"op": "go", "plan": {"ü": [1, 2.5, None]}}, {}, {"why": "x" * 200_000}, {"last": True}]
 
@@ -51,7 +51,7 @@ def test_messages_come_whole_and_in_order(pair: tuple[Channel, Channel]) -> None
 def test_messages_cut_anywhere_are_put_together_again(messages: list[Message], data: st.DataObject) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender, receiver = Channel(ours), Channel(theirs)
+        sender, receiver = WorkerChannel(ours), WorkerChannel(theirs)
         for message in messages:
             sender.send(message)
         ours.shutdown(socket.SHUT_WR)
@@ -61,7 +61,7 @@ def test_messages_cut_anywhere_are_put_together_again(messages: list[Message], d
         received: list[Message] = []
         again, feed = socket.socketpair()
         with again, feed:
-            receiver = Channel(again)
+            receiver = WorkerChannel(again)
             while stream:
                 size = data.draw(st.integers(1, len(stream)))
                 feed.sendall(stream[:size])
@@ -70,7 +70,7 @@ def test_messages_cut_anywhere_are_put_together_again(messages: list[Message], d
         assert received == messages
 
 
-def test_receive_leaves_the_messages_behind_the_first_for_later(pair: tuple[Channel, Channel]) -> None:
+def test_receive_leaves_the_messages_behind_the_first_for_later(pair: tuple[WorkerChannel, WorkerChannel]) -> None:
     ours, theirs = pair
     ours.sock.sendall(frame(b'{"n":1}') + frame(b'{"n":2}') + frame(b'{"n":3}')[:6])
     assert theirs.receive() == {"n": 1}
@@ -78,7 +78,7 @@ def test_receive_leaves_the_messages_behind_the_first_for_later(pair: tuple[Chan
     assert theirs.receive_ready() == [{"n": 2}, {"n": 3}]
 
 
-def test_many_threads_may_send(pair: tuple[Channel, Channel]) -> None:
+def test_many_threads_may_send(pair: tuple[WorkerChannel, WorkerChannel]) -> None:
     ours, theirs = pair
 
     def send(name: int) -> None:
@@ -99,7 +99,7 @@ def test_many_threads_may_send(pair: tuple[Channel, Channel]) -> None:
     frame(b"not json"), frame(b"\xff\xfe"), frame(b"[1]"), frame(b"1"), struct.pack("!I", MAX_MESSAGE_BYTES + 1),
     frame(b'{"op":"cut in the mid')[:-4],
 ])  # fmt: skip
-def test_what_is_no_message_closes_the_channel(pair: tuple[Channel, Channel], data: bytes) -> None:
+def test_what_is_no_message_closes_the_channel(pair: tuple[WorkerChannel, WorkerChannel], data: bytes) -> None:
     ours, theirs = pair
     ours.sock.sendall(data)
     ours.sock.shutdown(socket.SHUT_WR)
@@ -107,7 +107,7 @@ def test_what_is_no_message_closes_the_channel(pair: tuple[Channel, Channel], da
         theirs.receive()
 
 
-def test_the_end_of_the_other_side(pair: tuple[Channel, Channel]) -> None:
+def test_the_end_of_the_other_side(pair: tuple[WorkerChannel, WorkerChannel]) -> None:
     ours, theirs = pair
     ours.send({"last": "word"})
     ours.close()
@@ -122,7 +122,7 @@ def test_the_end_of_the_other_side(pair: tuple[Channel, Channel]) -> None:
 
 def test_closing_wakes_the_thread_that_reads() -> None:
     ours, theirs = socket.socketpair()
-    channel, seen = Channel(ours), list[str]()
+    channel, seen = WorkerChannel(ours), list[str]()
 
     def read() -> None:
         try:
@@ -139,7 +139,7 @@ def test_closing_wakes_the_thread_that_reads() -> None:
 
 
 def test_a_worker_connects_and_the_kernel_names_its_process(tmp_path: Path) -> None:
-    listener = Listener(str(tmp_path))
+    listener = WorkerListener(str(tmp_path))
     worker = connect(listener.path)
     accepted = listener.accept()
     assert accepted is not None
@@ -156,7 +156,7 @@ def test_a_worker_connects_and_the_kernel_names_its_process(tmp_path: Path) -> N
 
 
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = Listener(str(tmp_path))
+    listener = WorkerListener(str(tmp_path))
     with monkeypatch.context() as patch:
         uid = os.getuid()
         patch.setattr(os, "getuid", lambda: uid + 1)  # the agent's user is another than the one who connects

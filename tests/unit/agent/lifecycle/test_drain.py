@@ -14,7 +14,7 @@ from swift_agent.agent.lifecycle import commands as cmd
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import rate, state
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_recovery.planning.plan import Plan
 from swift_rendezvous.roster.records import DrainRecord, PauseRecord, PlanRecord, TakenRecord
@@ -214,9 +214,9 @@ class Line:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.agent = Channel(theirs)
+        self.agent = WorkerChannel(theirs)
         self.agent.sock.settimeout(5.0)
-        self.supervisor = Supervisor(Channel(ours), 0)
+        self.supervisor = Supervisor(WorkerChannel(ours), 0)
         self.at = 5
         self.supervisor.start(wire.Hello(0, 1), dict, lambda why, generation: None, lambda: self.at)
         assert self.agent.receive()["op"] == "hello"

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 
 _WORKER = """
 import socket, sys, time
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.wire.messages import Hello
 from swift_agent.worker.line.agent_line import Supervisor
-Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3).start(Hello(3, 1), dict, lambda why, generation: None)
+channel = WorkerChannel(socket.socket(fileno=int(sys.argv[1])))
+Supervisor(channel, 3).start(Hello(3, 1), dict, lambda why, generation: None)
 time.sleep(60)
 """
 
@@ -34,7 +35,7 @@ def test_a_worker_that_cannot_follow_its_agent_says_so_and_ends(message: dict[st
     with theirs:
         command = [sys.executable, "-c", _WORKER, str(theirs.fileno())]
         worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
-    agent = Channel(ours)
+    agent = WorkerChannel(ours)
     try:
         assert agent.receive()["op"] == "hello"
         agent.send(message)
@@ -51,10 +52,10 @@ def test_a_worker_that_cannot_follow_its_agent_says_so_and_ends(message: dict[st
 
 _REFUSED = """
 import socket, sys
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.wire.messages import Hello
 from swift_agent.worker.line.agent_line import Supervisor
-line = Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3)
+line = Supervisor(WorkerChannel(socket.socket(fileno=int(sys.argv[1]))), 3)
 line.start(Hello(3, 1), dict, lambda why, generation: None)
 line.wait_go()
 """
@@ -67,7 +68,7 @@ def test_a_process_that_does_not_count_is_told_what_to_type_instead() -> None:
     with theirs:
         command = [sys.executable, "-c", _REFUSED, str(theirs.fileno())]
         worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
-    agent = Channel(ours)
+    agent = WorkerChannel(ours)
     try:
         assert agent.receive()["op"] == "hello"
         agent.post({"op": "refused", "why": "another process has that channel"})
@@ -85,13 +86,14 @@ def test_a_process_that_does_not_count_is_told_what_to_type_instead() -> None:
 
 _BLIND = """
 import socket, sys, time
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.wire.messages import Hello
 from swift_agent.worker.line.agent_line import Supervisor
 class Standing:
     def left_s(self):
         raise ValueError("mmap closed or invalid")
-Supervisor(Channel(socket.socket(fileno=int(sys.argv[1]))), 3, Standing()).start(Hello(3, 1), dict, lambda *args: None)
+channel = WorkerChannel(socket.socket(fileno=int(sys.argv[1])))
+Supervisor(channel, 3, Standing()).start(Hello(3, 1), dict, lambda *args: None)
 time.sleep(60)
 """
 
@@ -105,7 +107,7 @@ def test_a_worker_whose_clock_thread_has_ended_says_so_and_ends() -> None:
             [sys.executable, "-c", _BLIND, str(theirs.fileno())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE,
             text=True,
         )  # fmt: skip
-    agent = Channel(ours)
+    agent = WorkerChannel(ours)
     try:
         assert agent.receive()["op"] == "hello"
         assert "its thread swift-time has ended by ValueError: mmap closed or invalid" in agent.receive()["text"]

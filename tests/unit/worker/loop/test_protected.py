@@ -15,7 +15,7 @@ from torch import nn
 
 from swift_agent.errors import CannotConnect, PeerFailure, UsageError
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.groups.errors import GroupsAborted, RebuildFailed, WornOut
@@ -119,9 +119,9 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours, theirs = socket.socketpair()
-    agent = Channel(theirs)
+    agent = WorkerChannel(theirs)
     agent.sock.settimeout(5.0)
-    supervisor = Supervisor(Channel(ours), 0)
+    supervisor = Supervisor(WorkerChannel(ours), 0)
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
     place.hold(tracked)
@@ -151,7 +151,7 @@ def test_a_report_says_why_it_holds_no_state() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours, theirs = socket.socketpair()
-    supervisor = Supervisor(Channel(ours), 0)
+    supervisor = Supervisor(WorkerChannel(ours), 0)
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
     place.hold(tracked)
@@ -249,7 +249,7 @@ def test_who_pays_in_a_recovery_is_compared_as_the_others_are(monkeypatch: pytes
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours, theirs = socket.socketpair()
-    supervisor = Supervisor(Channel(ours), 0)
+    supervisor = Supervisor(WorkerChannel(ours), 0)
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
     place.hold(tracked)
@@ -328,7 +328,7 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
     """Of a section that the others had finished. After a point it may be used all the same, by what the script keeps;
     mostly it is only printed."""
     ours, theirs = socket.socketpair()
-    supervisor = Supervisor(Channel(ours), 0)
+    supervisor = Supervisor(WorkerChannel(ours), 0)
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -338,7 +338,7 @@ def test_a_value_that_a_rank_has_by_itself_is_told_and_no_iteration_uses_it() ->
     groups: Any = SimpleNamespace(aborted=None, local=contextlib.nullcontext)
     protected = Protected(place, supervisor, groups, torch.device("cpu"), None)
     protected.assemble(tracked)
-    agent = Channel(theirs)
+    agent = WorkerChannel(theirs)
     agent.sock.settimeout(5.0)
     given_up: list[str] = []
 
@@ -374,7 +374,7 @@ def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatc
     """A large average among the models, which a section brings up to date: it would be done twice."""
     monkeypatch.setattr(by_hand, "EAGER_BYTES", 0)
     ours, theirs = socket.socketpair()
-    supervisor = Supervisor(Channel(ours), 0)
+    supervisor = Supervisor(WorkerChannel(ours), 0)
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     model, average = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -416,7 +416,7 @@ def test_a_section_that_has_changed_what_is_not_kept_is_not_run_again(monkeypatc
 def test_an_error_of_the_scripts_own_reaches_the_user_at_once(run: str) -> None:
     """Whatever words it has: nobody is asked whether a peer is lost, which takes up to half a minute."""
     ours, theirs = socket.socketpair()
-    supervisor = Supervisor(Channel(ours), 0)
+    supervisor = Supervisor(WorkerChannel(ours), 0)
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

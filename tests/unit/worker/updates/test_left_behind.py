@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swift_agent.errors import UsageError
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.job.job import Job
 from swift_agent.worker.line.agent_line import Supervisor
@@ -34,7 +34,7 @@ class Worker:
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         ours, self.agent = socket.socketpair()
-        self.supervisor = Supervisor(Channel(ours), 0)
+        self.supervisor = Supervisor(WorkerChannel(ours), 0)
         self.place = Place(rank, Seeds("iteration", 0, 0), self.supervisor.fence)
         pending = {"models": {"m": self.model}, "optimizers": {"o": self.optimizer}, "others": {}}
         self.tracked = Tracked(pending, [0, 1], 2, self.supervisor)

@@ -15,7 +15,7 @@ from torch import nn
 
 from swift_agent.errors import PeerFailure, UsageError
 from swift_agent.wire import messages as wire
-from swift_agent.wire.channel import Channel
+from swift_agent.wire.channel import WorkerChannel
 from swift_agent.worker.in_place import Way
 from swift_agent.worker.line import agent_line
 from swift_agent.worker.line.agent_line import Supervisor
@@ -35,9 +35,9 @@ class Worker:
         self.models = [nn.Linear(3, 2) for _ in range(num)]
         self.optimizers = [make(model.parameters()) for model in self.models]
         ours, theirs = socket.socketpair()
-        self.agent = Channel(theirs)
+        self.agent = WorkerChannel(theirs)
         self.agent.sock.settimeout(5.0)
-        self.supervisor = Supervisor(Channel(ours), 0)
+        self.supervisor = Supervisor(WorkerChannel(ours), 0)
         named = {str(i): opt for i, opt in enumerate(self.optimizers)}
         self.in_place = Asked()
         self.tracker = UpdateTracker(named, self.supervisor, agree, self.in_place)

@@ -22,7 +22,7 @@ STOOD_S = 2.0
 STOOD_COUNTS_S = 60.0
 
 
-class Standstill:
+class Suspension:
     """*generation*: the one that this worker is in."""
 
     def __init__(self, standing: MyStanding, generation: Callable[[], int]) -> None:
