@@ -74,6 +74,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "loader processes": ("loader_workers", [kill(1, "loaded", 2), kill(0, "backward", 6)], {}),
     "loader processes that stay": ("loader_workers", [kill(2, "loaded", 6)], {"persistent": True}),
     "shuffled by each rank": ("shuffled", [kill(1, "data", 2), kill(0, "forward", 7)], {}),
+    "frozen from an epoch on": ("frozen_later", [kill(1, "backward", 9), kill(0, "before_step", 10)], {}),
     "job.run": ("run_form", [kill(0, "backward", 3), kill(3, "before_step", 9)], {}),
     "plain range, generators of the user": ("plain_range", [kill(1, "backward", 5), kill(2, "evaluate", 8)], {}),
     "between two steps": ("adversaries", [kill(1, "between_steps", 0), kill(0, "between_steps", 6)], {}),

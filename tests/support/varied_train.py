@@ -219,6 +219,36 @@ def shuffled(job: swift.Job) -> State:
     return [net], [optimizer], [], []
 
 
+def frozen_later(job: swift.Job) -> State:
+    """From an epoch on statistics stay, and a layer does: a replacement that begins later never passes that line."""
+    torch.manual_seed(5)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    loader = sharded_loader(job, Points())
+    job.track(model=net, optimizer=optimizer)
+
+    @job.iteration
+    def train(x: Tensor, y: Tensor) -> None:
+        now["iteration"] = job.iteration_number
+        F.cross_entropy(net(x), y).backward()
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        for buffer in net.buffers():
+            dist.broadcast(buffer, 0)
+        fault("before_step")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for epoch in job.epochs(ITERATIONS // len(loader)):
+        if epoch == 1:
+            net.norm.eval()
+            net.first.requires_grad_(False)
+        for x, y in job.batches(loader):
+            train(x, y)
+    return [net], [optimizer], [], [float(net.norm.training), float(net.first.weight.requires_grad)]
+
+
 def run_form(job: swift.Job) -> State:
     torch.manual_seed(7)
     net = Net()
@@ -433,8 +463,8 @@ def ahead(job: swift.Job) -> State:
 
 
 FORMS = (
-    mesh, scaler, loader_workers, shuffled, run_form, plain_range, adversaries, evaluation_inside, two_per_batch,
-    barrier, reduced_outside, loops_in_turn, ahead,
+    mesh, scaler, loader_workers, shuffled, frozen_later, run_form, plain_range, adversaries, evaluation_inside,
+    two_per_batch, barrier, reduced_outside, loops_in_turn, ahead,
 )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """Whether replicas still hold the same, and what differs in words. Pure.
 
 Each rank takes a `Fingerprint` of what it holds after the same iteration; `compare` finds what is not alike, `describe`
-says it. Buffers and hyper-parameters may differ by design (BatchNorm's statistics without a broadcast): what did so
-before anything had failed, or where nobody can know, is never held against a rank. Buffers may begin to later (a layer
-that was frozen at first): that is told, and no more. Parameters and the state of optimizers must be equal on replicas
-at any time.
+says it. Buffers, hyper-parameters and modes may differ by design (BatchNorm's statistics without a broadcast): what did
+so before anything had failed, or where nobody can know, is never held against a rank. Buffers may begin to later (a
+layer that was frozen at first): that is told, and no more. Parameters and the state of optimizers must be equal on
+replicas at any time.
 
 This module must never read a clock, a tensor or a store.
 """
@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["hyper", "buffer", "parameter", "state", "gradient", "loader"]
-KINDS: tuple[Kind, ...] = ("hyper", "parameter", "state", "buffer", "gradient", "loader")
+Kind = Literal["hyper", "mode", "buffer", "parameter", "state", "gradient", "loader"]
+KINDS: tuple[Kind, ...] = ("hyper", "mode", "parameter", "state", "buffer", "gradient", "loader")
 # Undisturbed: who differs until then never was a replica.
 NUM_FIRST = 8
 ENDED = "An iteration ended with gradients, but without a step of a tracked optimizer"
@@ -115,7 +115,7 @@ def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[li
     differences = all_differences(prints)
     told = [one.apart for one in prints.values() if one.apart is not None]
     by_design = frozenset[str]().union(*told)
-    loose = [one for one in differences if one.kind in ("hyper", "buffer") and one.name not in by_design]
+    loose = [one for one in differences if one.kind in ("hyper", "mode", "buffer") and one.name not in by_design]
     strict = [one for one in differences if one.kind in ("parameter", "state", "gradient", "loader")]
     if undisturbed or not told:
         by_design |= {one.name for one in loose}
@@ -148,12 +148,12 @@ def describe(differences: Sequence[Difference]) -> str:
 
 
 _NOUNS: dict[Kind, str] = {
-    "hyper": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer ", "gradient": "gradients ",
-    "loader": "the state of ",
+    "hyper": "", "mode": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer ",
+    "gradient": "gradients ", "loader": "the state of ",
 }  # fmt: skip
 _PLURALS: dict[Kind, str] = {
-    "hyper": "the hyper-parameters", "parameter": "the parameters", "state": "the optimizer state",
-    "buffer": "the buffers", "gradient": "the gradients", "loader": "the loaders",
+    "hyper": "the hyper-parameters", "mode": "the modes", "parameter": "the parameters",
+    "state": "the optimizer state", "buffer": "the buffers", "gradient": "the gradients", "loader": "the loaders",
 }  # fmt: skip
 
 
@@ -206,6 +206,11 @@ def sentence(
         cause = f"{ranks_text(new)} started over in generation {generation}, and so did what the script keeps to itself"
     else:
         cause = f"the recovery of generation {generation} has missed what the script keeps to itself"
+    if all(one.kind in ("mode", "buffer") for one in differences):
+        return (
+            f"{what}{since}. {cause[0].upper()}{cause[1:]}: have it call train(), eval() and requires_grad_() by the "
+            "number of the epoch (epoch >= 3, not epoch == 3)"
+        )
     return (
         f"{what}{since}. {cause[0].upper()}{cause[1:]}: have job.track() name the object that keeps it, or work it out "
         "from job.iteration_number"

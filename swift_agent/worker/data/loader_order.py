@@ -1,6 +1,6 @@
 """The indices of one pass over a `DataLoader`, from a given batch on, and seeds for what draws meanwhile.
 
-    loader asks --> Order: seeds, the script's sampler, without the first --> Fetch: seeds where it is loaded
+    loader asks --> Order: seeds, the script's sampler, without the first --> Seeded: where it is loaded
 
 With worker processes a batch is loaded somewhere else and earlier than it is handed out, by a process that has loaded
 others before, or none if it belongs to a replacement. So generators are seeded there for each batch, by its number.
@@ -55,19 +55,26 @@ class Pass:
     see: Callable[[Any], None] = unseen
 
 
-class Fetch(list[Any]):
-    """The indices of one batch. Whoever goes through them to load it has generators seeded for it first."""
+@dataclass(frozen=True)
+class Seeded:
+    """What a sampler has chosen, of whatever kind, with the seed for loading it. It is never seen by a data set: the
+    process of a loader that it is sent to unpickles it right before it loads, and has the *entry* itself then."""
 
-    def __init__(self, indices: Iterable[Any] = (), key: Key = (0, 0), number: int = 0) -> None:
-        super().__init__(indices)
-        self.key, self.number = key, number
+    entry: Any
+    key: Key
+    number: int
 
-    def __iter__(self) -> Iterator[Any]:
-        _series(self.key)(self.number)
-        return super().__iter__()
+    def arrive(self) -> Any:
+        """Generators here are seeded for it."""
+        return _arrive(self.entry, self.key, self.number)
 
     def __reduce__(self) -> Any:
-        return Fetch, (self[:], self.key, self.number)  # a slice is a list; list(self) would seed
+        return _arrive, (self.entry, self.key, self.number)
+
+
+def _arrive(entry: Any, key: Key, number: int) -> Any:
+    _series(key)(number)
+    return entry
 
 
 @functools.cache
@@ -85,10 +92,12 @@ class Order:
         self._sampler = sampler
         self._coming: tuple[Pass, bool] | None = None
         self._newest: _Chosen | None = None
+        self.is_sent = False
 
-    def begin(self, coming: Pass, *, ahead: bool) -> None:
-        """The next pass. *ahead*: entries are asked for earlier than their batches."""
-        self._coming = (coming, ahead)
+    def begin(self, coming: Pass, *, ahead: bool, is_sent: bool) -> None:
+        """The next pass. *ahead*: entries are asked for earlier than their batches. *is_sent*: by the processes of the
+        loader; else each is loaded here as soon as it is asked for."""
+        self._coming, self.is_sent = (coming, ahead), is_sent
 
     def choose(self) -> None:
         """What that pass begins with is chosen now, not with its first batch; the loader has made its iterator."""
@@ -121,14 +130,8 @@ class Order:
             if not number:
                 coming.for_batch(0)
             coming.see(entry)
-            yield self._seeded(entry, coming, number) if ahead and coming.key is not None else entry
-
-    @staticmethod
-    def _seeded(entry: Any, coming: Pass, number: int) -> Any:
-        assert coming.key is not None
-        if type(entry) is not list:
-            return entry  # a sampler of batches of its own kind; or batch_size=None, and an index
-        return Fetch(entry, coming.key, number_of(coming.number, number))
+            key = coming.key if ahead else None
+            yield entry if key is None else Seeded(entry, key, number_of(coming.number, number))
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
@@ -140,11 +143,13 @@ class Order:
 class _Chosen(Iterator[Any]):
     def __init__(self, order: Order) -> None:
         self._order: Order | None = order
+        self._is_sent = order.is_sent
         self._entries: Iterator[Any] = iter(())
 
     def choose(self) -> None:
         if self._order is None:
             return
+        self._is_sent = self._order.is_sent
         entries, skip = self._order.entries()
         self._order = None
         drawn = list(itertools.islice(entries, max(1, skip)))
@@ -153,4 +158,5 @@ class _Chosen(Iterator[Any]):
     def __next__(self) -> Any:
         if self._order is not None:
             self.choose()
-        return next(self._entries)
+        entry = next(self._entries)
+        return entry.arrive() if isinstance(entry, Seeded) and not self._is_sent else entry

@@ -69,7 +69,7 @@ class Feeds:
         its_loader = held_weakly(loader)  # the order outlives its pass
         chosen = replace(coming, skip=skip, for_order=lambda: self._for_order(its_loader(), coming, is_new), see=see)
         ahead = source.looks_ahead or inner.num_workers > 0
-        order.begin(chosen, ahead=ahead)
+        order.begin(chosen, ahead=ahead, is_sent=inner.num_workers > 0)
         target = inner if source.loader is loader and not source.is_wrapped else loader
         if source.seeded:
             inside = next((value for owner, _, value in swaps if owner is loader), getattr(loader, source.seeded))

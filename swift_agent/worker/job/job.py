@@ -31,6 +31,7 @@ from swift_agent.worker.data.draws import Draws
 from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.data.made_before import MadeBefore
 from swift_agent.worker.job import first_point, restarts
+from swift_agent.worker.job.own_values import OwnValues
 from swift_agent.worker.job.set_up import SetUp
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.loop.outside import Outside
@@ -84,6 +85,7 @@ class Job:
             place, running, self._draws, self._inputs, self._begin, self.world_size, self._note,
             self._named.has_state, self._is_elsewhere,
         )  # fmt: skip
+        self._own_values = OwnValues(self._note if rank == 0 and not self.is_replacement else None)
         own_epochs.watch()
 
     # ---- set-up ----
@@ -186,6 +188,7 @@ class Job:
         )  # fmt: skip
         accelerated.watch(self._draws, self._place)
         self._place.hold(tracked)
+        self._own_values.begin(one for kind in self._named.pending.values() for one in kind.values())
         if self._set_up is not None:
             models = tracked.state.models.values()
             self._set_up.ends(tensor for one in models for tensor in [*one.parameters(), *one.buffers()])
@@ -326,6 +329,7 @@ class Job:
         instead, the function is run once more without effect and without communication to give one.
         """
 
+        self._own_values.add(function)
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if not self._begun:

@@ -103,6 +103,12 @@ class Supervisor(Fence):
         """The one this worker is in; before it has entered any, the one it was told to enter."""
         return self._entered or (self._go.generation if self._go else 0)
 
+    @property
+    def entered(self) -> Go | None:
+        """That one; None if there is a newer one to enter."""
+        go = self._go
+        return go if go is not None and go.generation == self._entered else None
+
     def wait_go(self) -> Go:
         """Block until there is a generation to enter that has not been stopped already, and enter it."""
         while True:

@@ -83,6 +83,8 @@ class Iterations:
                 place.keep_start()
                 if place.has_to_remake:
                     self.over.remake(call, number)
+                if self._recovery.modes.is_due:
+                    self._recovery.modes.begin(number)
                 place.seeds.for_iteration(number)
                 tracked.begin(number)
                 self._standing.begins(number)

@@ -93,6 +93,7 @@ class PassedOver:
             self.remake(call, place.here.iteration)
         place.seeds.for_iteration(place.here.iteration)
         tracked.begin(place.here.iteration)
+        self._recovery.modes.pay(self._recovery.plan)
         place.enter("iteration")
         try:
             call()

@@ -26,10 +26,12 @@ from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.rejoin.rejoin import Rejoin
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.comparison import NEVER, Comparison
+from swift_agent.worker.replicas.modes import Modes
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, CutReplay, LostLog
+from swift_recovery.planning.plan import Plan
 
 # At least, between two words of a replacement that repeats iterations.
 TELL_S = 10.0
@@ -61,6 +63,10 @@ class Recovery:
         self._repeats_from = 0
         self.compare_at = NEVER
         """After so many finished iterations replicas are compared."""
+        self.modes = Modes(
+            tracked.state, place.rank, tracked.replicas, lambda: groups.store, supervisor.note,
+            lambda: supervisor.interrupted,
+        )  # fmt: skip
 
     def was_cut(self, error: Exception) -> bool:
         """Whether *error* comes from the failure of a peer. Everything else is the script's own."""
@@ -85,7 +91,7 @@ class Recovery:
         """
         self.wait_quiet()
         self._dry_runs.leave()
-        messages = self._tracked.messages
+        messages, was_there = self._tracked.messages, self._place.status != "empty"
         aside = messages.aside() if messages is not None else contextlib.nullcontext()
         try:
             with aside, self._looking_away():
@@ -107,6 +113,7 @@ class Recovery:
         place = self._place
         place.has_recovered = True
         self._checks.recovered()
+        self.modes.recovered(self.plan, was_there=was_there)
         place.has_to_remake = place.remakes or place.lacks
         self.compare_from(self._rejoin.iteration, undisturbed=False)
         if self._comparison is not None and self._comparison.is_ahead:
@@ -116,6 +123,12 @@ class Recovery:
         self._began_s = self._told_s = time.monotonic()
         self._repeats_from = self._place.here.iteration
         return True
+
+    @property
+    def plan(self) -> Plan | None:
+        """By which this worker has entered its generation; None if there is another one already."""
+        go = self._supervisor.entered
+        return None if go is None else go.plan
 
     def may_stay(self) -> bool:
         """Whether the plan to come has this worker stay where it is, in the middle of its iteration."""

@@ -1,5 +1,5 @@
 """The fingerprint of what a rank holds: a checksum for each parameter, tensor of optimizer state and buffer, and the
-hyper-parameters, and of the state of a loader that the script has tracked.
+hyper-parameters, the modes of modules and parameters, and of the state of a loader that the script has tracked.
 
 Taken by the training thread where all ranks have made the same updates. Must never write to a tensor, nor communicate.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from swift_agent.wire.given import fingerprint
+from swift_agent.worker.replicas.modes import modes_of
 from swift_recovery.errors import StateError
 from swift_recovery.state.checksum import checksum_of
 from swift_recovery.state.deviation import KINDS, Fingerprint, Kind
@@ -43,11 +44,15 @@ class Fingerprints:
 
     def take(self, *, whole: bool = False, max_bytes: int | None = None) -> Fingerprint:
         """*whole*: of all parameters, however large, and of no loader, which might begin another pass at the end of
-        a run. *max_bytes*: of fewer than usual."""
+        a run, nor of modes, which say nothing there. *max_bytes*: of fewer than usual."""
         parts: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
         shown: dict[str, str] = {}
         for name, value in self._hyper_parameters():
             parts["hyper"][name] = shown[f"hyper {name}"] = value
+
+        if not whole:
+            for name, is_on in modes_of(self._state).items():
+                parts["mode"][name] = shown[f"mode {name}"] = repr(is_on)
 
         if self._state.carried:
             parts["gradient"]["left without a step"] = f"{self._state.carried & ((1 << 64) - 1):016x}"

@@ -10,11 +10,12 @@ import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from swift_agent.errors import UsageError
 from swift_agent.torch_private import ddp as torch_ddp
@@ -111,6 +112,8 @@ class Tracked:
         )
         if overlap_update:
             pipelining.watch_schedules(lambda schedule, first: _without_reduction(ddps if first else ()))
+        for name, each in optimizers.items():
+            _refuse_new_groups(name, each)
         self._sharded = _sharded_roots(pending)
         self._scaled = any(isinstance(other, torch.amp.GradScaler) for other in pending["others"].values())
         self.keepers: list[ddp_buckets.BucketKeeper] = []
@@ -330,6 +333,19 @@ def _without_reduction(ddps: Iterable[DistributedDataParallel]) -> Iterator[None
             stack.enter_context(module.no_sync())
             stack.enter_context(ddp_buckets.stays_unsynchronised(module))
         yield
+
+
+def _refuse_new_groups(name: str, optimizer: Optimizer) -> None:
+    """From the first point of the loop on: a replacement's set-up makes the groups of the beginning."""
+
+    def add_param_group(group: object) -> NoReturn:
+        raise UsageError(
+            f"optimizer '{name}' gets another group of parameters while it trains, and a replacement, or a checkpoint, "
+            "could not have it. Make all groups in the set-up, with lr=0 or with frozen parameters (requires_grad_()), "
+            "and give those a learning rate when they are to be trained"
+        )
+
+    optimizer.add_param_group = add_param_group  # type: ignore[assignment,method-assign]
 
 
 def _clear_gradient(parameter: Tensor) -> None:

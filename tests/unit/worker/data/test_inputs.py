@@ -27,7 +27,6 @@ from swift_agent.worker.data.batches import Batches, Looping, Passes
 from swift_agent.worker.data.draws import Draws
 from swift_agent.worker.data.given_again import GivenAgain
 from swift_agent.worker.data.inputs import Inputs
-from swift_agent.worker.data.loader_order import Fetch
 from swift_agent.worker.data.made_before import MadeBefore
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.position import Position, Units
@@ -956,7 +955,6 @@ def test_indices_have_a_fingerprint_by_which_all_of_them_count() -> None:
         [1, "a"], [1 << 80], [1.5], [[1, 2], [3]], [[1, 2], [4]],
     ]  # fmt: skip
     assert len({fingerprint_of_indices(one, 1) for one in kinds}) == len(kinds)
-    assert fingerprint_of_indices(many, 1) == fingerprint_of_indices(Fetch(many, (1, 2), 3), 1)
     assert fingerprint_of_indices(many, 1) != fingerprint_of_indices(many, 2)
 
 

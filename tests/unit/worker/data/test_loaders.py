@@ -267,6 +267,48 @@ def test_the_first_pass_with_a_generator_is_that_without_a_job() -> None:
     assert [batch[0][0] for batch in script(plain(shuffle=True, generator=seeded()))[0]] == alone
 
 
+class AllAtOnce(Augmented):
+    """Its samples are loaded together, and it does not iterate over the indices."""
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        chosen = [indices[place] for place in range(len(indices))]
+        return [(int(index), *draws) for index, *draws in zip(chosen, torch.rand(len(chosen)).tolist(), strict=True)]
+
+
+class OfAnotherKind(BatchSampler):
+    """Batches of another kind than lists."""
+
+    def __init__(self, kind: Callable[[list[int]], Any]) -> None:
+        super().__init__(range(NUM_SAMPLES), BATCH, False)
+        self._kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._kind, super().__iter__())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: DataLoader(AllAtOnce(), BATCH, **options),
+        lambda **options: DataLoader(Augmented(), batch_sampler=OfAnotherKind(tuple), **options),
+        lambda **options: DataLoader(Augmented(), batch_sampler=OfAnotherKind(numpy.asarray), **options),
+        lambda **options: DataLoader(Augmented(), batch_size=None, **options),
+    ],
+    ids=["all at once", "tuples", "arrays", "one by one"],
+)
+def test_a_replacement_loads_the_same_batch_whatever_kind_its_indices_have(make: Any, num_workers: int) -> None:
+    def seventh(skip: int) -> Any:
+        # What this process has drawn before is another thing in a replacement; a wrapper may look ahead in it.
+        torch.manual_seed(skip)
+        loader = make(num_workers=num_workers)
+        if not num_workers:
+            loader = prepare_data_loader(loader, num_processes=1, process_index=0)
+        return list(Feeds().begin(loader, Pass(skip=skip, key=(1, 0))))[6 - skip]
+
+    assert str(seventh(0)) == str(seventh(6))
+
+
 def test_a_generator_that_the_script_seeds_itself_is_followed() -> None:
     def orders(first_epoch: int) -> list[Any]:
         generator, feeds, got = torch.Generator(), Feeds(), []

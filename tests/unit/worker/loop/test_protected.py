@@ -237,6 +237,7 @@ def test_who_cannot_be_connected_fails_by_itself(cause: Exception, by_itself: bo
     recovery.wait_quiet = lambda: None
     recovery._dry_runs = SimpleNamespace(leave=lambda: None)
     recovery._tracked, recovery._lookout = SimpleNamespace(messages=None), None
+    recovery._place = SimpleNamespace(status="holding")
     recovery._rejoin = SimpleNamespace(run=run)
     recovery._out = SimpleNamespace(have_replaced=replaced)
     with pytest.raises(SystemExit):

@@ -1,0 +1,122 @@
+"""Variables of a script that an iteration sets and reads: they start over in a replacement, and nobody restores them.
+
+A value there that reaches the update through the loss makes the gradients of ranks differ; their reduction makes the
+parameters equal again, so no comparison finds it. The code of the decorated function says which variables these are. It
+is looked at once, when the loop begins; what a function that it calls sets, or the attribute of an object, is not seen.
+This module must never run, change or keep anything of the script's but the function itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+MAX_NAMED = 3
+
+
+class OwnValues:
+    """One per job. *note* tells people; None: nobody is to be told."""
+
+    def __init__(self, note: Callable[[str], None] | None) -> None:
+        self._note = note
+        self._functions: list[Callable[..., Any]] = []
+        self._known: list[Any] | None = None
+
+    def add(self, function: Callable[..., Any]) -> None:
+        """The script has decorated an iteration."""
+        if self._known is not None:
+            self._tell(function)  # defined in the loop
+        else:
+            self._functions.append(function)
+
+    def begin(self, known: Iterable[Any]) -> None:
+        """The loop begins. *known*: objects that the job has, whatever variable they are in."""
+        self._known = list(known)
+        functions, self._functions = self._functions, []
+        for function in functions:
+            self._tell(function)
+
+    def _tell(self, function: Callable[..., Any]) -> None:
+        if self._note is None:
+            return
+        inner = plain_function(function)
+        if inner is None:
+            return
+        assert self._known is not None
+        values, known = _values(inner), {id(one) for one in self._known}
+        if names := [name for name in carried_by(inner.__code__) if not _is_known(values.get(name), known)]:
+            self._note(told(inner.__name__, names))
+            self._note = None  # once
+
+
+def _is_known(value: Any, known: set[int]) -> bool:
+    """Whether the job has it, restores it, or finds out if it is carried: a pass over batches, a batch."""
+    is_batch = isinstance(value, torch.Tensor) and value.numel() > 1
+    return is_batch or id(value) in known or type(value).__module__.partition(".")[0] == "swift_agent"
+
+
+def plain_function(function: Callable[..., Any]) -> types.FunctionType | None:
+    """What is inside decorators and methods; None: nothing with code of Python's."""
+    inner = inspect.unwrap(getattr(function, "__func__", function))
+    inner = getattr(inner, "__func__", inner)
+    return inner if isinstance(inner, types.FunctionType) else None
+
+
+def _values(function: types.FunctionType) -> dict[str, Any]:
+    """Of its variables that outlive a call."""
+    values = dict(function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:  # not set yet
+            values.pop(name, None)
+    return values
+
+
+def carried_by(code: types.CodeType) -> list[str]:
+    """Variables outside of the function that it sets and reads, but for those that each call sets before all else: they
+    may carry something from one call to the next."""
+    reads, sets, set_first = set[str](), dict[str, None](), set[str]()
+    has_branched = False
+    for operation, name in _uses(code, frozenset(code.co_freevars)):
+        if operation == "branch":
+            has_branched = True
+        elif operation == "read":
+            reads.add(name)
+        else:
+            sets[name] = None
+            if not has_branched and name not in reads:
+                set_first.add(name)
+    return [name for name in sets if name in reads and name not in set_first]
+
+
+def _uses(code: types.CodeType, outer: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """In order. *outer*: of the variables in cells those that are not this function's own."""
+    for one in dis.get_instructions(code):
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            yield "branch", ""
+        elif one.opname == "STORE_GLOBAL" or (one.opname == "STORE_DEREF" and one.argval in outer):
+            yield "set", str(one.argval)
+        elif one.opname == "LOAD_GLOBAL" or (one.opname.startswith("LOAD_DEREF") and one.argval in outer):
+            yield "read", str(one.argval)
+    yield "branch", ""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):  # a function in it, which may be called at any time
+            yield from _uses(constant, outer.intersection(constant.co_freevars))
+
+
+def told(function: str, names: list[str]) -> str:
+    """*names*: of variables that *function* sets and reads."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    named = f"{', '.join(names[:MAX_NAMED])}{more}"
+    return (
+        f"{function}() sets and reads {named}: in a replacement that starts over, and an iteration that is run again "
+        "counts it twice. What is only printed does no harm; but if the loss depends on it (a weight of a term), ranks "
+        "then train with different values, and no comparison shows that. Work it out from job.iteration_number, or "
+        "keep it in an object with state_dict and load_state_dict, and give that to job.track()"
+    )
