@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, *, all_children_are_ours: bool = False) -> Non
         # As torch's launcher of that name: what forwards the signals reads it here, and workers see it.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.launch.signals_to_handle
         with secret.hidden():
-            launch_agent(config, signals, all_children_are_ours)
+            args.ended = launch_agent(config, signals, all_children_are_ours)  # for the file of --result, too
 
 
 def _torchrun(ns: argparse.Namespace) -> None:
@@ -117,7 +117,7 @@ def _launch(**options: Any) -> None:
         # Where nobody has named a file for the failure, torch would only complain of that.
         launch = partial(run, all_children_are_ours=True)
         (record(launch) if os.environ.get("TORCHELASTIC_ERROR_FILE") else launch)(ns)
-        cause = "succeeded"
+        cause = getattr(ns, "ended", "succeeded")  # of torch's own launcher there is no other
     except ConfigError as error:
         cause, why = "usage", str(error)
     except (JobStopped, Signalled) as error:

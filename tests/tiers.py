@@ -330,6 +330,7 @@ NO_JOBS = (
             "native",
             "private_etcd",
             "s3",
+            "slurm_script",
             "timeline_page",
             "torch_plugin",
             "torchrun_launcher",

@@ -104,7 +104,7 @@ class Agent:
 
     # ---- life ----
 
-    def run(self) -> None:
+    def run(self) -> Literal["succeeded", "drained"]:
         with self._event_log.until_the_agent_ends():
             try:
                 self._run()
@@ -115,7 +115,7 @@ class Agent:
             assert self._end is not None
             if self._end.state == "stopped" and self._end.cause in ("operator", "preempted"):
                 self._signals.raise_caught(self._end.why, self._end.cause)
-            raise_outcome(self._end, self._config)
+            return raise_outcome(self._end, self._config)
 
     def _run(self) -> None:
         """Until the end of the job is known; then all of this agent is closed, as far as it can be."""

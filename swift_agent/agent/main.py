@@ -36,12 +36,12 @@ NETWORK_S = 30.0
 RETRY_S = 0.2
 
 
-def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_ours: bool = False) -> None:
+def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_ours: bool = False) -> str:
     """Run one node of the job to its end. *signals* have been entered by the caller. *all_children_are_ours*: this
     process has no other purpose, so that all its children are waited for; else only those that the agent has made.
 
-    Returns when all workers of the job have succeeded. Raises `ChildFailedError` with the root cause if a worker ended
-    it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
+    Returns `succeeded` when all workers of the job have, `drained` when this node has left by order. Raises
+    `ChildFailedError` with the root cause if a worker ended it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
     signalled. In every case no process, socket or key of this agent is left, and no directory but the error files of
     the workers that failed: `ChildFailedError` names them.
     """
@@ -68,7 +68,8 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
                 store = stack.enter_context(_closed_at_last(EtcdStore(etcd, asked), "the connection to etcd"))
                 signals.raise_caught()
                 address = _address(config, signals)
-                Agent(config, address, store, directories, signals, requests, all_children_are_ours).run()
+                agent = Agent(config, address, store, directories, signals, requests, all_children_are_ours)
+                return agent.run()
         except ChildFailedError as error:
             directories.keep(failure.error_file for failure in error.failures.values())
             raise

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import signal
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -32,12 +32,13 @@ def exit_code(ns: argparse.Namespace, cause: str) -> int:
     return int(ns.drained_exit_code) if cause == "drained" else EXIT_CODES[cause]
 
 
-def raise_outcome(result: ResultRecord, config: AgentConfig) -> None:
-    """Return if the job succeeded; otherwise raise. The root cause is the earliest failure, on whatever node it was."""
+def raise_outcome(result: ResultRecord, config: AgentConfig) -> Literal["succeeded", "drained"]:
+    """Return the cause if this node's part ended well; otherwise raise. The root cause is the earliest failure, on
+    whatever node it was. A node that was drained has ended well, but the job has not ended."""
     if result.cause == "drained" and config.drained_exit_code:
         raise JobStopped(f"job '{config.job_id}' goes on without this node: {result.why}", "drained")
     if result.state == "succeeded":
-        return
+        return "drained" if result.cause == "drained" else "succeeded"
     if result.state == "failed" and result.exits:
         failures = {exit_.rank: _failure(exit_) for exit_ in result.exits}
         if result.advice:

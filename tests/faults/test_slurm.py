@@ -66,12 +66,13 @@ class Job:
         self.number = told.strip().partition(";")[0]
         return self
 
-    def train(self, *, nodes: int = 3, spares: int = 1) -> Job:
-        """By the template; until all ranks have trained for a while."""
+    def train(self, *options: str, nodes: int = 3, spares: int = 1, time: str = "24:00:00") -> Job:
+        """By the template, with these options of sbatch, too; until all ranks have trained for a while."""
         line = put_in(command(PAGE, "SPARES=1 sbatch"), {
-            "--nodes": str(nodes), "train.sbatch": str(TEMPLATE), "--nproc-per-node": "2", "train.py": str(SCRIPT),
+            "--nodes": str(nodes), "--time": time, "train.sbatch": str(TEMPLATE), "--nproc-per-node": "2",
+            "train.py": str(SCRIPT),
         })  # fmt: skip
-        self.submit(*next(calls(line, "sbatch")), SPARES=str(spares))
+        self.submit(*options, *next(calls(line, "sbatch")), SPARES=str(spares))
         return self.wait_for_iteration(6)
 
     def order(self, text: str) -> None:
@@ -185,6 +186,38 @@ def test_a_node_is_drained_in_slurm(slurm: SlurmCluster, tmp_path: Path, undistu
     assert job.text().count("drained in Slurm") == job.text().count(told) == 1, job.text()
     assert job.end() == "COMPLETED", job.text()
     assert job.node_of_slot(1) != going
+    assert [job.iterations(rank) for rank in range(4)] == [list(range(ITERATIONS))] * 4, job.text()
+    job.assert_result(undisturbed(iterations=ITERATIONS))
+
+
+@pytest.mark.timeout(240)
+def test_the_time_is_up_after_a_drain(slurm: SlurmCluster, tmp_path: Path, undisturbed: Callable[..., str]) -> None:
+    """A node that has left long before, and well, is no end of the job: it is queued again."""
+    job = Job(slurm, tmp_path, checkpoint=1000, pace_s=1.0).train()
+    going = job.node_of_slot(1)
+    slurm("scontrol", "update", f"nodename={going}", "state=drain", "reason=memory")
+    left = tmp_path / f".swift-{job.number}" / f"result.{going}"
+    job.wait(left.exists, "it has left")
+    found = json.loads(left.read_text())
+    assert (found["exit_code"], found["cause"]) == (0, "drained"), job.text()
+    slurm("scancel", "--signal=USR1", job.number)
+    job.start_at_once()
+    assert "swift-run ended with 75" in job.text()
+    assert job.end() == "COMPLETED", job.text()
+    assert [job.iterations(rank) for rank in range(4)] == [list(range(ITERATIONS))] * 4, job.text()
+    job.assert_result(undisturbed(iterations=ITERATIONS))
+
+
+@pytest.mark.timeout(240)
+def test_the_time_limit_itself(slurm: SlurmCluster, tmp_path: Path, undisturbed: Callable[..., str]) -> None:
+    """Slurm, and nobody else, says that it is near: half a minute earlier than asked for, or a little later."""
+    job = Job(slurm, tmp_path, checkpoint=1000, pace_s=1.0)
+    job.train("--signal=USR1@5", nodes=2, spares=0, time="1")
+    job.wait(lambda: slurm.state_of(job.number) != "RUNNING", "the warning")
+    job.start_at_once()
+    assert "swift-run ended with 75" in job.text() and "TIME LIMIT" not in job.text(), job.text()
+    slurm("scontrol", "update", f"jobid={job.number}", "TimeLimit=10")
+    assert job.end() == "COMPLETED", job.text()
     assert [job.iterations(rank) for rank in range(4)] == [list(range(ITERATIONS))] * 4, job.text()
     job.assert_result(undisturbed(iterations=ITERATIONS))
 

@@ -21,7 +21,7 @@ DRAINED = ResultRecord("succeeded", "slot 1 is of node c now", cause="drained")
 
 
 def test_a_drained_node_ends_with_the_code_that_was_asked_for() -> None:
-    raise_outcome(DRAINED, config(0))
+    assert raise_outcome(DRAINED, config(0)) == "drained"
     with pytest.raises(JobStopped, match="goes on without this node: slot 1 is of node c now") as ended:
         raise_outcome(DRAINED, config(75))
     assert ended.value.cause == "drained"
@@ -29,7 +29,7 @@ def test_a_drained_node_ends_with_the_code_that_was_asked_for() -> None:
 
 
 def test_a_run_that_is_complete_is_a_success_whatever_a_drained_node_ends_with() -> None:
-    raise_outcome(ResultRecord("succeeded", "all workers exited with code 0"), config(75))
+    assert raise_outcome(ResultRecord("succeeded", "all workers exited with code 0"), config(75)) == "succeeded"
 
 
 @pytest.mark.parametrize("cause", EXIT_CODES)
