@@ -41,9 +41,9 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
     process has no other purpose, so that all its children are waited for; else only those that the agent has made.
 
     Returns `succeeded` when all workers of the job have, `drained` when this node has left by order. Raises
-    `ChildFailedError` with the root cause if a worker ended it, `JobStopped` if it was stopped or no node took a vacant slot, torch's `SignalException` if this agent was
-    signalled. In every case no process, socket or key of this agent is left, and no directory but the error files of
-    the workers that failed: `ChildFailedError` names them.
+    `ChildFailedError` with the root cause if a worker ended it, `JobStopped` if it was stopped or no node took a vacant
+    slot, torch's `SignalException` if this agent was signalled. In every case no process, socket or key of this agent
+    is left, and no directory but the error files of the workers that failed: `ChildFailedError` names them.
     """
     closing = _closed_at_last(contextlib.closing(Directories(config)), "the directories of this agent")
     with many_descriptors() as raised, closing as directories:
