@@ -324,6 +324,7 @@ NO_JOBS = (
             "ctl_screen",
             "etcd_client",
             "etcd_members",
+            "etcd_scripts",
             "hdfs",
             "kubernetes_manifests",
             "libhdfs",

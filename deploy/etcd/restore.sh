@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts a snapshot in the place of the data of the member on this machine, whose etcd is stopped. Each member has to begin
-# with the same snapshot. The data that it had is kept beside it.
+# with the same snapshot. The data that it had is kept beside it; if the snapshot is no good, it stays where it is.
 #
 #   usage: restore.sh SNAPSHOT [VARIABLES]
 #
@@ -12,15 +12,21 @@ set -a
 . "${2:-/etc/swift-etcd/member.env}"
 set +a
 owner=$(stat -c %u:%g "$ETCD_DATA_DIR")
-old=$ETCD_DATA_DIR/before-$(date -u +%Y%m%dT%H%M%SZ)
+old=$ETCD_DATA_DIR/before-$(date -u +%Y%m%dT%H%M%SZ) new=$ETCD_DATA_DIR/restored db=$ETCD_DATA_DIR/member/snap/db
+runs() { echo "etcd runs, or is about to: stop it first: systemctl stop swift-etcd" >&2; exit 1; }
+case $(systemctl is-active swift-etcd 2>/dev/null || true) in active | activating | deactivating | reloading) runs ;; esac
+# etcd holds a lock on this file, whoever has started it.
+[ ! -e "$db" ] || flock --nonblock "$db" true || runs
 tool=etcdctl
 if command -v etcdutl >/dev/null; then tool=etcdutl; fi
-mkdir "$old"
-[ ! -e "$ETCD_DATA_DIR/member" ] || mv "$ETCD_DATA_DIR/member" "$old"
+rm -rf "$new"
+trap 'rm -rf "$new"' EXIT
 # A token of its own: members that were not restored stay out.
-$tool snapshot restore "$1" --name "$ETCD_NAME" --data-dir "$ETCD_DATA_DIR/restored" \
+$tool snapshot restore "$1" --name "$ETCD_NAME" --data-dir "$new" \
     --initial-cluster "$ETCD_INITIAL_CLUSTER" --initial-advertise-peer-urls "$ETCD_INITIAL_ADVERTISE_PEER_URLS" \
     --initial-cluster-token "$ETCD_INITIAL_CLUSTER_TOKEN-$(sha256sum "$1" | head -c 8)"
-mv "$ETCD_DATA_DIR/restored/member" "$ETCD_DATA_DIR/member"
-rmdir "$ETCD_DATA_DIR/restored"
-chown -R "$owner" "$ETCD_DATA_DIR"
+chown -R "$owner" "$new"
+mkdir "$old"
+[ ! -e "$ETCD_DATA_DIR/member" ] || mv "$ETCD_DATA_DIR/member" "$old"
+mv "$new/member" "$ETCD_DATA_DIR/member"
+chown "$owner" "$old"
