@@ -20,8 +20,8 @@ _SENTENCES = (
     "Connect timeout [",
     # torch's, of any operation that is waited for with a timeout
     "Operation timed out!",
-    # the compiled backend's (native/forward.cpp), where its type is lost
-    "process group aborted: ",
+    # the compiled backend's (native/forward.cpp), where their type is lost
+    "process group aborted: ", "swift-agent: a collective in the rest of an iteration",
 )  # fmt: skip
 # gloo's barrier that names who is missing, in ProcessGroupGloo.cpp.
 _BARRIER = re.compile(

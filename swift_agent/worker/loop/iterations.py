@@ -109,7 +109,7 @@ class Iterations:
                 # The rest of the iteration that its predecessor was in.
                 self._out.give_up(f"iteration {number} cannot be repeated from logs: {error}")
             except Exception as error:
-                if refusal := tracked.refusal(error):
+                if refusal := tracked.refusal(cause_of(error)):
                     self._out.give_up(refusal)
                 if not self._recovery.was_cut(error):
                     # Also if a peer fails before it has come out of the script: as when all raise the same.

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator
 
 from swift_agent import native
-from swift_agent.torch_private.errors import was_raised_for
+from swift_agent.torch_private.errors import is_of_connection, was_raised_for
 
 # What the compiled library says.
 _REFUSED = "a collective in the rest of an iteration that others may have passed over"
@@ -71,7 +71,9 @@ class Collectives:
     @staticmethod
     def refusal(error: Exception) -> str:
         """In words, if a collective was refused and raised *error*; else ''."""
-        return str(error).partition("\n")[0] if was_raised_for(error, _REFUSED) else ""
+        # An error of the script may quote it.
+        is_ours = is_of_connection(error) and was_raised_for(error, _REFUSED)
+        return str(error).partition("\n")[0] if is_ours else ""
 
     def _set(self, refuses: bool) -> None:
         if self._library is not None:
