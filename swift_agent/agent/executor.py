@@ -33,7 +33,7 @@ from swift_agent.launch.outcome import limit_of
 from swift_agent.wire import messages as wire
 from swift_agent.wire.environment import Placement, run_name, share_of
 from swift_recovery.strategy.predict import learned
-from swift_recovery.transfer import node_file
+from swift_recovery.transfer import node_paths
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
 from swift_rendezvous.roster.records import ProfileRecord, RateRecord, ResultRecord, StoreRecord
@@ -90,10 +90,10 @@ class Executor:
             case commands.SendLeave(local_ranks, generation):
                 self._channels.send(local_ranks, replace(self._go_message(generation), leaves=True))
             case commands.SendKeep(local_ranks, generation):
-                node_file.remove(self._directory, but=state.kept.iteration if state.kept else -1)
+                node_paths.remove(self._directory, but=state.kept.iteration if state.kept else -1)
                 self._channels.send(local_ranks, replace(self._go_message(generation), keeps=True))
             case commands.DropKept():
-                node_file.remove(self._directory)
+                node_paths.remove(self._directory)
             case commands.SendPause(local_ranks, generation):
                 self._channels.send(local_ranks, wire.Pause(generation))
             case commands.SendBoundary(local_ranks, generation, iteration, saves):

@@ -6,30 +6,13 @@ Must never decide which worker keeps its state, nor leave half a file under that
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 from swift_logging_store.stores.local import whole_file
 from swift_recovery.state.training_state import TrainingState
 from swift_recovery.transfer import state_file
-
-_NAME = "kept-state"
-
-
-def remove(directory: str, but: int | None = None) -> None:
-    """Remove the files below *directory*. With *but*: not that of this iteration, nor what is being written."""
-    for name in os.listdir(directory):
-        spared = but is not None and (name == f"{_NAME}.{but}" or name.endswith(".part"))
-        if name.startswith(f"{_NAME}.") and not spared:
-            with contextlib.suppress(FileNotFoundError):  # a worker has just given it its name, or given it up
-                os.remove(os.path.join(directory, name))
-
-
-def path_of(directory: str, iteration: int) -> str:
-    """Files of several iterations may be there: the agent may not have heard of the newest."""
-    return os.path.join(directory, f"{_NAME}.{iteration}")
+from swift_recovery.transfer.node_paths import path_of
 
 
 def keep(directory: str, iteration: int, state: TrainingState, offer: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from swift_agent.worker.tracked.position import Units
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.errors import StateError
-from swift_recovery.transfer import node_file
+from swift_recovery.transfer import node_file, node_paths
 
 
 def tracked(seed: int, num_steps: int) -> Tracked:
@@ -43,10 +45,10 @@ def test_what_is_loaded_is_what_was_kept(tmp_path: Path) -> None:
     assert node_file.load(str(tmp_path), 3, new.state) == offer()
     assert new.checksum() == old.checksum()
     node_file.keep(str(tmp_path), 4, new.state, offer())
-    node_file.remove(str(tmp_path), but=4)
+    node_paths.remove(str(tmp_path), but=4)
     assert [path.name for path in tmp_path.iterdir()] == ["kept-state.4"]
-    node_file.remove(str(tmp_path))
-    node_file.remove(str(tmp_path))
+    node_paths.remove(str(tmp_path))
+    node_paths.remove(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -55,8 +57,8 @@ def test_a_file_that_gets_its_name_while_all_are_removed_ends_nobody(
 ) -> None:
     node_file.keep(str(tmp_path), 3, tracked(1, 3).state, offer())
     seen = ["kept-state.4.5f2e91ab.part", "kept-state.3"]
-    monkeypatch.setattr(node_file.os, "listdir", lambda directory: seen)
-    node_file.remove(str(tmp_path))
+    monkeypatch.setattr(node_paths.os, "listdir", lambda directory: seen)
+    node_paths.remove(str(tmp_path))
     assert not (tmp_path / "kept-state.3").exists()
 
 
@@ -130,3 +132,9 @@ def test_a_place_passes_on_the_units_of_its_point() -> None:
 
 def _plain(offered: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name != "point"}
+
+
+def test_the_agent_loads_nothing_of_a_state() -> None:
+    code = "import sys, swift_agent.agent.main; print(*(name for name in sys.modules if '.state.' in name))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "swift_recovery" not in ran.stdout
