@@ -22,6 +22,14 @@ DOCS = ROOT / "docs"
 # README.md and all of docs, models/ included.
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 SHORT_PAGES = sorted(DOCS.rglob("*.md"))
+# Of the rooms, and of rooms in rooms.
+READMES = sorted(
+    page
+    for top in ROOT.glob("[!.]*")
+    if top.is_dir() and top not in (DOCS, ROOT / "shared")
+    for page in top.rglob("README.md")
+    if not any(part.startswith(".") or part == "node_modules" for part in page.relative_to(ROOT).parts)
+)
 MAX_LINE = 140
 MAX_LINES = 110
 # Nobody reads them from the first line to the last: one looks something up in them.
@@ -100,7 +108,7 @@ def test_code_compiles(code: str) -> None:
     ast.parse("\n".join(line[indent:] for line in lines))
 
 
-@pytest.mark.parametrize("page", SHORT_PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=name_of)
 def test_lines_and_bullets_are_short(page: Path) -> None:
     text = page.read_text()
     assert not too_long(text), f"lines of more than {MAX_LINE} characters: {too_long(text)}"
@@ -184,7 +192,6 @@ def test_another_message_is_found_out() -> None:
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
-READMES = [*sorted(ROOT.glob("*/README.md")), *sorted((ROOT / "swift_agent").rglob("README.md"))]
 
 
 def anchor_of(heading: str) -> str:
