@@ -2,7 +2,7 @@
 // The ProcessGroup above it, and all that holds it (DDP, DeviceMesh, user variables), never notices.
 // It holds no policy: when to exchange, abort and release is decided in swift_agent/worker/groups/process_groups.py.
 //
-// Works of gloo are guarded: whoever waits for one is freed when the backend is exchanged, whether gloo notices or not.
+// Works of gloo are guarded: a thread that waits for one is freed when the backend is exchanged, whether gloo notices or not.
 // When a connection breaks, gloo forgets a message that is partly written or partly read, and the operation that
 // waits for it returns only at the group's timeout (Pair::signalException in gloo/transport/tcp/pair.cc looks at
 // neither tx_ nor rx_). With traffic under way that happens in about every tenth abort.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +28,13 @@ PLAIN = {
     "unwinds": "starts the iteration again",
 }
 UNWANTED = re.compile(rf"\b({'|'.join(PLAIN)})\b", re.IGNORECASE)
-ROOMS = ("", "swift_agent", "deploy")
-PAGES = sorted([*(ROOT / room / "README.md" for room in ROOMS), *(ROOT / "docs").rglob("*.md")])
+CODE = ("swift_agent", "recovery", "rendezvous", "logging_store")
+PAGES = sorted([
+    ROOT / "README.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md"),
+    *(page for room in CODE for page in (ROOT / room).rglob("README.md")),
+])  # fmt: skip
+MODULES = sorted(path for room in CODE for path in (ROOT / room).rglob("*.py"))
+NATIVE = sorted(path for ending in ("cpp", "h") for path in (ROOT / "swift_agent" / "native").glob(f"*.{ending}"))
 # Texts that still have one of these words, by module: none may be added, and one that is mended is taken out.
 TEXTS = {
     "recovery/swift_recovery/planning/reports.py": 2,  # the name of a field, kept for agents of both versions
@@ -36,7 +43,20 @@ TEXTS = {
 
 def prose(path: Path) -> str:
     """Without what is code, or quotes a line of the log."""
-    return re.sub(r"`[^`]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
+    return plain(re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
+def plain(text: str) -> str:
+    return re.sub(r"`[^`]*`", "", text)
+
+
+def comments(source: str) -> Iterator[str]:
+    """And docstrings of a module, without code and without names of fields (*unwinds*)."""
+    nodes = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    yield from (re.sub(r"\*\w+\*", "", plain(text)) for text in found)
 
 
 def words() -> dict[str, str]:
@@ -79,10 +99,28 @@ def test_a_page_is_plain(page: Path) -> None:
 
 def test_no_text_of_the_sources_gets_less_plain() -> None:
     found: Counter[str] = Counter()
-    for name in ("swift_agent", "recovery", "rendezvous", "logging_store"):
-        for path in (ROOT / name).rglob("*.py"):
-            found[str(path.relative_to(ROOT))] += sum(bool(UNWANTED.search(text)) for text in texts(path))
+    for path in MODULES:
+        found[str(path.relative_to(ROOT))] += sum(bool(UNWANTED.search(text)) for text in texts(path))
     assert +found == Counter(TEXTS)
+
+
+def test_comments_and_docstrings_are_plain() -> None:
+    found = {
+        str(path.relative_to(ROOT)): words
+        for path in MODULES
+        if (words := [word for text in comments(path.read_text()) for word in UNWANTED.findall(text)])
+    }
+    assert not found, f"say instead: {PLAIN}"
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=[path.name for path in NATIVE])
+def test_a_native_source_is_plain(path: Path) -> None:
+    assert not UNWANTED.findall(path.read_text())
+
+
+def test_an_unwanted_word_of_a_comment_or_docstring_is_found_out() -> None:
+    source = '"""It begins anew, *unwinds* and `whoever`."""\nunwinds = "ghost"  # for whoever asks\n'
+    assert [word for text in comments(source) for word in UNWANTED.findall(text)] == ["anew", "whoever"]
 
 
 def test_an_unwanted_word_is_found_out(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class _Visitors:
 
     def __init__(self, listener: Listener, number: int) -> None:
         self._listener, self._num_left = listener, number
-        self._callers = listener.visitors()  # one for all: whoever has called waits there
+        self._callers = listener.visitors()  # one for all: a rank that has called waits there
         self._lock = threading.Lock()  # one after the other waits for the next
 
     @contextlib.contextmanager

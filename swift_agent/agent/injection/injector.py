@@ -1,8 +1,8 @@
 """Looks for faults that people have ordered for this node, waits for their moment, and strikes.
 
 A thread of its own, only with `--allow-injection`. It looks at the agent from outside, as a person with a shell would:
-the loop knows nothing of it. Each order is answered once, by whoever has its target: beside its key in etcd. Must never
-strike twice for one order, nor one that is older than this agent.
+the loop knows nothing of it. Each order is answered once, by the agent that has its target: beside its key in etcd.
+Must never strike twice for one order, nor one that is older than this agent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lines of a journal, as whoever reads one gets them: its head, then each line that is whole. Pure.
+"""The lines of a journal, as a reader gets them: its head, then each line that is whole. Pure.
 
 Must never look into a line but the first: what the others mean is in `format`.
 """

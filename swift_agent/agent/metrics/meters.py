@@ -1,4 +1,4 @@
-"""What an agent measures of itself and of its job while it runs, for whoever asks: figures, the stage of its loop, and
+"""What an agent measures of itself and of its job while it runs, for those who ask: figures, the stage of its loop, and
 requests to etcd.
 
     loop: saw, turned, stage --> figures <-- server, in its own threads
@@ -85,7 +85,7 @@ class Meters:
         with self._lock:
             self._figures = observe(self._figures, view, now_s)
 
-    # ---- whoever asks ----
+    # ---- those who ask ----
 
     @contextlib.contextmanager
     def served(self) -> Iterator[int | None]:

@@ -99,8 +99,8 @@ def decide(view: View, slurm: Mapping[str, NodeState], had: Collection[str], at_
 
 
 def still_had(view: View, slurm: Mapping[str, NodeState], had: Collection[str]) -> set[str]:
-    """*had* of now: with the orders that stand, whoever was the coordinator, and without the nodes that Slurm has had
-    in service since. One that is drained anew gets an order anew."""
+    """*had* of now: with the orders that stand, even if another agent was the coordinator, and without the nodes that
+    Slurm has had in service since. One that is drained again gets an order again."""
     had = {*had, *(drain.incarnation for drain in view.drains.values() if drain.ordered_by == SLURM)}
     service = {name for name, found in slurm.items() if found.state == "in service"}
     return {node.incarnation for name, node in view.nodes.items() if node.incarnation in had and name not in service}

@@ -70,7 +70,7 @@ def heard(job: str, entries: Iterable[KeyValue], before: Heard | None, now_s: fl
 
 @dataclass
 class Screen:
-    """What is on the terminal now; *heard* is replaced by whoever follows the job."""
+    """What is on the terminal now; *heard* is replaced by the thread that follows the job."""
 
     heard: Heard | None = None
 

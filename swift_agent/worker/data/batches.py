@@ -58,8 +58,8 @@ class Passes:
         self._newest: dict[int, weakref.ref[Batches[Any]]] = {}
 
     def begins(self, batches: Batches[Any], loader: Any) -> None:
-        """A pass over *loader*. One before it that nobody took the last batch of is over, whoever still holds it: after
-        a recovery the frames of what was cut do, for a while."""
+        """A pass over *loader*. One before it that nobody took the last batch of is over, even if it is still
+        held: after a recovery the frames of what was cut do, for a while."""
         before = self._newest.get(id(loader))
         self._newest[id(loader)] = weakref.ref(batches)
         if before is not None and (one := before()) is not None and one is not batches:

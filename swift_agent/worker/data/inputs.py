@@ -9,7 +9,7 @@
   if the script starts again in a replacement (`own_data`). Of a loader that it goes through by itself: told at the
   start (`own_loaders`).
 - Other data than the same iteration was given in its first run, or in the one that is made once more for what it leaves
-  behind (`remade`): told by whoever notices.
+  behind (`remade`): told by the process that notices.
 
 This module must never take part in an iteration.
 """
@@ -269,7 +269,7 @@ class Inputs:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model that `watch` has named is called."""
         if torch.compiler.is_compiling():
-            return  # whoever compiles what is around the model compiles this, too
+            return  # what compiles the code around the model compiles this, too
         if not self._awaits_forward or pipelining.tells_shapes():
             return  # each process of a stage does the latter once, in whichever iteration it begins
         self._awaits_forward = False

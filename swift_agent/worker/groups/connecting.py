@@ -1,4 +1,4 @@
-"""Connect new backends in a thread of their own, so that whoever waits for them can always be let go.
+"""Connect new backends in a thread of their own, so that a thread that waits for them can always be let go.
 
 A gloo constructor blocks until all members of the group are there, and no member can know that one never comes. The
 waiting thread is freed at once by `cancel()`; the builder itself is interrupted through its sockets and, where gloo has
@@ -152,7 +152,7 @@ class Attempt:
 
     def _meet(self, client: StoreClient) -> None:
         """Some have much to do before they come, and gloo's constructors wait for nobody longer than the group's
-        timeout. Whoever is lost is reported by its agent, which cancels this."""
+        timeout. A rank that is lost is reported by its agent, which cancels this."""
         meeting = self._meeting
         if meeting is None:
             return

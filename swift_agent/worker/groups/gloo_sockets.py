@@ -83,8 +83,8 @@ def new_loops(before: set[int]) -> list[list[Socket]]:
 def connections(before: set[int], num_peers: int) -> list[Socket]:
     """The connections of the gloo group that was made since `before` and has `num_peers` other members.
 
-    Fewer, when a peer has gone again already. More, when strangers have connected to its listener: gloo keeps whoever
-    says nothing. To cut those with the others harms nobody; to leave one out that is a member's could not be mended.
+    Fewer, when a peer has gone again already. More, when strangers have connected to its listener: gloo keeps those
+    that say nothing. To cut those with the others harms nobody; to leave one of a member's out could not be mended.
     Raises ConnectionError if they cannot be told: such a group could not be interrupted.
     """
     if num_peers == 0:
@@ -101,8 +101,8 @@ def connections(before: set[int], num_peers: int) -> list[Socket]:
 def shut_down(targets: Iterable[Socket], how: int = socket.SHUT_RDWR) -> int:
     """Shut the sockets that still exist; returns how many. Never raises, may be repeated.
 
-    Whoever is blocked on them gets an error; with SHUT_RDWR so do their peers. With traffic under way use SHUT_RD: a
-    thread that finds its socket closed for writing is forgotten by gloo and waits until the group's timeout.
+    A thread that is blocked on them gets an error; with SHUT_RDWR so do their peers. With traffic under way use
+    SHUT_RD: a thread that finds its socket closed for writing is forgotten by gloo and waits until the group's timeout.
     """
     num_shut = 0
     for target in targets:

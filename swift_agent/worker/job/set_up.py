@@ -66,7 +66,7 @@ class SetUp:
         self._filled: dict[str, tuple[str, set[int]]] = {}  # by place: the operation, and the memory
 
     def watch(self) -> None:
-        # First: it would keep our stand-ins, by names of its own, for whoever compiles a collective.
+        # First: it would keep our stand-ins, by names of its own, for code that compiles a collective.
         import torch.distributed._functional_collectives  # noqa: F401
 
         for name in _FILLING:
@@ -115,7 +115,7 @@ class SetUp:
         """The loop begins, with that state, which a replacement gets from others."""
         for name, (stand_in, original) in self._stand_ins.items():
             if getattr(dist, name) is stand_in:  # and nobody has put another one around it
-                second_init.replace(name, original)  # whoever compiles the iteration knows torch's
+                second_init.replace(name, original)  # what compiles the iteration knows torch's
         memory = groups.memory_of(list(tracked))
         unknown = [(where, name) for where, (name, of) in self._filled.items() if not of or of - memory]
         self._filled.clear()

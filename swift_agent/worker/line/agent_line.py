@@ -10,8 +10,8 @@ the main thread waits in `hold`:
     worker:         Promised(1, at most i)                   Parked(1) before i
 
 A thread reads the channel. On `Stop` it raises the flag first, so that no optimizer step can begin any more, then
-aborts the process groups, then reports: what it reports stays true while the main thread unwinds. End-of-file means
-that the agent is dead; its worker must not live on.
+aborts the process groups, then reports: what it reports stays true while the main thread leaves what it was in.
+End-of-file means that the agent is dead; its worker must not live on.
 
 What may not be cut is fenced (`fence`). This module must never touch training state.
 """

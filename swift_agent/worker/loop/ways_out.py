@@ -1,6 +1,6 @@
 """The ways out of a state that nothing in place helps: another process in the place of this one, or all workers again.
 
-It must never be the first thing that is tried: whoever calls this has nothing else.
+It must never be the first thing that is tried: the caller has nothing else.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
               ^                    |  a peer fails meanwhile  |                  |             |
               '--------------------'--------------------------'------------------'-------------'
 
-Where messages are logged, whoever is in the middle of an iteration stays there, if the plan says so.
+Where messages are logged, a rank that is in the middle of an iteration stays there, if the plan says so.
 
 Every step may be cut by the next failure; then it begins again with the next generation. Until a receiver has all of a
 state it keeps what it had (a survivor) or holds nothing (a replacement), so a cut transfer never spoils a source.
@@ -233,7 +233,7 @@ class Rejoin:
             place.take_over(receive_state(state, link, staged=False), plan.iteration)
 
     def _expect(self, plan: Plan) -> None:
-        """Of the state that is about to come, whoever has it: what the iteration that is repeated must leave out."""
+        """Of the state that is about to come, from any rank: what the iteration that is repeated must leave out."""
         rank, deviation, updates = self._place.rank, plan.deviation, self._tracked.updates
         if isinstance(updates, OverlappedUpdates):
             silent = set(deviation.silent).intersection(self._tracked.replicas)

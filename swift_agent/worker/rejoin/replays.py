@@ -1,4 +1,4 @@
-"""Logs and messages in a recovery: whoever repeats iterations gets what it was sent, and all others wait for it.
+"""Logs and messages in a recovery: a rank that repeats iterations gets what it was sent, and all others wait for it.
 
     has logs:  offer them --> serve ------------------------------> wait --> go on where each other stands
     repeats:   load a checkpoint, take logs --> joins, repeats --> end -'

@@ -2,8 +2,8 @@
 
     who is waited for: takes long --> tell        all others: wait_for --> an operation of the groups
 
-What is told is of one generation, as its store is. A wait has no limit: whoever is lost is reported by its agent, and
-that ends the wait. This module must never decide who waits for whom; that is the plan's.
+What is told is of one generation, as its store is. A wait has no limit: a rank that is lost is reported by its agent,
+and that ends the wait. This module must never decide who waits for whom; that is the plan's.
 """
 
 from __future__ import annotations

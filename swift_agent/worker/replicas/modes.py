@@ -68,7 +68,7 @@ class Part:
 
 def part_of(plan: Plan, rank: int, replicas: Sequence[int], *, was_there: bool) -> Part | None:
     """Of a rank that enters a generation by *plan*; it *was_there* before, with a state. The first replica that keeps
-    its own says it. Nobody begins an iteration anew where survivors stay in the middle of it."""
+    its own says it. Nobody begins an iteration again where survivors stay in the middle of it."""
     if plan.kind != "copy" or plan.stays:
         return None
     others = {*plan.sources, *plan.handovers, *plan.loads, *plan.replays}

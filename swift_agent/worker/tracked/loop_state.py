@@ -363,7 +363,7 @@ class Place:
                 iteration += 1
             iteration = max(iteration, self.dry_iterations)
             if self.replays:
-                # With all that it needs it gets there, whoever else is lost. Together with others it may not.
+                # With all that it needs it gets there, even if others are lost. Together with others it may not.
                 gets_there = self.replays_alone and tracked.messages is not None and not tracked.messages.is_lost
                 status, iteration = ("holding", self.replays_before) if gets_there else ("empty", 0)
                 lacks = "" if gets_there else "were repeating iterations from logs"

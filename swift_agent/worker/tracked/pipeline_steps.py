@@ -2,11 +2,11 @@
 
 In the first step of a schedule, and whenever it changes between training and evaluation, the stages of a pipeline
 agree, and tell each other the shapes of what they will send unless the script has given them. A new process comes to
-its first step when the others have long been through theirs. So what was received then is kept, goes to whoever takes
-a rank over, with the rest of its state (`Place.offer`) or in a checkpoint, and is served there; a replica's is as
-good, as it has the same stage. A step that was cut is forgotten, and run again by all, unless those who are in it stay
-there: then this module does not notice. A step that a process runs dry, because others have counted it, tells it the
-mode in which all are then.
+its first step when the others have long been through theirs. So what was received then is kept, goes to the process
+that takes a rank over, with the rest of its state (`Place.offer`) or in a checkpoint, and is served there; a replica's
+is as good, as it has the same stage. A step that was cut is forgotten, and run again by all, unless those who are in
+it stay there: then this module does not notice. A step that a process runs dry, because others have counted it, tells
+it the mode in which all are then.
 
 This module must never decide who begins with what.
 """

@@ -3,7 +3,7 @@
 A script that makes the batch of the next iteration in this one (`X, Y = get_batch()` while the device computes) leaves
 it in a variable. Who is to run iteration t, but has another one there (a replacement has what the set-up made; who was
 cut in t may have made the one after), runs iteration t - 1 once more for it, without effect: with the same seeds it
-draws the same. Whether that is so, whoever was there before the failure finds out, from one iteration earlier on:
+draws the same. Whether that is so, a process from before the failure finds out, from one iteration earlier on:
 
     t - 2, without effect --> t - 1, without effect: is it given what it was given at first? --> t
 
