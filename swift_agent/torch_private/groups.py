@@ -59,8 +59,8 @@ def uses_torchcomms() -> bool:
 
 
 def has_nccl() -> bool:
-    """Whether a wait for a message may end before it has come."""
-    return "nccl" in backends_by_device(dist.get_backend_config()).values()
+    """Whether a wait may end before its message has come, or its sum is made: one that is aborted raises nothing."""
+    return dist.is_initialized() and "nccl" in backends_by_device(dist.get_backend_config()).values()
 
 
 def backends_by_device(backend: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from swift_agent.errors import PeerFailure
+from swift_agent.torch_private import groups
 from swift_agent.wire import messages as msg
 from swift_agent.wire.environment import ENV_LOCAL_RANK
 from swift_agent.wire.standing import MyStanding
@@ -129,14 +130,14 @@ class Iterations:
 
     def complete(self) -> None:
         """Count the iteration, unless it was stopped before its update: then its results are those of a cut
-        collective.
+        collective. So they may be after it in NCCL, where a cut collective raises nothing.
         """
         place, supervisor, tracked = self._place, self._supervisor, self._tracked
         updates, unfit, is_hopeless = tracked.updates, "", False
         supervisor.enter()
         try:
-            if not updates.updated and supervisor.interrupted:
-                raise PeerFailure("stopped before the update")
+            if supervisor.interrupted and (not updates.updated or groups.has_nccl()):
+                raise PeerFailure("stopped before its results were known to be whole")
             if tracked.state.carried:
                 unfit = self.over.note_use_of_gradients()
             if updates.num_steps or not updates.has_changed_nothing:

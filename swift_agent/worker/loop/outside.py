@@ -146,10 +146,20 @@ class Outside:
             return
         self._told.add(where)
         if self._place.rank == min(groups.global_ranks(group)):
-            self._note(
-                f"{operation} ({where}) is outside of iterations and sections: if a peer is lost in it, all workers "
-                f"start again, with {self._begin}. Decorate the function that has it with @job.resilient."
-            )
+            self._note(told(operation, where, self._begin, is_nccl=groups.has_nccl()))
+
+
+def told(operation: str, where: str, begin: str, *, is_nccl: bool) -> str:
+    if is_nccl:  # cut, it raises nothing, so nobody finds out
+        return (
+            f"{operation} ({where}) is outside of iterations and sections: if a peer is lost in it, its result over "
+            "NCCL may be wrong without an error. Decorate the function that has it with @job.resilient, and take the "
+            "result to the CPU in it."
+        )
+    return (
+        f"{operation} ({where}) is outside of iterations and sections: if a peer is lost in it, all workers "
+        f"start again, with {begin}. Decorate the function that has it with @job.resilient."
+    )
 
 
 def _wait(work: Any) -> None:

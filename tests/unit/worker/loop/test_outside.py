@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from swift_agent.worker.loop.outside import told
 from tests.support.job import ROOT
 
 SCRIPT = """
@@ -92,6 +93,12 @@ sum_up()
 dist.barrier()
 dist.destroy_process_group()  # else a thread of gloo may still hold a tensor when the interpreter ends: SIGABRT
 """
+
+
+def test_what_is_cut_over_nccl_is_not_said_to_be_found_out() -> None:
+    assert "all workers start again, with the checkpoint." in told("x", "y", "the checkpoint", is_nccl=False)
+    text = told("x", "y", "the checkpoint", is_nccl=True)
+    assert "may be wrong without an error" in text and "start again" not in text and "@job.resilient" in text
 
 
 def test_a_replacement_makes_none_that_the_others_have_behind_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -114,8 +115,9 @@ class Watched(Position):
         return value
 
 
-def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
-    """The update is made, the stop comes, and the iteration ends while the report is being put together."""
+@contextlib.contextmanager
+def stopped_after_its_update(here: Position) -> Iterator[tuple[Any, Place, WorkerChannel]]:
+    """The update of an iteration is made, then the stop comes."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours, theirs = socket.socketpair()
@@ -125,7 +127,7 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     place = Place(0, Seeds("iteration", 0, 0), supervisor.fence)
     tracked = Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0], 1, supervisor)
     place.hold(tracked)
-    place.status, place.here = "holding", Watched(7)
+    place.status, place.here = "holding", here
     groups = ProcessGroups.__new__(ProcessGroups)
     loop = Protected(place, supervisor, groups, torch.device("cpu"), None).assemble(tracked)
     supervisor.start(wire.Hello(0, 1), place.report, lambda why, generation: None)
@@ -138,13 +140,29 @@ def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     agent.send({"op": "stop", "generation": 1, "why": "w"})
-    assert Watched.reached.wait(5.0)
-    loop.iterations.complete()
-    Watched.passed.set()
-    report = agent.receive()["report"]
-    assert place.here.iteration == 8 and report["iteration"] == 8
+    yield loop, place, agent
     supervisor.close()  # first, else it ends this process: its agent is gone
     agent.close()
+
+
+def test_a_report_is_not_torn_by_the_end_of_the_iteration() -> None:
+    """The iteration ends while the report is being put together."""
+    with stopped_after_its_update(Watched(7)) as (loop, place, agent):
+        assert Watched.reached.wait(5.0)
+        loop.iterations.complete()
+        Watched.passed.set()
+        report = agent.receive()["report"]
+        assert place.here.iteration == 8 and report["iteration"] == 8
+
+
+def test_over_nccl_what_was_cut_after_the_update_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL raises nothing for it. The update is counted later, as where an error had been raised."""
+    monkeypatch.setattr("swift_agent.torch_private.groups.has_nccl", lambda: True)
+    with stopped_after_its_update(Position(7)) as (loop, place, agent):
+        assert agent.receive()["op"] == "report"
+        with pytest.raises(PeerFailure, match="whole"):
+            loop.iterations.complete()
+        assert place.here.iteration == 7 and place.inside == "iteration"
 
 
 def test_a_report_says_why_it_holds_no_state() -> None:
