@@ -44,7 +44,7 @@ def ahead(
                         changed.notify_all()
                         changed.wait_for(lambda: len(items) < num or is_closed)
                     check()
-        except BaseException as error:
+        except BaseException as error:  # raised where the items are taken
             if not is_closed:
                 errors.append(error)
         finally:

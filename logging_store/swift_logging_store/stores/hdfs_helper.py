@@ -68,7 +68,7 @@ class Server:
         """The file that is being written, *path*, gets its name, in the place of one that may have it."""
         try:
             self._file.hsync()
-        except Exception as error:
+        except Exception as error:  # of Java: the class is the same for others, and only the text tells it
             if "not supported for erasure-coded files" not in str(error):
                 raise
         self._file.close()

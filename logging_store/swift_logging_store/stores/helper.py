@@ -174,7 +174,7 @@ def serve(make: Callable[[], Answer], kind_of: Callable[[Exception], str]) -> No
         try:
             answer = answer or make()
             message, data = answer(request, data)
-        except Exception as error:
+        except Exception as error:  # whatever it is: it is the answer
             message, data = {"error": _text_of(error), "kind": kind_of(error)}, b""
         answers.write(frame(message, len(data)))
         answers.write(data)

@@ -223,7 +223,7 @@ class Liveness:
         try:
             self._ask()
             self._heard()
-        except Exception as error:
+        except Exception as error:  # whatever it is: no answer
             log.debug("all peers are silent, and so is the store: %s", error)
 
     def _check_silence(self, now_s: float) -> None:

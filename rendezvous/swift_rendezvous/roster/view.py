@@ -280,7 +280,7 @@ def apply_all(view: View, keys: Keys, changes: Iterable[Change]) -> View:
         try:
             _put_node(nodes, joined, name, change)
             newest = max(newest, change.mod_revision)
-        except Exception:
+        except Exception:  # `apply` says what is wrong with it
             rest.append(change)
     view = replace(view, nodes=nodes, joined=joined, revision=newest)
     for change in rest:

@@ -150,7 +150,7 @@ def kept_in() -> str:
     """Where one worker of this node keeps the state when the job changes its size; '' of others, and of other jobs."""
     if not os.environ.get(ENV_SIZES) or os.environ[ENV_LOCAL_RANK] != "0":
         return ""
-    return os.path.dirname(os.environ[ENV_SOCKET])
+    return os.path.dirname(os.environ[ENV_SOCKET])  # the agent's directory; `Go.kept` says it when it comes to that
 
 
 def _no_room(directory: str, num_bytes: int) -> str:
