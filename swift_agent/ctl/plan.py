@@ -162,7 +162,7 @@ def _shown(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: float
         times = _time(way.recovery_s), _time(way.two_s) if way.two_s else None
         add_row(compared, (way.name, *times, f"{way.cost:+.2%}", size_of(way.storage_bytes), lost, says))
     shown.append(compared)
-    by_itself = taken(found, "")
+    by_itself = taken(found, "", may_help=False)
     shown += [f"swift-run: {line}" for line in by_waste(found, by_itself, "", job.mtbf_s)]
     if job.boundary_bytes:
         groups = table("LOG BUDGET", "LOGGED", "A REPEATED ITERATION", "GROUPS OF MACHINES")
@@ -196,7 +196,8 @@ def _to_json(job: Profile, found: tuple[Way, ...], best: Way, gpu_hour_cost: flo
         }  # fmt: skip
 
     return {
-        "name": job.name, "best": best.name, "taken": taken(found, ""), "ways": [described(way) for way in found],
+        "name": job.name, "best": best.name, "taken": taken(found, "", may_help=False),
+        "ways": [described(way) for way in found],
         "mtbf_s": job.mtbf_s, "iteration_s": job.iteration_s,
         "interval_s": {"young": intervals.young_s(job.checkpoint_s, job.mtbf_s),
                        "daly": intervals.daly_s(job.checkpoint_s, job.mtbf_s)},

@@ -210,8 +210,8 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
 
 
 def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
-    is_parallel = ns.strategy == "log+parallel"
-    if ns.helpers is not None and not is_parallel:
+    may_help = ns.strategy == "log+parallel" or (ns.strategy == "auto" and ns.helpers is not None)
+    if ns.helpers is not None and not may_help:
         mistakes.append(
             f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type --strategy log+parallel"
         )
@@ -219,7 +219,7 @@ def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
         mistakes.append(f"--helpers {ns.helpers}: must be 1 or more; type --strategy log if nobody is to help")
     if ns.parallel_sum not in (None, *SUMS):
         mistakes.append(f"--parallel-sum {ns.parallel_sum}: there is no such way; type one of {', '.join(SUMS)}")
-    elif ns.parallel_sum is not None and not is_parallel:
+    elif ns.parallel_sum is not None and not may_help:
         mistakes.append(
             f"--parallel-sum {ns.parallel_sum}: nobody helps with --strategy {ns.strategy}; type --strategy "
             "log+parallel"

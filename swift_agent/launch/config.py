@@ -251,7 +251,7 @@ class AgentConfig:
 
 
 def _num_helpers(ns: argparse.Namespace) -> int:
-    """As a `JobRecord` has it."""
-    if ns.strategy != "log+parallel":
-        return 0
-    return AS_MANY_AS_PAY if ns.helpers is None else int(ns.helpers)
+    """As a `JobRecord` has it. With `--strategy auto` they have to be allowed: they run the script once more."""
+    if ns.helpers is not None:
+        return int(ns.helpers)
+    return AS_MANY_AS_PAY if ns.strategy == "log+parallel" else 0

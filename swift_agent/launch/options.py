@@ -114,7 +114,7 @@ def _add_ours(parser: _Parser) -> None:
     add("--log-groups", "0-1,2", "", "Nodes between which no messages are logged: they go back together (0-1,2-3).")
     add("--log-budget", "SIZE", "", "Groups are chosen for it: 2TiB (of each node, between checkpoints), or 20%%.")
     add("--strategy", "WAY", "auto", "How lost state comes back: auto, replica, log, log+parallel, checkpoint.")
-    add("--helpers", "N", None, "At most so many help to repeat what is lost. Default: as many as pay.", int)
+    add("--helpers", "N", None, "At most so many help to repeat what is lost; with auto: if that is sooner.", int)
     add("--parallel-sum", "HOW", None, "How gradients of helpers are added: ordered (the default), unordered.")
     add("--profile", "FILE", None, "What the job was measured to cost is written there (see swiftctl plan).")
     add("--log-store", "URL", None, "They are copied there: a shared directory, s3://, hdfs://. Or $SWIFT_LOG_STORE.")

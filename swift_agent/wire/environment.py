@@ -46,7 +46,7 @@ ENV_LOG_STORE = "SWIFT_LOG_STORE_URL"
 """Where these logs are copied to, for `swift_logging_store.stores.open`; not set: nowhere."""
 
 ENV_PARALLEL_SUM = "SWIFT_PARALLEL_SUM"
-"""How the shares of helpers are put together: "ordered" or "unordered". Set with `--strategy log+parallel` only."""
+"""How the shares of helpers are put together: "ordered" or "unordered". Set where there may be helpers."""
 
 ENV_HELPER = "SWIFT_HELPER"
 """Of a helper only: its share, from 1. It repeats the iterations of its rank together with the replacement, and is in
@@ -100,7 +100,7 @@ class Placement:
     nodes: tuple[int, ...] = ()
     """See `ENV_NODES`; empty where all slots have *num_workers*."""
     parallel_sum: str = ""
-    """See `ENV_PARALLEL_SUM`; empty where there are no helpers."""
+    """See `ENV_PARALLEL_SUM`; empty where there are none."""
     injects: bool = False
 
     def rank(self, local_rank: int) -> int:

@@ -169,6 +169,33 @@ def test_another_stage_dies_meanwhile(run: Start, undisturbed_pipelines: Referen
     assert outcome.fired == {0, 1, 2, 3}, outcome.text()
 
 
+def test_auto_takes_those_that_are_allowed(
+    make_agents: Callable[..., Agents], undisturbed_pipelines: References
+) -> None:  # fmt: skip
+    """Once the job has measured that they pay."""
+    agents = make_agents(
+        num_nodes=4, num_workers=1, max_restarts=20, script=SCRIPT, options=("--helpers", "2", "--spares", "1"),
+        orders={"schedule": "Schedule1F1B", "iterations": 70, "pace_s": 0.2, "checkpoint": 15, "patient": True},
+    )  # fmt: skip
+    for node in "abcde":
+        agents.start(node)
+
+    def said(words: str) -> Callable[[], bool]:
+        return lambda: re.search(words, agents.outcome(0).text()) is not None
+
+    wait_for(said(r"  log\+parallel: .*: taken\n"), 60.0, "what the job takes")
+    process = started_process(agents.directory, 1)
+    assert process is not None
+    process.kill()
+    wait_for(said(SHARED), 60.0, "helpers that repeat iterations")
+    (agents.directory / "free").touch()
+    outcome = agents.wait()
+    assert_equal(outcome, undisturbed_pipelines("Schedule1F1B", iterations=70), 70)
+    assert {rank for rank, pids in outcome.pids.items() if len(pids) > 1} == {1}
+    assert re.search(r"; [12] helpers? repeats? rank 1 with it, on \w", outcome.text()), outcome.text()
+    assert "by log+parallel: " in outcome.text()
+
+
 def test_ctrl_c_while_helpers_repeat(make_agents: Callable[..., Agents]) -> None:
     """Of one agent: the job ends, and so do helpers on a spare and beside a survivor."""
     faults = [

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from swift_recovery.planning.reports import ranges_of
 from swift_recovery.strategy.budget import UNITS
-from swift_recovery.strategy.choose import Way, choose
+from swift_recovery.strategy.choose import Name, Way, choose
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.intervals import young_s
 from swift_recovery.strategy.measured import JobMeasured
@@ -59,12 +59,16 @@ def _checkpoints(job: JobMeasured) -> str:
     )
 
 
-def taken(found: Sequence[Way], wanted: str) -> str:
+def taken(found: Sequence[Way], wanted: str, may_help: bool) -> str:
     """What a job takes: a replica if there is one, else logs, also if they bring back workers only, else a checkpoint;
-    '' if nothing is possible."""
-    possible = {way.name for way in found if not way.impossible or is_for_workers(way)}
-    log = "log+parallel" if wanted == "log+parallel" else "log"
-    return next((name for name in ("replica", log, "checkpoint") if name in possible), "")
+    '' if nothing is possible. *may_help*: logs are repeated with helpers where that is sooner."""
+    possible = {way.name: way for way in found if not way.impossible or is_for_workers(way)}
+    log: Name = "log+parallel" if wanted == "log+parallel" else "log"
+    alone, helped = possible.get("log"), possible.get("log+parallel")
+    if not wanted and may_help and alone is not None and helped is not None and helped.worker_s < alone.worker_s:
+        log = "log+parallel"
+    order: tuple[Name, ...] = ("replica", log, "checkpoint")
+    return next((name for name in order if name in possible), "")
 
 
 def is_for_workers(way: Way) -> bool:
@@ -76,12 +80,16 @@ def by_waste(found: Sequence[Way], taken: str, wanted: str, mtbf_s: float) -> tu
     """What is to be said where another way than *taken* would waste less, as rare as failures are taken to be."""
     if any(way.impossible for way in found if way.name == taken):
         return ()  # waste is of whole nodes
-    if all(way.impossible for way in found) or (best := choose(tuple(found), mtbf_s).name) == taken:
+    if all(way.impossible for way in found):
+        return ()
+    best = choose(tuple(found), mtbf_s).name
+    # Of a node with several workers helpers make nothing shorter, nor longer.
+    if best == taken or (best, taken) == ("log", "log+parallel"):
         return ()
     if wanted == taken:
         why = f"--strategy {wanted} says so"
     elif best == "log+parallel":
-        why = "helpers run the script once more, which --strategy log+parallel allows"
+        why = "helpers run the script once more, which --helpers N allows"
     elif taken == "replica":
         why = "a replica has all that is lost, and nothing is repeated"
     else:

@@ -45,7 +45,7 @@ class JobRecord:
     log_groups: tuple[tuple[int, ...], ...] = ()
     log_budget: str = ""  # for which groups are chosen once the job is measured
     strategy: str = ""  # the way to recover, '' for that which is best
-    helpers: int = 0  # of a lost rank, at most, or `AS_MANY_AS_PAY`
+    helpers: int = 0  # of a lost rank, at most, or `AS_MANY_AS_PAY`; without a strategy: if that is found to pay
 
 
 @dataclass(frozen=True)

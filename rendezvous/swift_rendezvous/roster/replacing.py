@@ -267,18 +267,18 @@ def helpers_of(now: Situation, slots: Sequence[Owner], bare: Mapping[int, Collec
 
 
 def _most_helpers(view: View, slot: int, num_places: int) -> int:
-    """For a rank of that slot."""
-    wanted = view.job.helpers if view.job is not None else 0
-    known = view.profile
-    if not wanted or (known is not None and known.way != "log+parallel"):
+    """For a rank of that slot. Of a job with a strategy as many as were named, if any were; else as many as pay."""
+    job, known = view.job, view.profile
+    if job is None or not job.helpers or (known is not None and known.way != "log+parallel"):
         return 0  # its state comes back in another way
-    if wanted != AS_MANY_AS_PAY:
+    if job.strategy and job.helpers != AS_MANY_AS_PAY:
         # More processes than micro-batches would have nothing to do.
         most = known.content.get("micro_batches") if known is not None else None
-        return min(wanted, most - 1) if isinstance(most, int) else wanted
+        return min(job.helpers, most - 1) if isinstance(most, int) else job.helpers
     if known is None or slot >= len(known.helpers):
         return 1
-    return max((count for count in known.helpers[slot] if count <= num_places), default=0)
+    most_places = num_places if job.helpers == AS_MANY_AS_PAY else min(job.helpers, num_places)
+    return max((count for count in known.helpers[slot] if count <= most_places), default=0)
 
 
 def _go_back(view: View, hit: Collection[int]) -> list[int]:

@@ -35,10 +35,11 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
         return None
     wanted = view.job.strategy if view.job is not None else ""
     found = _ways(job, logs, wanted)
-    groups = _groups(view, job, sentences.taken(found, wanted))
+    may_help = view.job is not None and view.job.helpers != 0
+    groups = _groups(view, job, sentences.taken(found, wanted, may_help))
     if groups:
         found = _ways(job, logs, wanted, groups)
-    taken = sentences.taken(found, wanted)
+    taken = sentences.taken(found, wanted, may_help)
     begin_now = groups if view.job is not None and view.job.log_budget else ()
     said = sentences.lines(job, found, taken, begin_now)
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)

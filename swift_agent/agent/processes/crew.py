@@ -371,6 +371,6 @@ def placement(
         log_store=config.log_store or "",
         timers=timers,
         run=run,
-        parallel_sum=config.parallel_sum if config.strategy == "log+parallel" else "",
+        parallel_sum=config.parallel_sum if config.helpers else "",
         virtual_local_rank=bool(getattr(config.launch, "virtual_local_rank", False)),
     )  # fmt: skip

@@ -125,7 +125,7 @@ def test_what_swift_run_takes_is_said_beside_what_wastes_least() -> None:
     output = plan(VIT).output
     assert (
         "swift-run: by what is wasted: log+parallel; taken: log, because helpers run the script once more, which "
-        "--strategy log+parallel allows\n"
+        "--helpers N allows\n"
     ) in output
     found = json.loads(plan(VIT, "--json").output)
     assert (found["best"], found["taken"]) == ("log+parallel", "log")

@@ -236,7 +236,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--log-groups", "0-1", "--nnodes", "2", "--strategy", "replica", "train.py"], "0-1 --strategy replica: nothing"),
     (["--log-budget", "20%", "--nnodes", "2:4", "train.py"], "has no fixed groups; leave it out"),
     (["--strategy", "luck", "train.py"], r"luck: .*type one of auto, replica, log, log\+parallel, checkpoint"),
-    (["--helpers", "2", "train.py"], r"--helpers 2: nobody helps with --strategy auto; type --strategy log\+parallel"),
+    (["--helpers", "0", "train.py"], "--helpers 0: must be 1 or more; type --strategy log if nobody is to help"),
     (["--helpers", "2", "--strategy", "log", "train.py"], "nobody helps with --strategy log; type"),
     (["--helpers", "0", "--strategy", "log+parallel", "train.py"], "--helpers 0: must be 1 or more; type --strat"),
     (["--parallel-sum", "unordered", "train.py"], r"--parallel-sum unordered: nobody helps with --strategy auto; type"),
@@ -353,4 +353,5 @@ def test_as_many_help_as_pay_unless_it_is_said() -> None:
 
     assert of() == of("--strategy", "log") == (0, "ordered")
     assert of("--strategy", "log+parallel") == (AS_MANY_AS_PAY, "ordered")
+    assert of("--helpers", "2", "--parallel-sum", "unordered") == (2, "unordered")
     assert of("--strategy", "log+parallel", "--helpers", "3", "--parallel-sum", "unordered") == (3, "unordered")

@@ -32,7 +32,7 @@ def measured(num: int = 4, **changes: Any) -> dict[int, MeasuredRecord]:
 
 
 def job(**changes: Any) -> View:
-    names = [name for name in ("log_budget", "log_groups", "strategy") if name in changes]
+    names = [name for name in ("log_budget", "log_groups", "strategy", "helpers") if name in changes]
     record = JobRecord(4, 1, "command", 3, **{name: changes.pop(name) for name in names})
     first = replace(generation(slots=NAMES), num_workers=1)
     return view(**{"names": NAMES, "job": record, "generation": first, "measured": measured(), **changes})
@@ -93,6 +93,24 @@ def test_a_pipeline_on_one_node_takes_its_logs() -> None:
     assert parallel.content["micro_batches"] == 4 and not any("here that is" in line for line in parallel.lines)
     without = decide(on_one_node(logs=False), "J")
     assert without is not None and without.way == "checkpoint"
+
+
+def test_auto_takes_helpers_where_they_are_allowed_and_pay() -> None:
+    found = decide(job(helpers=2), "J")
+    assert found is not None and found.way == "log+parallel" and found.helpers[1] == (1, 3)
+    (line,) = (line for line in found.lines if line.endswith(": taken"))
+    assert line.startswith("  log+parallel: ") and not any("by what is wasted" in line for line in found.lines)
+    grouped = decide(job(helpers=2, log_budget="40%"), "J")
+    assert grouped is not None and grouped.log_groups == ((1, 2, 3),) and grouped.helpers == ((1, 3), (), (), ())
+    # More bytes of gradients than a network adds up meanwhile.
+    large = decide(job(helpers=2, measured=measured(gradient_bytes=1 << 34)), "J")
+    assert large is not None and large.way == "log" and large.helpers == ()
+    for changes, way in (({"replicas": (0, 1, 2, 3)}, "replica"), ({"logs": False}, "checkpoint")):
+        assert decide(job(helpers=2, measured=measured(**changes)), "J").way == way  # type: ignore[union-attr]
+    for strategy in ("log", "checkpoint"):
+        assert decide(job(strategy=strategy), "J").way == strategy  # type: ignore[union-attr]
+    with_several = decide(replace(on_one_node(), job=JobRecord(1, 4, "command", 3, helpers=1)), "J")
+    assert with_several is not None and with_several.way == "log+parallel" and with_several.helpers == ((1, 3),)
 
 
 def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
@@ -274,8 +292,8 @@ def test_what_there_is_to_remark_is_asked_again_with_the_first_checkpoint() -> N
 def test_what_would_waste_less_is_said_beside_what_is_taken() -> None:
     found = decide(job(), "J")
     assert found is not None and found.lines[-1] == (
-        "by what is wasted: log+parallel; taken: log, because helpers run the script once more, which --strategy "
-        "log+parallel allows"
+        "by what is wasted: log+parallel; taken: log, because helpers run the script once more, which --helpers N "
+        "allows"
     )
     slow = measured(log_written=(1 << 20, 1.0), sent_bytes={0: 1 << 16, 3: 1 << 16})
     dear = decide(job(measured=slow), "J")

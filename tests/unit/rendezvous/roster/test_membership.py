@@ -676,16 +676,18 @@ def test_what_a_drained_node_hands_over_does_not_go_back() -> None:
 # ---- helpers: what one rank has lost is repeated by several ----
 
 
-def pipeline(helpers: int = AS_MANY_AS_PAY, spares: tuple[str, ...] = ("n4", "n5"), **changes: Any) -> View:
+def pipeline(
+    helpers: int = AS_MANY_AS_PAY,
+    spares: tuple[str, ...] = ("n4", "n5"),
+    strategy: str = "log+parallel",
+    **changes: Any,
+) -> View:
     """Four stages on nodes of one worker each; the spares have two."""
     names = ("n0", "n1", "n2", "n3")
     first = generation(slots=names, workers=1)
-    found = view(
-        **{
-            "names": (*names, *spares), "generation": first, "job": JobRecord(4, 1, "command", 3, helpers=helpers),
-            "failures": {1: failure("workers", 1, (0,))}, **changes,
-        }
-    )  # fmt: skip
+    record = JobRecord(4, 1, "command", 3, strategy=strategy, helpers=helpers)
+    lost = {1: failure("workers", 1, (0,))}
+    found = view(**{"names": (*names, *spares), "generation": first, "job": record, "failures": lost, **changes})
     small = {name: node(name, workers=1) for name in names if name in found.nodes}
     return replace(found, nodes={**found.nodes, **small})
 
@@ -727,6 +729,19 @@ def test_as_many_help_as_pay() -> None:
         assert not helpers_in(ask(pipeline(2, profile=replace(profile, way=way))))
 
 
+def test_with_auto_no_more_help_than_were_allowed_and_pay() -> None:
+    profile = ProfileRecord({}, (), "log+parallel", helpers=((1,), (1, 3, 7), (), ()))
+
+    def helping(allowed: int, **changes: Any) -> int:
+        return len(helpers_in(ask(pipeline(allowed, strategy="", **changes))))
+
+    assert [helping(allowed) for allowed in (0, 3)] == [0, 1]  # nothing is known yet
+    assert [helping(allowed, profile=profile) for allowed in (0, 1, 2, 3, 9)] == [0, 1, 1, 3, 7]
+    assert helping(9, profile=profile, spares=()) == 3
+    assert helping(9, profile=profile, failures={2: failure("workers", 2, (0,))}) == 0
+    assert helping(9, profile=replace(profile, way="log")) == 0
+
+
 def test_a_worker_of_a_pipeline_on_one_node_is_helped_there() -> None:
     """Its node has one place, beside the spares."""
     first = generation(slots=("n0",), workers=4)
@@ -744,7 +759,7 @@ def test_nobody_helps_where_it_is_not_wanted_or_more_than_one_rank_is_lost() -> 
     two = {1: failure("workers", 1, (0,)), 2: failure("workers", 2, (0,))}
     assert not helpers_in(ask(pipeline(failures=two)))
     assert not helpers_in(ask(pipeline(failures={1: failure("restart", 1)})))
-    groups = JobRecord(4, 1, "command", 3, helpers=2, log_groups=((0, 1),))
+    groups = JobRecord(4, 1, "command", 3, strategy="log+parallel", helpers=2, log_groups=((0, 1),))
     assert not helpers_in(ask(pipeline(job=groups)))  # slot 0 goes back with slot 1
     assert len(helpers_in(ask(pipeline(job=groups, failures={2: failure("workers", 2, (0,))})))) == 2
     handed = generation(2, "replace", ("n4", "n1", "n2", "n3"), workers=1, handover={0: owner("n0")})
