@@ -20,7 +20,8 @@ ROWS = {
 # Their default depends on the node, or on the job.
 MADE = {
     "--node-id": "host-pid", "--message-log": "TMPDIR", "--message-log-limit": "half of what is free there",
-    "--helpers": "as many as pay", "--parallel-sum": "ordered", "--metrics-addr": "127.0.0.1",
+    "--helpers": "none; with `log+parallel` as many as pay", "--parallel-sum": "ordered",
+    "--metrics-addr": "127.0.0.1",
 }  # fmt: skip
 
 
