@@ -1,9 +1,9 @@
 """The script of experiments.py's loss curves: DDP with updates in the backward, a lost rank in the middle of one.
 
 In iteration `--stop-at` the last rank, in its first life, stands still in the backward once it has updated the last
-layers, and leaves its process id in "stopped": whoever started the job kills it. Rank 0 appends "iteration loss" at the
-end of each iteration, and "began again: difference part" when it repeats that one: the largest difference of a
-parameter from what it was when the iteration began first, and the largest part of its documented bound
+layers, and leaves its process id in "stopped": the program that started the job kills it. Rank 0 appends "iteration
+loss" at the end of each iteration, and "began again: difference part" when it repeats that one: the largest difference
+of a parameter from what it was when the iteration began first, and the largest part of its documented bound
 (recovery/README.md) that a parameter has used up.
 """
 

@@ -48,7 +48,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Progress:
-    """Tells whoever watches the run (`demo.py` does) where this process is: "time pid what iteration" per line."""
+    """Where this process is, for the program that watches the run (`demo.py`): "time pid what iteration" per line."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._file = open(directory / f"rank{rank}", "a", buffering=1) if directory else None  # noqa: SIM115

@@ -3,7 +3,7 @@
 #
 #   usage: certificates.sh cluster DIR NAME...    an authority (DIR/ca.key: keep it off the members), and DIR/NAME for
 #                                                 each member, to be /etc/swift-etcd on the machine of that name
-#          certificates.sh member DIR NAME        the certificate of one member anew
+#          certificates.sh member DIR NAME        a new certificate for one member
 #          certificates.sh client DIR NAME        DIR/NAME with the certificate of a client, whom etcd knows as NAME
 #
 # NAME of a member is the name, or the address, by which all machines find it. CLIENT_PORT (2379) and PEER_PORT (2380) may be set, and
