@@ -18,7 +18,11 @@ ALL = ("",)
 QUICK: dict[str, tuple[str, ...]] = {
     # ---- a worker or a node is lost ----
     "faults/test_kill_points.py": (
-        "test_both_workers",
+        "test_both_workers[forward]",
+        "test_both_workers[backward, inside the all-reduces]",
+        "test_both_workers[inside the step of the victim only]",
+        "test_both_workers[between iterations]",
+        "test_both_workers[end of the evaluation]",
         "test_worker[1-first iteration]",
         "test_worker[1-last iteration]",
         "test_worker[1-end of the run]",
@@ -81,7 +85,8 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_shards_without_replicas_come_back_from_a_checkpoint",
     ),
     "faults/test_meshes.py": (
-        "test_workers",
+        "test_workers[tensor]",
+        "test_workers[pipeline]",
         "test_nodes[forward and step-pipeline]",
     ),
     "faults/test_overlap.py": (
@@ -143,7 +148,6 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_stranger[image classifier-worker+node]",
         "test_stranger[step with a closure-worker+node]",
         "test_stranger[lightning's trainer-worker+node]",
-        "test_stranger[micro-steps with a flag-worker+node]",
         "test_stranger[accelerate's loader-worker+node]",
         "test_stranger[stateful loader-worker+node]",
         "test_stranger[stream-worker+node]",
@@ -273,11 +277,19 @@ LATER: dict[str, tuple[str, ...]] = {
         "test_every_state_is_sound[a spare has been mistaken, and gets a slot]",
         "test_every_state_is_sound[a loss is told too late]",
         "test_every_state_is_sound[a node is cut off while a replacement has no state]",
+        "test_every_state_is_sound[all nodes are told to go]",
+        "test_every_state_is_sound[a signal on the way to a boundary]",
+        "test_every_state_is_sound[a signal in a handover]",
+        "test_every_state_is_sound[a signal, every order]",
+        "test_every_state_is_sound[two links are parted in training]",
     ),
     "model/test_walks.py": ("test_the_walks_find_a_mistake",),
     "unit/agent/lifecycle/test_walks.py": (
         "test_the_walks_find_a_mistake",
         "test_nothing_is_lost_nor_run_twice_when_a_job_grows[2]",
+        "test_whatever_fails_the_job_comes_to_its_end[many failures]",
+        "test_whatever_fails_the_job_comes_to_its_end[two to four nodes of one worker]",
+        "test_whatever_fails_the_job_comes_to_its_end[an untracked job of 2 to 4 nodes]",
     ),
     "unit/agent/processes/test_standby.py": (
         "test_a_server_that_gets_threads_after_all_makes_no_more_forks",
@@ -285,6 +297,11 @@ LATER: dict[str, tuple[str, ...]] = {
         "test_a_replacement_starts_although_the_log_directory_has_gone",
         "test_orders_are_served_while_an_import_hangs",
         "test_modules_in_the_current_directory_are_not_those_of_the_server",
+    ),
+    "unit/worker/test_injection.py": (
+        "test_it_stops_in_that_micro_batch[forward-0.5-3-begun 3]",
+        "test_it_stops_in_that_micro_batch[backward-0.0-1-forward 1]",
+        "test_it_stops_in_that_micro_batch[backward-0.5-3-forward 3]",
     ),
     "unit/worker/data/test_own_epochs.py": (
         "test_a_loop_that_begins_with_a_snapshot_of_its_own_finds_its_place[0-False]",
