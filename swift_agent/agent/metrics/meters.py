@@ -5,7 +5,8 @@ requests to etcd.
     store: asked ------------->
 
 Kept also where nobody asks: it costs microseconds for each change of the job's records, and nothing in between. What
-the loop replaces as a whole (the agent's state, the figures) may be read in any thread. Must never wait.
+the loop replaces as a whole (the agent's state, the figures) may be read in any thread. Must never make the loop wait;
+who asks waits for etcd once after a recovery, and not while it is known to be away.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Meters:
 
         if self._stage == "joins":
             return None
-        self._read_history()
+        if not self._is_away():
+            self._read_history()
         now_s = time.monotonic()
         requests = Requests(self._requests.took, self._requests.failed)
         return Snapshot(
@@ -140,7 +142,6 @@ class Meters:
             log_bytes=_size_of(self._directories.messages), logs=self._directories.log_counters.total(),
             requests=requests,
         )  # fmt: skip
-
 
     def _read_history(self) -> None:
         """What the coordinator has written of recoveries that are over; when somebody asks, and not before."""
