@@ -50,8 +50,6 @@ def _remove_temporary_files(directory: str = os.environ["TMPDIR"], owner: int = 
 
 atexit.register(_remove_temporary_files)  # also where it comes to no test
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Until all tests are collected, which makes little garbage: a third of the time it takes would be spent looking for it.
-gc.disable()
 # A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and Ctrl-C with it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,6 +82,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and item.nodeid.startswith(tiers.NO_JOBS):
         os.setpriority(os.PRIO_PROCESS, 0, 10)  # not 19: it would have to wait for seconds while a job starts
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """It makes little garbage, and takes half as long where nobody looks for it."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(session.config.option, "numprocesses", None):
+        gc.disable()  # until `pytest_collection_finish`, which does not come where others collect
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,6 @@ from swift_agent.launch.directories import Directories
 from swift_agent.launch.outcome import limit_of
 from swift_agent.wire import messages as wire
 from swift_agent.wire.environment import Placement, run_name, share_of
-from swift_recovery.strategy.predict import learned
 from swift_recovery.transfer import node_paths
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
@@ -209,9 +208,8 @@ class Executor:
         )
         seconds = None if predicted is None else predicted.seconds
         self._write(transactions.recovered(self._keys, view, self._presence().me, phases, time.time(), seconds))
-        if view.profile is not None and (errors := strategy.errors_of(view, phases)):
-            corrected = replace(view.profile, errors=learned(view.profile.errors, errors))
-            self._write(transactions.profiled(self._keys, view, self._presence().me, corrected))
+        if (record := strategy.after(view, strategy.errors_of(view, phases))) is not None:
+            self._write(transactions.profiled(self._keys, view, self._presence().me, record))
 
     def _measured(self, view: View, acting: bool) -> None:
         """Have it told how the job recovers, once all its workers have been measured, and what that costs again when

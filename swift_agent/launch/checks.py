@@ -210,20 +210,20 @@ def _check_strategy(ns: argparse.Namespace, is_elastic: bool, mistakes: list[str
 
 
 def _check_helpers(ns: argparse.Namespace, mistakes: list[str]) -> None:
-    may_help = ns.strategy == "log+parallel" or (ns.strategy == "auto" and ns.helpers is not None)
-    if ns.helpers is not None and not may_help:
-        mistakes.append(
-            f"--helpers {ns.helpers}: nobody helps with --strategy {ns.strategy}; type --strategy log+parallel"
-        )
-    elif ns.helpers is not None and ns.helpers < 1:
-        mistakes.append(f"--helpers {ns.helpers}: must be 1 or more; type --strategy log if nobody is to help")
-    if ns.parallel_sum not in (None, *SUMS):
-        mistakes.append(f"--parallel-sum {ns.parallel_sum}: there is no such way; type one of {', '.join(SUMS)}")
-    elif ns.parallel_sum is not None and not may_help:
-        mistakes.append(
-            f"--parallel-sum {ns.parallel_sum}: nobody helps with --strategy {ns.strategy}; type --strategy "
-            "log+parallel"
-        )
+    num, added, way = ns.helpers, ns.parallel_sum, ns.strategy
+    may_help = way == "log+parallel" or (way == "auto" and num is not None)
+    if num is not None and num < 1 and way == "log+parallel":
+        mistakes.append(f"--helpers {num}: must be 1 or more; type --strategy log if nobody is to help")
+    elif num is not None and num < 1:
+        mistakes.append(f"--helpers {num}: must be 1 or more; leave it out")
+    elif num is not None and not may_help:
+        mistakes.append(f"--helpers {num}: nobody helps with --strategy {way}; type --strategy log+parallel")
+    if added not in (None, *SUMS):
+        mistakes.append(f"--parallel-sum {added}: there is no such way; type one of {', '.join(SUMS)}")
+    elif added is not None and way == "auto" and not may_help:
+        mistakes.append(f"--parallel-sum {added}: nobody may help; type for example --helpers 2 as well")
+    elif added is not None and not may_help:
+        mistakes.append(f"--parallel-sum {added}: nobody helps with --strategy {way}; type --strategy log+parallel")
 
 
 def _check_heartbeat(ns: argparse.Namespace, mistakes: list[str]) -> None:

@@ -43,11 +43,13 @@ _ROUNDED = 1 + 1e-12
 
 
 def groups_within(
-    profile: Profile, budget: Budget, helpers: Helpers = "nobody", elsewhere_of: Sequence[float] = ()
-) -> Groups:
-    """Groups of machines with the shortest expected recovery, with *helpers*. A size is for the logs of each machine,
-    between two checkpoints. One group of all machines, which log nothing: no others fit. For a part of the messages of
-    more than `MOST_EXACT` machines they are those of the paper's algorithm: a coordinator must not think for minutes.
+    profile: Profile, budget: Budget, helpers: Helpers = "nobody", elsewhere_of: Sequence[float] = (),
+    most_helpers: int | None = None,
+) -> Groups:  # fmt: skip
+    """Groups of machines with the shortest expected recovery, with *helpers*, at most *most_helpers* of them. A size is
+    for the logs of each machine, between two checkpoints. One group of all machines, which log nothing: no others fit.
+    For a part of the messages of more than `MOST_EXACT` machines they are those of the paper's algorithm: a coordinator
+    must not think for minutes.
 
     *elsewhere_of*: what each machine sends in an iteration to others than its neighbours, as interleaved stages do. All
     of that is taken to be logged, as it is where it goes from the last machine to the first.
@@ -55,8 +57,12 @@ def groups_within(
     chain = chain_of(profile)
     along, beside = chain.log_bytes(alone(chain)), sum(elsewhere_of) * chain.iterations
     if not budget.is_part:
-        return best_groups(profile, along * _ROUNDED, helpers, budget.value * _ROUNDED, elsewhere_of)
+        return best_groups(
+            profile, along * _ROUNDED, helpers, budget.value * _ROUNDED, elsewhere_of, most_helpers
+        )  # fmt: skip
     most = ((along + beside) * budget.value - beside) * _ROUNDED
     if most < 0:
         return (range(chain.num_machines),)
-    return greedy(chain, most) if chain.num_machines > MOST_EXACT else best_groups(profile, most, helpers)
+    if chain.num_machines > MOST_EXACT:
+        return greedy(chain, most)
+    return best_groups(profile, most, helpers, most_helpers=most_helpers)

@@ -53,12 +53,14 @@ class Way:
 
 
 def ways(
-    profile: Profile, budget_bytes: float | None = None, groups: Groups = (), helpers: Helpers = "one machine"
+    profile: Profile, budget_bytes: float | None = None, groups: Groups = (), helpers: Helpers = "one machine",
+    most_helpers: int | None = None,
 ) -> tuple[Way, ...]:
     """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit.
-    *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel"."""
-    log = _log(profile, "log", budget_bytes, groups, "nobody")
-    parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers)
+    *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel", at most so many for
+    each that was lost."""
+    log = _log(profile, "log", budget_bytes, groups, "nobody", most_helpers)
+    parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers, most_helpers)
     found = [_replica(profile), log, parallel, _checkpoint(profile)]
     if len(profile.machines) <= 2:  # nobody is left of two
         found = [replace(way, two_s=0.0) for way in found]
@@ -101,18 +103,22 @@ def _worker_s(profile: Profile, alone_s: float) -> float:
     return statistics.fmean(inside_s if one.has_replica_inside else alone_s for one in profile.machines)
 
 
-def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Groups, helpers: Helpers) -> Way:
+def _log(
+    profile: Profile, name: Name, budget_bytes: float | None, groups: Groups, helpers: Helpers, most: int | None
+) -> Way:  # fmt: skip
     if not profile.boundary_bytes:
-        return _log_inside(profile, name, helpers)
+        return _log_inside(profile, name, helpers, most)
     chain = chain_of(profile)
     if not groups:
-        groups = alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers)
+        groups = (
+            alone(chain) if budget_bytes is None else best_groups(profile, budget_bytes, helpers, most_helpers=most)
+        )
     if len(groups) == 1:
         return Way(name, "the budget for logs allows no two groups: nothing would be logged")
     if name == "log+parallel" and all(machine.has_replica_inside for machine in profile.machines):
         return Way(name, "helpers repeat what one process held alone, and on each machine another one holds the same")
-    recovery_s = log_recovery_s(profile, groups, "nobody" if helpers == "one worker" else helpers)
-    alone_s = _of_worker_s(profile, groups, helpers)
+    recovery_s = log_recovery_s(profile, groups, "nobody" if helpers == "one worker" else helpers, most)
+    alone_s = _of_worker_s(profile, groups, helpers, most)
     sent = [sent_bytes(profile, machine, groups) for machine in range(chain.num_machines)]
     cost = _cost_of_logs(profile, sent)
     two_s = _fixed_s(profile) + profile.checkpoint_every / 2 * _two_from_logs_s(profile, groups)
@@ -122,14 +128,14 @@ def _log(profile: Profile, name: Name, budget_bytes: float | None, groups: Group
     )  # fmt: skip
 
 
-def _log_inside(profile: Profile, name: Name, helpers: Helpers) -> Way:
+def _log_inside(profile: Profile, name: Name, helpers: Helpers, most: int | None) -> Way:
     """Where no messages pass between machines."""
     if all(machine.stages == 1 for machine in profile.machines):
         return Way(name, "no pipeline: no messages between machines from which a lost one could be repeated")
     found = Way(name, "messages pass inside machines only: their logs are lost with them")
     if all(machine.has_replica_inside for machine in profile.machines):
         return found
-    alone_s = _of_worker_s(profile, tuple(range(at, at + 1) for at in range(len(profile.machines))), helpers)
+    alone_s = _of_worker_s(profile, tuple(range(at, at + 1) for at in range(len(profile.machines))), helpers, most)
     sent = [machine.inside_bytes for machine in profile.machines]
     return replace(
         found, cost=_cost_of_logs(profile, sent), storage_bytes=max(sent) * profile.checkpoint_every,
@@ -144,22 +150,27 @@ def _cost_of_logs(profile: Profile, sent: Sequence[float]) -> float:
     return exposed_s / profile.iteration_s + _checkpoints(profile)
 
 
-def _of_worker_s(profile: Profile, groups: Groups, helpers: Helpers) -> float:
+def _of_worker_s(profile: Profile, groups: Groups, helpers: Helpers, most: int | None) -> float:
     """Expected, for one lost worker that nobody else on its machine can replace. A larger group goes back with it."""
 
     def repeat(group: range) -> float:
         if len(group) > 1 or helpers == "groups":
-            return from_logs_s(profile, group, helpers)
-        most = 1 if helpers == "nobody" else max(2, len(profile.machines))
-        return min(with_helpers_s(profile, group, num_shares, (1,)) for num_shares in range(1, most + 1))
+            return from_logs_s(profile, group, helpers, most)
+        shares = range(1, 2) if helpers == "nobody" else _shares(max(2, len(profile.machines)), most)
+        return min(with_helpers_s(profile, group, num_shares, (1,)) for num_shares in shares)
 
     expected_s = sum(len(group) * repeat(group) for group in groups) / len(profile.machines)
     return _fixed_s(profile) + profile.checkpoint_every / 2 * expected_s
 
 
+def _shares(num_places: int, most_helpers: int | None) -> range:
+    """How many processes there may be in the place of one that was lost."""
+    return range(1, 1 + (num_places if most_helpers is None else min(num_places, 1 + most_helpers)))
+
+
 def best_groups(
     profile: Profile, budget_bytes: float, helpers: Helpers = "nobody", of_each: float = math.inf,
-    elsewhere_of: Sequence[float] = (),
+    elsewhere_of: Sequence[float] = (), most_helpers: int | None = None,
 ) -> Groups:  # fmt: skip
     """Those with the shortest expected recovery whose logs fit into the budget, those of each machine into *of_each*.
     One of all machines, for which nothing is logged, only if no others fit. *elsewhere_of*: what each machine logs in
@@ -170,17 +181,20 @@ def best_groups(
         most = max(sent_bytes(profile, one, (group,)) + (elsewhere_of[one] if elsewhere_of else 0.0) for one in group)
         if group == machines or most * each > of_each:
             return math.inf
-        return from_logs_s(profile, group, helpers)
+        return from_logs_s(profile, group, helpers, most_helpers)
 
     each = profile.checkpoint_every
     found = optimal(chain_of(profile), budget_bytes, repeat)
     return found if all(repeat(group) < math.inf for group in found) else (machines,)
 
 
-def log_recovery_s(profile: Profile, groups: Groups, helpers: Helpers = "nobody") -> float:
+def log_recovery_s(
+    profile: Profile, groups: Groups, helpers: Helpers = "nobody", most_helpers: int | None = None
+) -> float:  # fmt: skip
     """Seconds, expected, for one lost machine, any of them, whose group repeats its iterations from logs (SWIFT,
     sections 5.2 and 5.3)."""
-    expected_s = sum(len(group) * from_logs_s(profile, group, helpers) for group in groups) / len(profile.machines)
+    repeated_s = sum(len(group) * from_logs_s(profile, group, helpers, most_helpers) for group in groups)
+    expected_s = repeated_s / len(profile.machines)
     return _fixed_s(profile) + profile.checkpoint_every / 2 * expected_s
 
 
@@ -204,12 +218,14 @@ def _two_from_logs_s(profile: Profile, groups: Groups) -> float:
     return total_s / max(1, num_pairs)
 
 
-def from_logs_s(profile: Profile, group: range, helpers: Helpers = "nobody") -> float:
+def from_logs_s(
+    profile: Profile, group: range, helpers: Helpers = "nobody", most_helpers: int | None = None
+) -> float:  # fmt: skip
     """Of one iteration by a group that was lost: it is repeated as fast as its messages come from logs, at most."""
     if helpers == "one machine":
         # As many as pay.
-        most = len(profile.machines) if len(group) == 1 else 1
-        return min(with_helpers_s(profile, group, num_shares) for num_shares in range(1, most + 1))
+        shares = _shares(len(profile.machines) if len(group) == 1 else 1, most_helpers)
+        return min(with_helpers_s(profile, group, num_shares) for num_shares in shares)
     fetched_s = crossing_bytes(profile, group) / profile.network_bytes_per_s
     return max(repeat_s(profile, group, helpers), fetched_s)
 
@@ -267,10 +283,10 @@ def shared_s(profile: Profile, group: range, num_shares: int, workers: Sequence[
 
 
 def paying_helpers(profile: Profile, machine: int) -> tuple[int, ...]:
-    """How many processes shorten the recovery of one worker of that machine that nobody else on it can replace: each
-    number is better than all smaller ones. More than there are micro-batches are of no use, messages come from logs no
+    """How many processes shorten the recovery of one worker of that machine that nobody else can replace: each number
+    is better than all smaller ones. More than there are micro-batches are of no use, messages come from logs no
     faster because of them, and each one's gradients have to be added."""
-    if profile.machines[machine].has_replica_inside:
+    if profile.machines[machine].has_replica or profile.machines[machine].has_replica_inside:
         return ()
     group = range(machine, machine + 1)
     found: list[int] = []

@@ -100,13 +100,15 @@ def _moved(data: Any) -> tuple[int, float]:
 class JobMeasured:
     """*elsewhere_of*: by node, what it sends in messages of an iteration to nodes that are no neighbours.
     *takes_checkpoints*: else what is lost begins at iteration 0. *assumed*: the fields of the profile that nobody has
-    measured. *state_bytes_per_s*: at which checkpoints are written, 0: not measured."""
+    measured. *state_bytes_per_s*: at which checkpoints are written, 0: not measured. *has_schedule*: of torch's, whose
+    steps helpers can share."""
 
     profile: Profile
     elsewhere_of: tuple[float, ...]
     takes_checkpoints: bool
     assumed: tuple[str, ...]
     state_bytes_per_s: float = 0.0
+    has_schedule: bool = False
 
     @property
     def elsewhere_bytes(self) -> float:
@@ -183,7 +185,8 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
     elsewhere = tuple(
         sum(sent for to, sent in enumerate(row) if abs(to - at) > 1) for at, row in enumerate(between)
     )  # fmt: skip
-    return JobMeasured(profile, elsewhere, every > 0, assumed, state_rate)
+    has_schedule = any(one.micro_batches for one in ranks)
+    return JobMeasured(profile, elsewhere, every > 0, assumed, state_rate, has_schedule)
 
 
 def _longest(of_node: Sequence[RankMeasured]) -> int:

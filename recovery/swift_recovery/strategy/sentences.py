@@ -14,12 +14,17 @@ from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.intervals import young_s
 from swift_recovery.strategy.measured import JobMeasured
 
+# What helpers must save, as a part: they meet first, and share no first step.
+_SURE = 1.1
+
 _SINCE_BEGIN = "as long as the job has run, since iteration 0: the script takes no checkpoints (job.checkpoint)"
 
 
-def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) -> tuple[str, ...]:
+def lines(
+    job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups, allows: str = ""
+) -> tuple[str, ...]:  # fmt: skip
     """The first says what was measured; then comes one for each way. *taken*: the name of that which is. *groups*: of
-    all nodes, those that begin to hold."""
+    all nodes, those that begin to hold. *allows*: what is to be typed for helpers, '' if nothing is."""
     profile = job.profile
     sent = sum(profile.boundary_bytes) + job.elsewhere_bytes
     largest = max(machine.state_bytes for machine in profile.machines)
@@ -41,7 +46,7 @@ def lines(job: JobMeasured, found: tuple[Way, ...], taken: str, groups: Groups) 
     ]
     parts = {number for way in found if way.impossible for number in way.only}
     rest = sorted(set(range(len(profile.machines))) - parts) if parts else []
-    said += [_line(job, way, way.name == taken, rest) for way in found]
+    said += [_line(job, way, way.name == taken, rest, allows) for way in found]
     if job.takes_checkpoints:
         said.append(_checkpoints(job))
     if 1 < len(groups) < len(profile.machines):
@@ -61,14 +66,19 @@ def _checkpoints(job: JobMeasured) -> str:
 
 def taken(found: Sequence[Way], wanted: str, may_help: bool) -> str:
     """What a job takes: a replica if there is one, else logs, also if they bring back workers only, else a checkpoint;
-    '' if nothing is possible. *may_help*: logs are repeated with helpers where that is sooner."""
-    possible = {way.name: way for way in found if not way.impossible or is_for_workers(way)}
-    log: Name = "log+parallel" if wanted == "log+parallel" else "log"
-    alone, helped = possible.get("log"), possible.get("log+parallel")
-    if not wanted and may_help and alone is not None and helped is not None and helped.worker_s < alone.worker_s:
-        log = "log+parallel"
+    '' if nothing is possible. *may_help*: logs are repeated with helpers where that is sooner by so much that it may be
+    believed."""
+    possible = {way.name for way in found if not way.impossible or is_for_workers(way)}
+    is_helped = wanted == "log+parallel" or (not wanted and may_help and _helpers_pay(found))
+    log: Name = "log+parallel" if is_helped else "log"
     order: tuple[Name, ...] = ("replica", log, "checkpoint")
     return next((name for name in order if name in possible), "")
+
+
+def _helpers_pay(found: Sequence[Way]) -> bool:
+    possible = {way.name: way for way in found if not way.impossible or is_for_workers(way)}
+    alone, helped = possible.get("log"), possible.get("log+parallel")
+    return alone is not None and helped is not None and helped.worker_s * _SURE < alone.worker_s
 
 
 def is_for_workers(way: Way) -> bool:
@@ -86,6 +96,8 @@ def by_waste(found: Sequence[Way], taken: str, wanted: str, mtbf_s: float) -> tu
     # Of a node with several workers helpers make nothing shorter, nor longer.
     if best == taken or (best, taken) == ("log", "log+parallel"):
         return ()
+    if (best, taken) == ("log+parallel", "log") and not _helpers_pay(found):
+        return ()
     if wanted == taken:
         why = f"--strategy {wanted} says so"
     elif best == "log+parallel":
@@ -97,7 +109,7 @@ def by_waste(found: Sequence[Way], taken: str, wanted: str, mtbf_s: float) -> tu
     return (f"by what is wasted: {best}; taken: {taken}, because {why}",)
 
 
-def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
+def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int], allows: str) -> str:
     """*rest*: machines that another way than theirs is for, [] if one is for all of them."""
     if way.only:
         here, others = _nodes(way.only), _nodes(rest)
@@ -106,7 +118,7 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
             f"{others}: {_why_not(way)}"
         )
     if is_for_workers(way):
-        return f"  {way.name}: {_of_workers(job, way, is_taken)}; not possible for a node: {_why_not(way)}"
+        return f"  {way.name}: {_of_workers(job, way, is_taken, allows)}; not possible for a node: {_why_not(way)}"
     if way.impossible and way.worker_s:
         return f"  {way.name}: {time_of(way.worker_s)} for a lost worker; not possible for a node: {_why_not(way)}"
     if way.impossible:
@@ -116,12 +128,12 @@ def _line(job: JobMeasured, way: Way, is_taken: bool, rest: list[int]) -> str:
     else:
         said = _lost(way)
         said += f"; {way.cost:+.2%} without failures; {size_of(way.storage_bytes)} on a node"
-    if way.name == "log+parallel" and not is_taken:
-        said += "; --strategy log+parallel"
+    if way.name == "log+parallel" and not is_taken and allows:
+        said += f"; {allows}"
     return f"  {way.name}: {said}" + ((f": taken for {_nodes(rest)}" if rest else ": taken") if is_taken else "")
 
 
-def _of_workers(job: JobMeasured, way: Way, is_taken: bool) -> str:
+def _of_workers(job: JobMeasured, way: Way, is_taken: bool, allows: str) -> str:
     if job.takes_checkpoints:
         said = f"{time_of(way.worker_s)} for a lost worker; {way.cost:+.2%} without failures; "
         said += f"{size_of(way.storage_bytes)} on a node"
@@ -129,7 +141,7 @@ def _of_workers(job: JobMeasured, way: Way, is_taken: bool) -> str:
         said = _SINCE_BEGIN
     if is_taken:
         return f"{said}: taken"
-    return f"{said}; --strategy log+parallel" if way.name == "log+parallel" else said
+    return f"{said}; {allows}" if way.name == "log+parallel" and allows else said
 
 
 def _lost(way: Way) -> str:

@@ -275,8 +275,8 @@ def _most_helpers(view: View, slot: int, num_places: int) -> int:
         # More processes than micro-batches would have nothing to do.
         most = known.content.get("micro_batches") if known is not None else None
         return min(job.helpers, most - 1) if isinstance(most, int) else job.helpers
-    if known is None or slot >= len(known.helpers):
-        return 1
+    if known is None or len(known.helpers) != len(view.generation.slots if view.generation else ()):
+        return 1  # nothing is known of these nodes
     most_places = num_places if job.helpers == AS_MANY_AS_PAY else min(job.helpers, num_places)
     return max((count for count in known.helpers[slot] if count <= most_places), default=0)
 

@@ -17,7 +17,7 @@ from swift_recovery.strategy.budget import groups_within, parse_budget
 from swift_recovery.strategy.choose import Helpers, Way, paying_helpers, ways
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
-from swift_recovery.strategy.predict import Predicted, cautious, in_place, is_sooner, rollback
+from swift_recovery.strategy.predict import Predicted, cautious, in_place, is_sooner, learned, rollback
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
@@ -33,23 +33,21 @@ def decide(view: View, job_id: str) -> ProfileRecord | None:
     job, logs, _ = _measured(view, job_id)
     if job is None:
         return None
-    wanted = view.job.strategy if view.job is not None else ""
-    found = _ways(job, logs, wanted)
-    may_help = view.job is not None and view.job.helpers != 0
-    groups = _groups(view, job, sentences.taken(found, wanted, may_help))
+    found = _ways(view, job, logs)
+    taken = sentences.taken(found, _wanted(view), _may_help(view))
+    groups = _groups(view, job, taken)
     if groups:
-        found = _ways(job, logs, wanted, groups)
-    taken = sentences.taken(found, wanted, may_help)
+        found = _ways(view, job, logs, groups)
+        before, taken = taken, sentences.taken(found, _wanted(view), _may_help(view))
+        if (before, taken) == ("log+parallel", "log"):
+            # Helpers do not pay in those groups: others are better without them.
+            groups = _groups(view, job, taken)
+            found = _ways(view, job, logs, groups)
     begin_now = groups if view.job is not None and view.job.log_budget else ()
-    said = sentences.lines(job, found, taken, begin_now)
+    said = sentences.lines(job, found, taken, begin_now, _allows(view))
     chosen = tuple(tuple(group) for group in groups if len(group) > 1)
-    pay: tuple[tuple[int, ...], ...] = ()
-    if taken == "log+parallel":
-        helped = {group[0] for group in groups if len(group) == 1} if groups else range(len(job.profile.machines))
-        machines = range(len(job.profile.machines))
-        pay = tuple(paying_helpers(job.profile, slot) if slot in helped else () for slot in machines)
     lines = (*said, *_remarks(view, job, found, taken))
-    return ProfileRecord(to_file(job), lines, taken, chosen, pay)
+    return ProfileRecord(to_file(job), lines, taken, chosen, _paying(job, taken, groups))
 
 
 def refine(view: View, job_id: str) -> ProfileRecord | None:
@@ -61,11 +59,36 @@ def refine(view: View, job_id: str) -> ProfileRecord | None:
     job, logs, is_all = _measured(view, job_id)
     if job is None or not is_all:
         return None
-    wanted = view.job.strategy if view.job is not None else ""
-    found = _ways(job, logs, wanted, _whole_groups(view, job) if view.log_groups else ())
-    said = sentences.lines(job, found, known.way, ())
+    groups = _whole_groups(view, job) if view.log_groups else ()
+    found = _ways(view, job, logs, groups)
+    said = sentences.lines(job, found, known.way, (), _allows(view))
     lines = (*said, *_remarks(view, job, found, known.way))
-    return replace(known, content=to_file(job), lines=lines, is_final=True)
+    pay = _paying(job, known.way, groups)
+    return replace(known, content=to_file(job), lines=lines, helpers=pay, is_final=True)
+
+
+def _wanted(view: View) -> str:
+    return view.job.strategy if view.job is not None else ""
+
+
+def _may_help(view: View) -> bool:
+    return view.job is not None and view.job.helpers != 0
+
+
+def _allows(view: View) -> str:
+    """What is to be typed for helpers."""
+    if _may_help(view):
+        return ""
+    return "--strategy log+parallel" if _wanted(view) else "--helpers N"
+
+
+def _paying(job: JobMeasured, taken: str, groups: Groups) -> tuple[tuple[int, ...], ...]:
+    """By slot, how many helpers pay; () if none are taken."""
+    if taken != "log+parallel":
+        return ()
+    machines = range(len(job.profile.machines))
+    helped = {group[0] for group in groups if len(group) == 1} if groups else machines
+    return tuple(paying_helpers(job.profile, slot) if slot in helped else () for slot in machines)
 
 
 def told_again(record: ProfileRecord, before: ProfileRecord) -> tuple[str, ...]:
@@ -95,9 +118,15 @@ def _measured(view: View, job_id: str) -> tuple[JobMeasured | None, bool, bool]:
     return job, all(one.logs for one in ranks), all(one.is_all for one in ranks)
 
 
-def _ways(job: JobMeasured, logs: bool, wanted: str, groups: Groups = ()) -> tuple[Way, ...]:
+def _ways(view: View, job: JobMeasured, logs: bool, groups: Groups = ()) -> tuple[Way, ...]:
     helpers: Helpers = "one machine" if job.profile.gpus_per_machine == 1 else "one worker"
-    return tuple(_possible(way, job, logs, wanted) for way in ways(job.profile, groups=groups, helpers=helpers))
+    found = ways(job.profile, groups=groups, helpers=helpers, most_helpers=_most_helpers(view))
+    return tuple(_possible(way, job, logs, _wanted(view)) for way in found)
+
+
+def _most_helpers(view: View) -> int | None:
+    """That were named."""
+    return view.job.helpers if view.job is not None and view.job.helpers > 0 else None
 
 
 def _groups(view: View, job: JobMeasured, taken: str) -> Groups:
@@ -110,7 +139,7 @@ def _groups(view: View, job: JobMeasured, taken: str) -> Groups:
         return ()
     budget = parse_budget(view.job.log_budget)
     helpers: Helpers = "one machine" if taken == "log+parallel" else "nobody"
-    return groups_within(job.profile, budget, helpers, job.elsewhere_of)
+    return groups_within(job.profile, budget, helpers, job.elsewhere_of, _most_helpers(view))
 
 
 def _size_of_nothing(view: View, job: JobMeasured) -> tuple[str, ...]:
@@ -146,13 +175,33 @@ def _uncorrected(view: View) -> Predicted | None:
     if generation is not None and generation.mode == "restart":
         # What was lost on the way is made again after that.
         return None if job is None else rollback(job, 0)
-    if view.plan is None:
-        return None
+    plan = _plan(view)
+    return None if plan is None else _of_plan(view, plan)
+
+
+def _plan(view: View) -> Plan | None:
     try:
-        plan = Plan.from_json(view.plan.content)
+        return None if view.plan is None else Plan.from_json(view.plan.content)
     except (KeyError, TypeError, ValueError):
         return None
-    return _of_plan(view, plan)
+
+
+def after(view: View, found: Mapping[str, float]) -> ProfileRecord | None:
+    """What is known of the job after a recovery that gave *found* (`errors_of`). Where the job may choose, helpers that
+    the last two recoveries show to be slower than the replacement alone are taken no more. None: nothing is new."""
+    if view.profile is None or not found:
+        return None
+    record = replace(view.profile, errors=learned(view.profile.errors, found))
+    job, generation, plan = profile_of(view), view.generation, _plan(view)
+    if record.way != "log+parallel" or _wanted(view) or job is None or generation is None or plan is None:
+        return record
+    helped, alone = _of_plan(view, plan), in_place(job, plan, generation.slot_with)
+    if helped is None or alone is None or helped.way != "log+parallel":
+        return record
+    if helped.corrected(cautious(record.errors, helped.way, min)).repeated_s <= alone.repeated_s:
+        return record
+    line = "helpers made the last two recoveries longer: from now on a lost stage is repeated by its replacement alone"
+    return replace(record, way="log", helpers=(), lines=(*record.lines, line))
 
 
 def _of_plan(view: View, plan: Plan) -> Predicted | None:
@@ -213,16 +262,18 @@ def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
         return Way(way.name, "messages are not logged in this job: stages of a pipeline without replicas do so")
     if way.impossible:
         return way
+    if way.name == "log+parallel" and not job.has_schedule:
+        return Way(way.name, "helpers share steps of a schedule (torch.distributed.pipelining), and there is none")
     if way.name == "checkpoint" and not job.takes_checkpoints:
         return Way(way.name, "the script takes none (job.checkpoint): all workers would start over")
     return way
 
 
-def _is_dear(job: JobMeasured, found: tuple[Way, ...], wanted: str) -> tuple[str, ...]:
+def _is_dear(job: JobMeasured, found: tuple[Way, ...], taken: str, wanted: str) -> tuple[str, ...]:
     """What is to be said of logs that delay training by more than restarts would, as rare as failures are taken to be.
     They stay: how rare failures are nobody has measured, and a recovery in place is what the job was started for."""
-    by_name = {way.name: way for way in found if not way.impossible}
-    log, back = by_name.get("log"), by_name.get("checkpoint")
+    by_name: dict[str, Way] = {way.name: way for way in found if not way.impossible}
+    log, back = by_name.get(taken), by_name.get("checkpoint")
     if wanted or log is None or back is None or log.cost - back.cost < _DEAR:
         return ()
     if log.wasted(job.profile.mtbf_s) <= back.wasted(job.profile.mtbf_s):
@@ -245,6 +296,5 @@ def _remarks(view: View, job: JobMeasured, found: tuple[Way, ...], taken: str) -
     said = sentences.by_waste(found, taken, wanted, job.profile.mtbf_s)
     if taken in ("log", "log+parallel"):
         said += _size_of_nothing(view, job)
-    if taken == "log":
-        said += _is_dear(job, found, wanted)
+        said += _is_dear(job, found, taken, wanted)
     return (*said, f"--strategy {wanted}: here that is {taken}, see above") if wanted not in ("", taken) else said

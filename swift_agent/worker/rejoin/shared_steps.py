@@ -205,7 +205,7 @@ class SharedSteps:
             if team.index == 0:
                 raise CannotReplay(
                     f"its stages change {what}, which they did not do in the first step that was repeated: half of it "
-                    "is done (leave --strategy log+parallel out)"
+                    "is done (type --strategy log, and leave --helpers out)"
                 )
             raise Unlike(f"its stages change {what}, which they did not do in the first step that was repeated")
         return computing.computed, computing.pieces()

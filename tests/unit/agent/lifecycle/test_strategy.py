@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_agent.agent.lifecycle.strategy import decide, errors_of, predicted, refine, told_again, weigh
+from swift_agent.agent.lifecycle.strategy import after, decide, errors_of, predicted, refine, told_again, weigh
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
 from swift_recovery.strategy.predict import learned
@@ -26,7 +26,7 @@ def measured(num: int = 4, **changes: Any) -> dict[int, MeasuredRecord]:
     records = {}
     for at in range(num):
         sent = {to: 500 for to in (at - 1, at + 1) if 0 <= to < num}
-        one = RankMeasured(at, 0.1, 0.07, 1000, (at,), sent, 4, 10, True)
+        one = RankMeasured(at, 0.1, 0.07, 1000, (at,), sent, 4, 10, True, micro_batches=4)
         records[at] = MeasuredRecord(at, f"n{at}.1", (replace(one, **changes).to_json(),))
     return records
 
@@ -87,7 +87,8 @@ def test_a_pipeline_on_one_node_takes_its_logs() -> None:
     assert found is not None and found.way == "log" and found.helpers == ()
     (line,) = (line for line in found.lines if ": taken" in line)
     assert line.startswith("  log: ") and "taken; not possible for a node: messages pass inside nodes only" in line
-    assert decide(on_one_node("log"), "J").lines == found.lines  # type: ignore[union-attr]
+    told = [line.replace("--strategy log+parallel", "--helpers N") for line in decide(on_one_node("log"), "J").lines]  # type: ignore[union-attr]
+    assert tuple(told) == found.lines
     parallel = decide(on_one_node("log+parallel"), "J")
     assert parallel is not None and parallel.way == "log+parallel" and parallel.helpers == ((1, 3),)
     assert parallel.content["micro_batches"] == 4 and not any("here that is" in line for line in parallel.lines)
@@ -98,19 +99,76 @@ def test_a_pipeline_on_one_node_takes_its_logs() -> None:
 def test_auto_takes_helpers_where_they_are_allowed_and_pay() -> None:
     found = decide(job(helpers=2), "J")
     assert found is not None and found.way == "log+parallel" and found.helpers[1] == (1, 3)
+    assert not any("--helpers" in line or "--strategy" in line for line in found.lines)
     (line,) = (line for line in found.lines if line.endswith(": taken"))
     assert line.startswith("  log+parallel: ") and not any("by what is wasted" in line for line in found.lines)
+    # With so many as are allowed: of four micro-batches two helpers save no more than one.
+    said = [decide(job(helpers=num), "J").lines[3] for num in (1, 2, 3)]  # type: ignore[union-attr]
+    assert said[0] == said[1] != said[2] and "425 ms for a lost worker" in said[0] and "338 ms" in said[2]
     grouped = decide(job(helpers=2, log_budget="40%"), "J")
+    assert grouped is not None and (grouped.way, grouped.log_groups) == ("log", ((0, 1), (2, 3)))
+    grouped = decide(job(helpers=3, log_budget="40%"), "J")
+    assert grouped is not None and (grouped.way, grouped.log_groups) == ("log", ((0, 1), (2, 3)))  # too little
+    grouped = decide(job(helpers=3, log_budget="40%", measured=measured(checkpoint_every=1000)), "J")
     assert grouped is not None and grouped.log_groups == ((1, 2, 3),) and grouped.helpers == ((1, 3), (), (), ())
     # More bytes of gradients than a network adds up meanwhile.
     large = decide(job(helpers=2, measured=measured(gradient_bytes=1 << 34)), "J")
     assert large is not None and large.way == "log" and large.helpers == ()
+    assert not any("--helpers" in line or "by what is wasted" in line for line in large.lines)
+    # Less than it takes them to meet.
+    small = decide(job(helpers=2, measured=measured(iteration_s=0.002, computation_s=0.001)), "J")
+    assert small is not None and small.way == "log" and not any("by what is wasted" in line for line in small.lines)
+    by_hand = decide(job(helpers=2, measured=measured(micro_batches=0)), "J")
+    assert by_hand is not None and by_hand.way == "log" and by_hand.helpers == ()
+    assert any("helpers share steps of a schedule" in line for line in by_hand.lines)
     for changes, way in (({"replicas": (0, 1, 2, 3)}, "replica"), ({"logs": False}, "checkpoint")):
         assert decide(job(helpers=2, measured=measured(**changes)), "J").way == way  # type: ignore[union-attr]
     for strategy in ("log", "checkpoint"):
         assert decide(job(strategy=strategy), "J").way == strategy  # type: ignore[union-attr]
     with_several = decide(replace(on_one_node(), job=JobRecord(1, 4, "command", 3, helpers=1)), "J")
     assert with_several is not None and with_several.way == "log+parallel" and with_several.helpers == ((1, 3),)
+
+
+def test_helpers_of_a_node_whose_state_another_one_has_do_not_pay() -> None:
+    seen = measured()
+    for at in (2, 3):
+        one = replace(RankMeasured.from_json(seen[at].ranks[0]), replicas=(2, 3))
+        seen[at] = replace(seen[at], ranks=(one.to_json(),))
+    found = decide(job(helpers=2, measured=seen), "J")
+    assert found is not None and found.helpers == ((1, 3), (1, 3), (), ())
+
+
+def test_how_many_helpers_pay_is_asked_again_with_the_checkpoint() -> None:
+    """On a GPU computation follows from the time of an iteration, of which later ones show more."""
+    on_gpu: dict[str, Any] = {"sees_waits": False, "gradient_bytes": 60_000_000}
+    first = decide(job(helpers=3, measured=measured(iteration_s=1.0, **on_gpu)), "J")
+    assert first is not None and first.helpers == ((1, 3),) * 4
+    again = refine(job(helpers=3, profile=first, measured=measured(iteration_s=0.12, is_all=True, **on_gpu)), "J")
+    assert again is not None and (again.way, again.helpers) == ("log+parallel", ((),) * 4)
+
+
+def test_helpers_that_make_recoveries_longer_are_taken_no_more() -> None:
+    """The network is not measured, and adds their gradients slower than assumed."""
+    known = decide(job(helpers=3), "J")
+    assert known is not None
+    helped = replace(generation(1, "replace", NAMES, workers=1), helpers=(Helper(1, 1, "n0", "n0.1"),))
+    plan = PlanRecord(1, Plan("copy", "w", 15, replays=(1,), checkpoint=10).to_json(), "w")
+    slow, fast = (dict.fromkeys(("log+parallel", "log+parallel, an iteration"), factor) for factor in (4.0, 1.1))
+
+    def twice(first: dict[str, float], second: dict[str, float], strategy: str = "") -> ProfileRecord:
+        found = known
+        for errors in (first, second):
+            seen = job(helpers=3, strategy=strategy, profile=found, generation=helped, plan=plan)
+            found = after(seen, errors)
+            assert found is not None
+        return found
+
+    no_more = twice(slow, slow)
+    assert (no_more.way, no_more.helpers) == ("log", ()) and no_more.lines[-1].startswith("helpers made the last two")
+    assert told_again(no_more, known)[1:] == no_more.lines[-1:]
+    for kept in (twice(slow, fast), twice(fast, slow), twice(slow, slow, "log+parallel")):
+        assert (kept.way, kept.helpers, kept.lines) == (known.way, known.helpers, known.lines)
+    assert after(job(profile=known), {}) is None and after(job(), slow) is None
 
 
 def test_groups_are_chosen_for_a_budget_and_hold_from_then_on() -> None:
@@ -301,6 +359,8 @@ def test_what_would_waste_less_is_said_beside_what_is_taken() -> None:
         "by what is wasted: checkpoint; taken: log, because logs bring a lost stage back in place, and the others keep "
         "what they have"
     )
+    with_helpers = decide(job(measured=slow, helpers=2), "J")
+    assert with_helpers is not None and with_helpers.lines[-1] == dear.lines[-1], "dear logs are told with helpers, too"
     told = decide(job(strategy="log"), "J")
     assert told is not None and told.lines[-1].endswith("because --strategy log says so")
     for agrees in (job(strategy="log+parallel"), job(strategy="checkpoint"), job(measured=measured(logs=False))):

@@ -66,12 +66,12 @@ def test_a_pipeline_inside_a_node() -> None:
     assert (machine.stages, machine.inside_bytes, profile.boundary_bytes) == (4, 6000.0, ())
     assert profile.micro_batches == 4 and parse(json.dumps(to_file(job))) == profile
     found = ways(profile, helpers="one worker")
-    said = lines(job, found, "log", ())
+    said = lines(job, found, "log", (), "--helpers N")
     assert said[2] == (
         "  log: 3.8 s for a lost worker; +0.00% without failures; 58.6 KiB on a node: taken; not possible for a "
         "node: messages pass inside nodes only: their logs are lost with them"
     )
-    assert said[3].startswith("  log+parallel: 2 s for a lost worker; ") and "; --strategy log+parallel; not" in said[3]
+    assert said[3].startswith("  log+parallel: 2 s for a lost worker; ") and "; --helpers N; not" in said[3]
     assert not said[4].endswith("taken") and "6.4 KiB" not in said[0]
     never = put_together("J", one_node(checkpoint_every=0))
     said = lines(never, ways(never.profile), "log", ())
@@ -203,14 +203,14 @@ def test_ways_of_named_groups() -> None:
 
 def test_lines_for_people() -> None:
     job = put_together("J", pipeline())
-    said = lines(job, ways(job.profile), "log", (range(0, 2), range(2, 4)))
+    said = lines(job, ways(job.profile), "log", (range(0, 2), range(2, 4)), "--helpers N")
     assert said[0].startswith("measured: 1 s for an iteration, 100 B of state on a node, 5.86 KiB of messages")
     assert "assumed: a network of 1.16 GiB/s" in said[0]
     assert [line for line in said if line.endswith(": taken")] == [said[2]] and "for two" in said[2]
     assert said[1] == "  replica: not possible: no other node holds what node 0 does"
-    assert said[3].endswith("; --strategy log+parallel")
-    parallel = lines(job, ways(job.profile), "log+parallel", ())
-    assert parallel[3].endswith(": taken") and "--strategy" not in parallel[3]
+    assert said[3].endswith("; --helpers N")
+    parallel = lines(job, ways(job.profile), "log+parallel", (), "--helpers N")
+    assert parallel[3].endswith(": taken") and "--helpers" not in parallel[3]
     assert said[-1].endswith("from the next iteration on: 0-1 2-3")
     forever = put_together("J", [[replace(one, checkpoint_every=0) for one in node] for node in pipeline()])
     assert "since iteration 0: the script takes no checkpoints" in lines(forever, ways(forever.profile), "log", ())[2]

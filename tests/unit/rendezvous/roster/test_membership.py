@@ -740,6 +740,8 @@ def test_with_auto_no_more_help_than_were_allowed_and_pay() -> None:
     assert helping(9, profile=profile, spares=()) == 3
     assert helping(9, profile=profile, failures={2: failure("workers", 2, (0,))}) == 0
     assert helping(9, profile=replace(profile, way="log")) == 0
+    # Of another number of nodes nothing is known.
+    assert helping(9, profile=replace(profile, helpers=((1, 3, 7),) * 3)) == 1
 
 
 def test_a_worker_of_a_pipeline_on_one_node_is_helped_there() -> None:
