@@ -18,6 +18,7 @@ import torch
 from tests.support.job import ROOT
 
 Run = Callable[..., dict[str, Any]]
+ZERO_BUBBLE = "ScheduleInterleavedZeroBubble"
 SCHEDULES = [
     "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble", "ScheduleDualPipeV",
@@ -166,6 +167,44 @@ def test_what_cannot_be_shared_is_not(
     (note,) = found["notes"]
     assert note.startswith(why)
     assert_equal(found, **orders)
+
+
+@pytest.mark.parametrize(
+    ("odd", "orders", "why"),
+    [
+        ("iterator", {}, "its stages change Iterates.numbers"),
+        ("data", {}, "its stages change Normalizes.weight"),
+        ("gate", {}, "its stages change Gated.gate"),
+        ("fused", {}, "its stages change Fused.weight"),
+        ("default", {}, "its stages change counting"),
+        ("nested", {}, "its stages change "),
+        ("object", {}, "its stages change argument 0 of the step"),
+        ("inputs get gradients", {}, "its inputs get gradients"),
+        ("one gradient of two", {"schedule": ZERO_BUBBLE}, "the gradients of two parameters are one tensor"),
+        ("late hook", {}, "gradients are used as soon as they are there, in hooks"),
+        ("late twice", {}, "gradients of one micro-batch are added more than once"),
+        ("first on the replacement", {"steps": 3}, "a helper is in another step, or has another state"),
+    ],
+)
+def test_what_is_not_seen_at_once_is_not_shared_either(
+    odd: str, orders: dict[str, Any], why: str, run: Run, assert_equal: Callable[..., None]
+) -> None:
+    """State where one looks for it last, gradients that go elsewhere, and what begins in a later step only."""
+    found = run(2, odd=odd, **orders)
+    assert any(why in note for note in found["notes"]), found["notes"]
+    assert_equal(found, odd=odd, **orders)
+
+
+def test_a_gradient_that_is_to_be_sent_is_not_added_to(run: Run, assert_equal: Callable[..., None]) -> None:
+    orders = {"odd": "one gradient to be sent", "schedule": ZERO_BUBBLE}
+    found = run(2, **orders)
+    assert found["size"] == 2 and not found["notes"]
+    assert_equal(found, **orders)
+
+
+def test_a_step_of_which_half_is_done_is_not_made_again(run: Run) -> None:
+    """Statistics are updated, and then a draw is found that was none before."""
+    assert "half of it is done" in run(2, odd="late statistics")["cannot"]
 
 
 if torch.__version__ >= "2.15":  # which has these contexts

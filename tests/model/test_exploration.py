@@ -291,7 +291,7 @@ def test_the_search_finds_a_mistake(
     owner, name, old, new, start, wrong = mutant
     module = owner if isinstance(owner, ModuleType) else inspect.getmodule(owner)
     monkeypatch.setattr(owner, name, patched(getattr(owner, name), old, new, vars(module)))
-    found = explore(start(), 20_000, 60.0)
+    found = explore(start(), 20_000)
     print(found, found.trace)
     assert found.violation.startswith(f"Violation: {wrong}"), f"not found in {found}"
 

@@ -29,9 +29,11 @@ from torch.utils.checkpoint import checkpoint
 from swift_agent.torch_private import pipelining
 from swift_agent.worker.rejoin import helping
 from swift_agent.worker.rejoin.shared_steps import SharedSteps
+from swift_recovery.errors import CannotReplay
 from swift_recovery.replay import team as team_module
 from swift_recovery.replay.team import Helper, Hub
 from swift_recovery.transfer.socket_link import connected
+from tests.support.shared_oddities import LAYERS, SECOND_STAGES, Records, Script, loss_of
 
 WIDTH, MICRO_BATCHES, BATCH = 8, 7, 14
 
@@ -166,6 +168,11 @@ def main(orders: dict[str, Any]) -> None:
         halves[0].append(Twice())
     if orders.get("channels_last"):
         halves[0].append(Images())
+    odd = orders.get("odd", "")
+    if odd in LAYERS:
+        halves[0].append(LAYERS[odd](WIDTH))
+    if odd in SECOND_STAGES:
+        halves[1] = nn.Sequential(SECOND_STAGES[odd](WIDTH))
     if orders.get("ties"):
         halves[1][1].weight = layers[0].weight
     seen: list[int] = []
@@ -175,17 +182,25 @@ def main(orders: dict[str, Any]) -> None:
             seen.append(len(output))
         return nn.functional.mse_loss(output, target) * (1 + len(seen) / 100)
 
+    odd_loss, in_loss = loss_of(odd, index, WIDTH, loss_fn)
+    if odd_loss is not loss_fn:
+        loss_fn = odd_loss  # type: ignore[assignment]
     kind = getattr(schedules, orders["schedule"])
     cpu = torch.device("cpu")
     if issubclass(kind, schedules.PipelineScheduleMulti):
         stages = [PipelineStage(half, number, 2, cpu) for number, half in enumerate(halves)]
         schedule: Any = kind(stages, MICRO_BATCHES, loss_fn=loss_fn)
     else:
-        schedule = kind(PipelineStage(nn.Sequential(*halves), 0, 1, cpu), MICRO_BATCHES, loss_fn=loss_fn)
+        module: nn.Module = nn.Sequential(*halves)
+        module = Records(module) if odd == "object" else module
+        schedule = kind(PipelineStage(module, 0, 1, cpu), MICRO_BATCHES, loss_fn=loss_fn)
     if orders.get("context"):
         for stage in pipelining.stages_of(schedule):
             stage.register_forward_context(Context(counts=orders["context"] == "counts"))
     parameters = list({id(one): one for half in halves for one in half.parameters()}.values())
+    if in_loss is not None:
+        parameters += in_loss.parameters()
+    script = Script(odd, [*halves, *([nn.Sequential(in_loss)] if in_loss is not None else [])], parameters, WIDTH)
     optimizer = torch.optim.Adam(parameters, 0.01)
     if orders.get("counting") == "hook":
         parameters[0].register_post_accumulate_grad_hook(lambda parameter: None)
@@ -226,11 +241,17 @@ def main(orders: dict[str, Any]) -> None:
                 layers[0].weight.requires_grad_(True)
             if orders.get("sets"):
                 layers[1].p = 0.3 - iteration / 100
+            x, beside = script.begins(iteration, x)
             for _ in range(orders.get("steps", 1)):
                 losses: list[Tensor] = []
-                output = schedule.step(x, target=y, losses=losses)
+                try:
+                    output = schedule.step(x, target=y, losses=losses, **beside)
+                except CannotReplay as error:  # all workers restart
+                    Path(orders["out"]).write_text(json.dumps({"cannot": str(error)}))
+                    return
                 told += [one.item() for one in losses]
                 told.append(output.sum().item())
+            told += script.ends(x)
             if orders.get("flat"):
                 told.append(flat.norm().item())
             if orders.get("clips"):

@@ -1,4 +1,4 @@
-"""What is wrapped in torch for the life of a worker is taken off after each test."""
+"""What is wrapped in torch for the life of a worker is taken off after each test. Hypothesis looks at no clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+
+# An example may take long where others have the processor.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 @pytest.fixture(autouse=True)

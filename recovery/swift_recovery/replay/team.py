@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from swift_logging_store.errors import LinkLost
+from swift_recovery.replay.kernels import computes_with
 from swift_recovery.replay.parallel import SUMS, Sum
 from swift_recovery.replay.ring import Frame, Pieces, Ring, is_readable, pass_on, recv_frame, send_frame
 from swift_recovery.transfer.socket_link import Listener, SocketLink
@@ -159,13 +160,6 @@ def _hub_is_there() -> Iterator[None]:
 
 
 # ---- the hub ----
-
-
-def computes_with(device: torch.device | None = None) -> str:
-    """What the bits of a result depend on, beside the script, in words."""
-    name = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else ""
-    on_cpu = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    return f"torch {torch.__version__}, {on_cpu}{', ' if name else ''}{name}"
 
 
 class _Member:
@@ -338,10 +332,15 @@ class Hub:
             self._break()
         assert left is not None and right is not None
         failed: list[Exception] = []
+        # Threads have streams of their own, which do not wait for what the script's still computes.
+        streams = [torch.cuda.current_stream(one) for one in {p.device for p in parameters} if one.type == "cuda"]
 
         def send() -> None:
             try:
-                pass_on(None, right, own, parameters)
+                with contextlib.ExitStack() as stack:
+                    for stream in streams:
+                        stack.enter_context(torch.cuda.stream(stream))
+                    pass_on(None, right, own, parameters)
             except Exception as error:  # whatever it is: the other thread waits
                 failed.append(error)
 

@@ -7,9 +7,10 @@ must never change what it looks at.
 
 from __future__ import annotations
 
+import io
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,15 +34,19 @@ _ITEMS = 1000
 _MOST = 20_000
 
 
-def kept_by(modules: Iterable[torch.nn.Module], others: Mapping[str, Any]) -> dict[tuple[int, str], Look]:
-    """By the number of a module, and the name of what it keeps, for people; and of *others*, by their names."""
-    found = {(-1, name): _Looker().look(value) for name, value in others.items()}
+def kept_by(
+    modules: Iterable[torch.nn.Module], others: Mapping[str, Any], is_thorough: bool = False
+) -> dict[tuple[int, str], Look]:  # fmt: skip
+    """By the number of a module, and the name of what it keeps, for people; and of *others*, by their names.
+    *is_thorough*: parameters that train are compared, too, which takes as long as to read them; else a change of one is
+    seen where torch counts it (not by `.data`)."""
+    found = {(-1, name): _Looker(is_thorough).look(value) for name, value in others.items()}
     for number, module in enumerate(modules):
         own = {name: one for name, one in vars(module).items() if name not in _TORCHS or bool(one) != _TORCHS[name]}
         for name, value in {**module._buffers, **module._parameters, **own}.items():
             if name in _ELSEWHERE:
                 continue
-            found[number, f"{type(module).__name__}.{name}"] = _Looker().look(value)
+            found[number, f"{type(module).__name__}.{name}"] = _Looker(is_thorough).look(value)
     return found
 
 
@@ -53,22 +58,26 @@ def differing(before: Mapping[tuple[int, str], Look], after: Mapping[tuple[int, 
 class _Looker:
     """At one attribute."""
 
-    def __init__(self) -> None:
-        self._num_left = _MOST
+    def __init__(self, is_thorough: bool) -> None:
+        self._is_thorough, self._num_left = is_thorough, _MOST
         self._path: set[int] = set()
 
     def look(self, value: Any, depth: int = _DEPTH) -> Look:
         """What *value* is, as plain data that can be compared."""
         if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
-        if isinstance(value, torch.nn.Parameter) and value.requires_grad:
-            return "parameter", id(value), value._version
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            return self._trained(value, depth)
         if isinstance(value, Tensor):
             return _of_tensor(value)
         if isinstance(value, numpy.ndarray):
             return str(value.dtype), value.shape, value.tobytes()
         if (state := _state_of(value)) is not None:
             return "generator", state
+        if isinstance(value, Iterator) and not hasattr(value, "__dict__") and not isinstance(value, io.IOBase):
+            return object()  # it goes on with each use, and cannot be looked into: never equal
+        if isinstance(value, torch.nn.Module):
+            depth = _DEPTH  # it may be deep inside of others
         self._num_left -= 1
         if isinstance(value, _CODE) or depth == 0 or self._num_left <= 0 or id(value) in self._path:
             return type(value).__name__, id(value)
@@ -77,6 +86,15 @@ class _Looker:
             return type(value).__name__, *self._inside(value, depth - 1)
         finally:
             self._path.discard(id(value))
+
+    def _trained(self, value: Tensor, depth: int) -> Look:
+        """Gradients of parameters are summed up. What else hangs at one (`main_grad`) is not, nor the gradient of a
+        tensor that is no parameter."""
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        own = [(name, self.look(one, depth - 1)) for name, one in vars(value).items()] if depth > 0 else []
+        gradient = None if is_parameter or value.grad is None else _of_tensor(value.grad)
+        content = _of_tensor(value) if self._is_thorough or not is_parameter else None
+        return "parameter", id(value), value._version, content, own, gradient
 
     def _inside(self, value: Any, depth: int) -> tuple[Look, ...]:
         if isinstance(value, Mapping):
@@ -114,6 +132,8 @@ def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
         return
     if isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    if isinstance(value, FunctionType):
+        yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
     for cell in getattr(value, "__closure__", None) or () if isinstance(value, FunctionType) else ():
         try:
             yield "closure", cell.cell_contents

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from swift_agent.torch_private import pipeline_parts, pipelining
 from swift_agent.worker.messages.messages import Messages
@@ -70,9 +69,9 @@ class SharedSteps:
         self._again: dict[int, Any] = {}  # by its identity, a schedule of which another step is made as a whole
         self._now: Whole | Rehearsing | Computing | Giving = Whole()
         self._last = (-1, 0)
-        """The iteration of the last step that was shared, and its number in that."""
+        """The iteration of the last step, and its number in that."""
         self._is_compared = False
-        """All have begun with the same state."""
+        """All have begun with the same state, and none has made a step as a whole since."""
         self.is_off = not pipelining.has_schedules()
         """Steps are made as a whole from now on."""
 
@@ -90,16 +89,19 @@ class SharedSteps:
     ) -> Any:
         if self.is_off or self._team.size == 1 or pipelining.mode_of_schedule(schedule) != "training":
             return call(losses)
+        iteration = self._messages.shared.iteration
+        self._last = iteration, self._last[1] + 1 if self._last[0] == iteration else 0
         known = self._rehearsed.get(id(schedule))
         if known is None or not known[0].has_its_parameters():
             return self._rehearse(schedule, num_micro_batches, given, losses, call)
         if pipelining.is_first_step(schedule):
             # Of two passes through it only one would have the messages by which stages tell each other their shapes.
+            self._is_compared = False
             return call(losses)
         rehearsed, order = self._rehearsed[id(schedule)]
         of = self._label(rehearsed)
-        start = _Start(rehearsed.parameters, self._device)
-        rehearsed.begin()
+        start = _Start(rehearsed.parameters, rehearsed.devices)
+        rehearsed.begin(given)
         while self._team.size > 1:
             try:
                 self._team.meet()
@@ -114,6 +116,7 @@ class SharedSteps:
                 continue
             except Unlike as error:
                 start.put_back()
+                self._check_half(rehearsed.changed())
                 pipeline_parts.begin_again(schedule)
                 self.stop()
                 self._refused(str(error))
@@ -152,27 +155,20 @@ class SharedSteps:
     def _label(self, rehearsed: Rehearsing) -> tuple[int, ...]:
         """By which processes know that they are in the same step; for the first one also of what they have after steps
         that each has made by itself."""
-        iteration, number = self._messages.shared.iteration, 0
-        if self._last[0] == iteration:
-            number = self._last[1] + 1
-        self._last = iteration, number
-        state = 0 if self._is_compared else checksum(rehearsed.parameters)
-        return iteration, number, state
+        return *self._last, 0 if self._is_compared else checksum(rehearsed.state())
 
     def _rehearse(
         self, schedule: Any, num_micro_batches: int, given: Any, losses: Any, call: Callable[[Any], Any]
     ) -> Any:
-        rehearsing = self._now = Rehearsing(schedule, num_micro_batches, self._given, self._device)
+        rehearsing = self._now = Rehearsing(schedule, num_micro_batches, self._given, self._device, given)
         begun = self._messages.shared.num_collectives
-        inputs = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)]
-        versions = [one._version for one in inputs]
+        self._is_compared = False
         try:
             result = call(losses)
         finally:
             self._now = Whole()
         found = rehearsing.found(self._messages.shared.num_collectives - begun)
-        is_changed = versions != [one._version for one in inputs]
-        # A step that is made again would begin with what is left of them.
+        is_changed = rehearsing.are_inputs_changed()
         why = "its stages change their inputs in place" if is_changed else why_not(found)
         if found.changed and not is_changed and id(schedule) not in self._again:
             # What a first call makes for all that follow is no change.
@@ -187,35 +183,47 @@ class SharedSteps:
     def _compute(
         self, rehearsed: Rehearsing, order: Sequence[int], call: Callable[[Any], Any]
     ) -> tuple[Computed, Pieces]:
+        if why := rehearsed.why_not_now():
+            raise Unlike(why)
         team = self._team
         share = shares(order, team.size)[team.index]
         computing = self._now = Computing(rehearsed, share, keeps_all=team.index > 0 and team.sum == "ordered")
         if team.index > 0:
             for parameter in rehearsed.parameters:
                 parameter.grad = None
-        began_s = time.monotonic()
+        began_s, begun = time.monotonic(), self._messages.shared.num_collectives
         try:
             with self._messages.shared.peeking(computing.unread):
                 call([])
         finally:
             self._now = Whole()
         computing.computed.seconds = time.monotonic() - began_s
-        if changed := rehearsed.changed():
-            what = changed[0]
-            if team.index == 0:
-                raise CannotReplay(
-                    f"its stages change {what}, which they did not do in the first step that was repeated: half of it "
-                    "is done (type --strategy log, and leave --helpers out)"
-                )
-            raise Unlike(f"its stages change {what}, which they did not do in the first step that was repeated")
+        if self._messages.shared.num_collectives != begun:
+            changed = ["what they get from collectives"]
+        elif rehearsed.are_inputs_changed():
+            changed = ["their inputs in place"]
+        else:
+            changed = rehearsed.changed()
+        if changed:
+            self._check_half(changed)
+            raise Unlike(f"its stages change {changed[0]}, which they did not do in the first step that was repeated")
         return computing.computed, computing.pieces()
+
+    def _check_half(self, changed: Sequence[str]) -> None:
+        """What the own share of a step has *changed* beside gradients nobody can take back. A helper leaves then; the
+        replacement cannot."""
+        if changed and self._team.index == 0:
+            raise CannotReplay(
+                f"its stages change {changed[0]}, which they did not do in the first step that was repeated: half of "
+                "it is done (type --strategy log, and leave --helpers out)"
+            )
 
 
 class _Start:
     """What a step that comes to nothing must leave as it was."""
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        self._generators = draws.states([device])
+    def __init__(self, parameters: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+        self._generators = draws.states(devices)
         self._gradients = [
             (parameter, parameter.grad, parameter.grad.clone() if parameter.grad is not None else None)
             for parameter in parameters

@@ -9,7 +9,6 @@ Stand-ins go nowhere: their messages are not sent. This module must never talk t
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from swift_agent.torch_private import pipeline_parts, pipelining
+from swift_agent.worker.rejoin import gradients
 from swift_agent.worker.rejoin.kept import differing, kept_by
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
@@ -82,15 +82,18 @@ class Rehearsing(Whole):
     has to know of them."""
 
     def __init__(
-        self, schedule: Any, num_micro_batches: int, parameters: Sequence[Tensor], device: torch.device
+        self, schedule: Any, num_micro_batches: int, parameters: Sequence[Tensor], device: torch.device, given: Any
     ) -> None:
-        self.schedule, self.num_micro_batches, self.device = schedule, num_micro_batches, device
+        """*given*: what the script gives to the step."""
+        self.schedule, self.num_micro_batches = schedule, num_micro_batches
         self.stages = list(pipelining.stages_of(schedule))
         of_stages = [list(stage.submod.parameters()) for stage in self.stages]
         self._of_stages = [id(one) for some in of_stages for one in some]
         everything = [*parameters, *(one for some in of_stages for one in some)]
         # Frozen ones too: a script may have them train from a later step on.
         self.parameters = list({id(one): one for one in everything}.values())
+        places = [device, *(stage.device for stage in self.stages), *(one.device for one in self.parameters)]
+        self.devices = list(dict.fromkeys(places))
         self._num_shared = sum(map(len, of_stages)) - len({id(one) for some in of_stages for one in some})
         loss = pipeline_parts.loss_of(schedule)
         self._modules = [module for stage in self.stages for module in stage.submod.modules()]
@@ -99,8 +102,8 @@ class Rehearsing(Whole):
             self._modules += loss.modules()
         else:
             self._others[getattr(loss, "__name__", type(loss).__name__)] = loss
-        self._kept = kept_by(self._modules, self._others)
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._given: dict[str, Any] = {}
+        self._begin(given, is_thorough=True)
         self._added: list[tuple[int, int]] = []
         self._num_uncounted = 0
         self._other = ""
@@ -119,9 +122,7 @@ class Rehearsing(Whole):
             other = f"torch {torch.__version__} keeps what a stage computes in a way that is not known here"
         if any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages):
             other = "its stages are in DDP"
-        names = ("_post_accumulate_grad_hooks", "_backward_hooks")
-        if any(getattr(one, name, None) for one in self.parameters for name in names):
-            other = "gradients are used as soon as they are there, in hooks"
+        other = self.why_not_now() or other
         if any(one.grad is not None and one.grad.layout != torch.strided for one in self.parameters):
             other = "it has gradients that are sparse"
         if any(hasattr(one, "_local_tensor") for one in self.parameters):
@@ -131,18 +132,47 @@ class Rehearsing(Whole):
             self.changed(), other,
         )  # fmt: skip
 
+    def why_not_now(self) -> str:
+        """What forbids to share a step that is about to begin, and could be looked at before."""
+        names = ("_post_accumulate_grad_hooks", "_backward_hooks")
+        if any(getattr(one, name, None) for one in self.parameters for name in names):
+            return "gradients are used as soon as they are there, in hooks"
+        if any(one.requires_grad for one in self._inputs):
+            return "its inputs get gradients"  # those of the own share only
+        return ""
+
+    def state(self) -> list[Tensor]:
+        """What a step begins with, and may leave otherwise: parameters and buffers."""
+        buffers = [one for module in self._modules for one in module._buffers.values() if one is not None]
+        return [*self.parameters, *(one for one in buffers if one.layout == torch.strided and not one.is_quantized)]
+
+    def are_inputs_changed(self) -> bool:
+        """In place, since the step has begun: what would make it again begins with what is left of them."""
+        return self._versions != [one._version for one in self._inputs]
+
     def changed(self) -> list[str]:
         """What is not as it was when this was made, by names for people."""
-        changed = differing(self._kept, kept_by(self._modules, self._others))
+        now = kept_by(self._modules, {**self._others, **self._given}, self._is_thorough)
+        changed = differing(self._kept, now)
         if random.getstate() != self._python:
             changed.append("the state of Python's generator")
         if not _same_states(numpy.random.get_state(), self._numpy):
             changed.append("the state of NumPy's generator")
         return changed
 
-    def begin(self) -> None:
+    def begin(self, given: Any) -> None:
         """Another step like that one begins. What the script has changed since is no matter."""
-        self._kept = kept_by(self._modules, self._others)
+        self._begin(given, is_thorough=False)
+
+    def _begin(self, given: Any, is_thorough: bool) -> None:
+        leaves = pytree.tree_leaves(given)
+        self._inputs = [one for one in leaves if isinstance(one, Tensor)]
+        self._versions = [one._version for one in self._inputs]
+        # torch hands the same object to all micro-batches.
+        others = [one for one in leaves if not isinstance(one, (Tensor, bool, int, float, str, type(None)))]
+        self._given = {f"argument {number} of the step": one for number, one in enumerate(others)}
+        self._is_thorough = is_thorough
+        self._kept = kept_by(self._modules, {**self._others, **self._given}, is_thorough)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def is_for_all(self, key: Key) -> bool:
@@ -178,23 +208,20 @@ class Rehearsing(Whole):
         return self._drawing(self.key("weights", stage, number), lambda: self._adding(stage, number, call))
 
     def _adding(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
-        before = [_version_of(one) for one in self.parameters]
+        before = gradients.versions(self.parameters)
         result = call()
-        after = [_version_of(one) for one in self.parameters]
-        # Gradients that are views of one tensor count their versions together.
-        sharing = Counter(_memory_of(one) for one in self.parameters)
-        for one, was, now in zip(self.parameters, before, after, strict=True):
-            if was is None or now is None or was[0] != now[0] or now[1] <= was[1] + sharing[_memory_of(one)]:
-                continue
+        if gradients.are_added_twice(self.parameters, before):
             self._other = "gradients of one micro-batch are added more than once"
-        if before != after:
+        if gradients.are_shared(self.parameters):
+            self._other = "the gradients of two parameters are one tensor"
+        if before != gradients.versions(self.parameters):
             self._added.append((self.stages.index(stage), number))
         return result
 
     def _drawing(self, key: Key, call: Callable[[], Any]) -> Any:
-        before = draws.states([self.device])
+        before = draws.states(self.devices)
         result = call()
-        found = draws.between(before, draws.states([self.device]))
+        found = draws.between(before, draws.states(self.devices))
         if found is None:
             self._num_uncounted += 1
         else:
@@ -219,17 +246,18 @@ class Computing:
         return self._pieces
 
     def _keep(self) -> None:
-        gradients = {
-            number: one.grad for number, one in enumerate(self._rehearsed.parameters) if one.grad is not None
-        }
-        if gradients:
-            self._pieces.append(gradients)
+        found = {number: one.grad for number, one in enumerate(self._rehearsed.parameters) if one.grad is not None}
+        if found:
+            self._pieces.append(found)
 
     def _made(self, key: Key, call: Callable[[], Any]) -> Any:
-        before = draws.states([self._rehearsed.device])
+        rehearsed = self._rehearsed
+        before, added = draws.states(rehearsed.devices), gradients.versions(rehearsed.parameters)
         result = call()
-        if draws.between(before, draws.states([self._rehearsed.device])) != self._rehearsed.draws.get(key, {}):
+        if draws.between(before, draws.states(rehearsed.devices)) != rehearsed.draws.get(key, {}):
             raise Unlike("a micro-batch has drawn another number of random numbers than before")
+        if gradients.are_added_twice(rehearsed.parameters, added):
+            raise Unlike("gradients of one micro-batch are added more than once")
         return result
 
     def _left_out(self, key: Key) -> None:
@@ -278,6 +306,13 @@ class Computing:
             self._left_out(key)
             return None
         result = self._made(key, call)
+        # torch may have made a gradient that goes to the stage before that of a parameter, to which others are added.
+        taken = {one.grad.data_ptr() for one in self._rehearsed.parameters if one.grad is not None}
+        sent = self._rehearsed.key("input", stage, number)
+        self.computed.parts[sent] = [
+            one.clone() if one is not None and one.data_ptr() in taken else one
+            for one in self.computed.parts.get(sent, [])
+        ]
         self._after_backward()
         return result
 
@@ -323,8 +358,8 @@ class Giving:
     def backward(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         key = self._rehearsed.key("input", stage, number)
         found = self._take(key, stage)
-        gradients = _no_gradients(self._rehearsed, key, stage) if found is None else tuple(found)
-        pipeline_parts.give_input_gradients(stage, number, gradients)
+        given = _no_gradients(self._rehearsed, key, stage) if found is None else tuple(found)
+        pipeline_parts.give_input_gradients(stage, number, given)
 
     def weights(self, stage: Any, number: int, call: Callable[[], Any]) -> Any:
         return None
@@ -341,16 +376,6 @@ def _stand_in(rehearsed: Rehearsing, key: Key, stage: Any) -> Any:
 def _no_gradients(rehearsed: Rehearsing, key: Key, stage: Any) -> tuple[Tensor | None, ...]:
     metas = rehearsed.input_gradients[key]
     return tuple(torch.zeros_like(one, device=stage.device) if one is not None else None for one in metas)
-
-
-def _version_of(parameter: Tensor) -> tuple[int, int] | None:
-    gradient = parameter.grad
-    return (id(gradient), gradient._version) if gradient is not None else None
-
-
-def _memory_of(parameter: Tensor) -> int:
-    gradient = parameter.grad
-    return id(None) if gradient is None else id(gradient if gradient._base is None else gradient._base)
 
 
 def _same_states(one: Any, other: Any) -> bool:

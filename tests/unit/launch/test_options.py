@@ -132,7 +132,7 @@ SWITCHES = st.dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(args=command_lines(), variables=ENVIRONMENTS, switches=SWITCHES)
 def test_same_namespace_as_torchrun(args: list[str], variables: dict[str, str], switches: dict[str, str]) -> None:
     with clean({**variables, **switches}):

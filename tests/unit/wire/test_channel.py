@@ -45,7 +45,7 @@ def test_messages_come_whole_and_in_order(pair: tuple[WorkerChannel, WorkerChann
     sender.join()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=20), max_size=3), max_size=6),
        st.data())
 def test_messages_cut_anywhere_are_put_together_again(messages: list[Message], data: st.DataObject) -> None:

@@ -55,7 +55,7 @@ def content(found: Segment) -> list[tuple[Header, bytes]]:
     return [(replace(header, checksum=0, num_bytes=0), bytes(payload)) for header, payload in found.records()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(RECORDS, st.booleans(), U64)
 def test_what_is_written_is_read(records: list[tuple[Header, bytes]], close: bool, salt: int) -> None:
     found = Segment(write(records, close=close, salt=salt))

@@ -32,7 +32,7 @@ def random_bytes(size: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(SIZES), st.data())
 def test_a_flipped_bit_shows(size: int, data: st.DataObject) -> None:
     tensor = random_bytes(size) if data.draw(st.booleans()) else torch.zeros(size, dtype=torch.uint8)
@@ -42,7 +42,7 @@ def test_a_flipped_bit_shows(size: int, data: st.DataObject) -> None:
     assert checksum(others) != before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.int64]),
     st.sampled_from([2, 9, 5000, 200_000]),

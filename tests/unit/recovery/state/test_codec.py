@@ -71,7 +71,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.recursive(scalars, containers, max_leaves=12))
 def test_round_trip(tree: Any) -> None:
     data, tensors = encode(tree)
@@ -79,7 +79,7 @@ def test_round_trip(tree: Any) -> None:
     assert same(decode(data, tensors), tree)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sets(hashables, max_size=6))
 def test_equal_sets_are_written_alike(values: set[Any]) -> None:
     other: set[Any] = set()
@@ -88,7 +88,7 @@ def test_equal_sets_are_written_alike(values: set[Any]) -> None:
     assert encode(values)[0] == encode(other)[0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_any_json_is_read_or_refused(node: Any) -> None:
     document = json.dumps({"codec": 1, "tree": node}).encode()

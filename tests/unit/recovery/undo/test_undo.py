@@ -411,7 +411,7 @@ class Bounds:
         return (unit * (4 * m.abs() + after.abs() + 7 * weight * e) + weight * of_p) / b
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_the_error_is_within_the_bound_that_is_stated(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(VARIANTS)))

@@ -103,7 +103,7 @@ _json = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(RECORDS), st.data())
 def test_a_damaged_record_is_refused_or_read_whole(record: Any, data: st.DataObject) -> None:
     fields = [f.name for f in dataclasses.fields(record)]
