@@ -170,7 +170,7 @@ class Rehearsing(Whole):
         self._versions = [one._version for one in self._inputs]
         # torch hands the same object to all micro-batches.
         others = [one for one in leaves if not isinstance(one, (Tensor, bool, int, float, str, type(None)))]
-        self._given = {f"argument {number} of the step": one for number, one in enumerate(others)}
+        self._given = {f"argument {number}": one for number, one in enumerate(others)}
         self._is_thorough = is_thorough
         self._kept = kept_by(self._modules, {**self._others, **self._given}, is_thorough)
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
