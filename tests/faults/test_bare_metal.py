@@ -143,6 +143,15 @@ class Job:
     def slots(self) -> dict[str, int | None]:
         return {node["node"]: node["slot"] for node in self.status()["nodes"]}
 
+    def holder(self, slot: int) -> str:
+        """The name of the node that has it, once the status can be read: it may not be while all that runs here waits
+        for a processor."""
+
+        def found() -> str:
+            return next((name for name, held in self.slots().items() if held == slot), "")
+
+        return str(self.site.wait(found, f"a node has slot {slot}"))
+
     def calls(self, rank: int) -> list[int]:
         path = self.directory / f"calls.{rank}"
         return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
@@ -247,13 +256,13 @@ def test_nodes_leave_die_and_come_back(site: Site, job: Callable[..., Job], undi
     one.run(f"systemctl start {gpt.unit}")
     site.wait(lambda: gpt.slots().get(one.name, -1) is None, "it is a spare")
     # By a signal to the process alone: 75 starts it again.
-    two = by_name[next(name for name, slot in gpt.slots().items() if slot == 1)]
+    two = by_name[gpt.holder(1)]
     two.run(command(NODES, "systemctl kill"))
     site.wait(lambda: gpt.is_back(two), "it is back as a spare")
     for rank in range(4):
         assert gpt.calls(rank) == list(range(len(gpt.calls(rank)))), (rank, gpt.calls(rank))
     # It dies, and all that it has started.
-    three = by_name[next(name for name, slot in gpt.slots().items() if slot == 0)]
+    three = by_name[gpt.holder(0)]
     os.kill(gpt_main(three, gpt), 9)
     site.wait(lambda: gpt.is_back(three), "it is back as a spare")
     gpt.end()
