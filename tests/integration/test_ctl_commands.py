@@ -340,7 +340,7 @@ def test_on_a_real_job(endpoint: str, store: EtcdStore, tmp_path: Path) -> None:
         page = tmp_path / "page.html"
         told = json.loads(swiftctl(endpoint, "timeline", "real", "--html", str(page), "--json").stdout)
         assert [one["losses"][0]["ranks"] for one in told["incidents"]] == [[1]], told
-        assert told["iteration"] >= 4 and told["usual_per_s"] > 1 and "Job real" in page.read_text()
+        assert told["iteration"] >= 4 and told["usual_per_s"] > 0 and "Job real" in page.read_text()
         stopped = swiftctl(endpoint, "stop", "real", "--why", "the test is over")
         assert stopped.exit_code == 0 and "all nodes have left" in stopped.stdout, stopped.output
         assert swiftctl(endpoint, "status", "real").exit_code == 1
