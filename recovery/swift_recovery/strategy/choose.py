@@ -59,7 +59,7 @@ def ways(
     """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit.
     *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel", at most so many for
     each that was lost."""
-    log = _log(profile, "log", budget_bytes, groups, "nobody", most_helpers)
+    log = _log(profile, "log", budget_bytes, groups, "nobody", None)
     parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers, most_helpers)
     found = [_replica(profile), log, parallel, _checkpoint(profile)]
     if len(profile.machines) <= 2:  # nobody is left of two

@@ -108,9 +108,15 @@ class _Looker:
 
 def _of_tensor(value: Tensor) -> Look:
     shape = str(value.dtype), tuple(value.shape)
-    if value.layout != torch.strided or value.is_meta or value.is_quantized or hasattr(value, "_local_tensor"):
+    if not has_plain_memory(value):
         return *shape, id(value), value._version
     return *shape, checksum_of(value.detach())
+
+
+def has_plain_memory(value: Tensor) -> bool:
+    """Of which there is a checksum."""
+    is_plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
+    return is_plain and not hasattr(value, "_local_tensor")
 
 
 def _state_of(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from swift_agent.torch_private import pipeline_parts, pipelining
 from swift_agent.worker.rejoin import gradients
-from swift_agent.worker.rejoin.kept import differing, kept_by
+from swift_agent.worker.rejoin.kept import differing, has_plain_memory, kept_by
 from swift_recovery.replay import draws
 from swift_recovery.replay.parallel import Rehearsal
 from swift_recovery.replay.ring import Frame, Pieces
@@ -144,7 +144,7 @@ class Rehearsing(Whole):
     def state(self) -> list[Tensor]:
         """What a step begins with, and may leave otherwise: parameters and buffers."""
         buffers = [one for module in self._modules for one in module._buffers.values() if one is not None]
-        return [*self.parameters, *(one for one in buffers if one.layout == torch.strided and not one.is_quantized)]
+        return [*self.parameters, *filter(has_plain_memory, buffers)]
 
     def are_inputs_changed(self) -> bool:
         """In place, since the step has begun: what would make it again begins with what is left of them."""
@@ -309,10 +309,10 @@ class Computing:
         # torch may have made a gradient that goes to the stage before that of a parameter, to which others are added.
         taken = {one.grad.data_ptr() for one in self._rehearsed.parameters if one.grad is not None}
         sent = self._rehearsed.key("input", stage, number)
-        self.computed.parts[sent] = [
-            one.clone() if one is not None and one.data_ptr() in taken else one
-            for one in self.computed.parts.get(sent, [])
-        ]
+        if sent in self.computed.parts:
+            self.computed.parts[sent] = [
+                one.clone() if one is not None and one.data_ptr() in taken else one for one in self.computed.parts[sent]
+            ]
         self._after_backward()
         return result
 
