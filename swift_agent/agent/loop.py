@@ -315,7 +315,7 @@ class Agent:
         self._reactor.post(self._patience.proved if held else self._patience.failed)
 
     def _on_end_of(self, local_rank: int) -> None:
-        self._channels.drop(local_rank)
+        self._channels.hear_out(local_rank)
         self._patience.settled(local_rank)
 
     def _on_modules(self, local_rank: int, names: tuple[str, ...]) -> None:

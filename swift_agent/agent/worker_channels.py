@@ -70,9 +70,8 @@ class WorkerChannels:
             try:
                 channel.post(said)
             except ChannelClosed:
-                self.drop(local_rank)
-            else:
-                self._watch(local_rank, channel)
+                channel.stop_sending()  # what it said before is heard, then the end of that
+            self._watch(local_rank, channel)
 
     def tick(self, now_s: float, deadline_s: float, paused: bool) -> None:
         """Tell of workers that have taken nothing for *deadline_s*, once each. *paused*: they cannot."""
@@ -100,6 +99,14 @@ class WorkerChannels:
         key = self._selector.get_key(channel)
         if key.events != wanted:
             self._selector.modify(channel, wanted, key.data)
+
+    def hear_out(self, local_rank: int) -> None:
+        """The process has ended: what it said before counts, though its end be seen first."""
+        channel = self._channels.get(local_rank)
+        if channel is not None:
+            # Not until the end of the channel, which a child of the script may still hold.
+            self._hear(local_rank, self._pids[local_rank], channel.receive_rest())
+            self.drop(local_rank)
 
     def drop(self, local_rank: int) -> None:
         channel = self._channels.pop(local_rank, None)
@@ -168,7 +175,10 @@ class WorkerChannels:
     def _on_worker(self, local_rank: int, channel: WorkerChannel, pid: int) -> None:
         try:
             channel.flush()
-            self._watch(local_rank, channel)
+        except ChannelClosed:
+            channel.stop_sending()
+        self._watch(local_rank, channel)
+        try:
             messages = channel.receive_ready()
         except ChannelClosed:
             self.drop(local_rank)  # its death is seen through its pidfd

@@ -81,6 +81,13 @@ class WorkerChannel:
         elif self.stuck_since_s is None or len(self._unsent) < num_before:
             self.stuck_since_s = time.monotonic()
 
+    def stop_sending(self) -> None:
+        """Nothing more comes from this side, and what was kept is dropped; what the other side says is still heard."""
+        self._unsent.clear()
+        self.stuck_since_s = None
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
     def receive(self) -> Message:
         """Block for one message. Raises `ChannelClosed` at end-of-file or on a malformed message."""
         while True:
@@ -93,6 +100,17 @@ class WorkerChannel:
         """All complete messages after one read of what is there; for an event loop. Raises `ChannelClosed`."""
         self._fill(socket.MSG_DONTWAIT)
         return self._take(None)
+
+    def receive_rest(self) -> list[Message]:
+        """All complete messages that are there, of a side that is at its end."""
+        messages: list[Message] = []
+        with contextlib.suppress(ChannelClosed):
+            while self._fill(socket.MSG_DONTWAIT):
+                pass
+        with contextlib.suppress(ChannelClosed):
+            while said := self._take(1):
+                messages += said
+        return messages
 
     def is_open(self) -> bool:
         """False once the other side has closed it and all it said was received."""
@@ -108,16 +126,18 @@ class WorkerChannel:
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
-    def _fill(self, flags: int = 0) -> None:
+    def _fill(self, flags: int = 0) -> bool:
+        """Whether something was there."""
         try:
             chunk = self.sock.recv(1 << 16, flags)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             raise ChannelClosed(str(error)) from None
         if not chunk:
             raise ChannelClosed("end of file")
         self._buffer += chunk
+        return True
 
     def _take(self, limit: int | None) -> list[Message]:
         messages: list[Message] = []

@@ -135,6 +135,39 @@ def test_what_is_kept_for_a_worker_is_bounded(line: Line) -> None:
     worker.close()
 
 
+@pytest.mark.parametrize("seen_first", ["its channel", "its process", "what cannot be sent", "what cannot be kept"])
+def test_the_last_words_of_a_worker_are_heard(line: Line, seen_first: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It says why it ends, and has ended before its agent looks."""
+    caplog.set_level(logging.INFO)
+    worker = line.hello(0)
+    if seen_first == "what cannot be kept":
+        line.channels.send((0,), go(1_000_000))
+    worker.send(written(wire.Holds()))
+    worker.send(written(wire.Note(0, "x" * 200_000)))
+    worker.sock.sendall(b"\0\0\0\x09cut")
+    worker.sock.close()
+    if seen_first == "what cannot be sent":
+        line.channels.send((0,), wire.Stop(1, "a peer is lost"))
+        line.channels.send((0,), wire.Wait(), may_skip=True)
+    if seen_first == "its process":
+        line.channels.hear_out(0)
+    else:
+        line.until(lambda: len(line.selector.get_map()) == 1)  # only the listener is left
+    assert line.events[1:] == [msg.WorkerHolds(0, os.getpid())]
+    assert [len(said) for said in caplog.messages] == [len("rank 0: ") + 200_000]
+    line.channels.hear_out(0)  # nothing is left
+
+
+def test_a_child_that_holds_the_channel_of_a_worker_keeps_nobody(line: Line) -> None:
+    worker = line.hello(0)
+    child = WorkerChannel(worker.sock.dup())
+    worker.send(written(wire.Holds()))
+    worker.sock.close()
+    line.channels.hear_out(0)
+    assert line.events[1:] == [msg.WorkerHolds(0, os.getpid())] and not child.is_open()
+    child.close()
+
+
 def test_a_worker_asks_whether_its_place_is_still_its_own(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """From two threads at once; and an agent that does not answer has said no."""
     worker = Supervisor(connect(line.channels.path), 0)

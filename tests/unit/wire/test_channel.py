@@ -45,6 +45,25 @@ def test_messages_come_whole_and_in_order(pair: tuple[WorkerChannel, WorkerChann
     sender.join()
 
 
+def test_what_a_side_said_before_it_went_is_there_though_nothing_reaches_it(
+    pair: tuple[WorkerChannel, WorkerChannel],
+) -> None:
+    ours, theirs = pair
+    theirs.send({"last": "word"})
+    theirs.sock.close()
+    with pytest.raises(ChannelClosed):
+        ours.post({"op": "stop"})
+    ours.stop_sending()
+    assert ours.stuck_since_s is None and ours.receive_rest() == [{"last": "word"}] and ours.receive_rest() == []
+
+
+def test_a_message_that_cannot_be_read_takes_none_before_it_away(pair: tuple[WorkerChannel, WorkerChannel]) -> None:
+    ours, theirs = pair
+    theirs.send({"first": 1})
+    theirs.sock.sendall(frame(b"{"))
+    assert ours.receive_rest() == [{"first": 1}]
+
+
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=20), max_size=3), max_size=6),
        st.data())
