@@ -84,6 +84,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_nodes[its end and the step]",
         "test_shards_without_replicas_come_back_from_a_checkpoint",
     ),
+    "faults/test_kernels.py": (
+        "test_a_spare_that_computes_otherwise_says_so_when_it_has_taken_a_place",
+        "test_replicas_that_round_otherwise_train_on_and_are_told[a worker]",
+    ),
     "faults/test_meshes.py": (
         "test_workers[tensor]",
         "test_workers[pipeline]",

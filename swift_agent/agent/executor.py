@@ -35,7 +35,7 @@ from swift_agent.wire.environment import Placement, run_name, share_of
 from swift_recovery.transfer import node_paths
 from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.records import ProfileRecord, RateRecord, ResultRecord, StoreRecord
+from swift_rendezvous.roster.records import KernelsRecord, ProfileRecord, RateRecord, ResultRecord, StoreRecord
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store.kv import KeyValueStore
 
@@ -183,6 +183,12 @@ class Executor:
     def imported(self, modules: Sequence[str]) -> None:
         """Have it written what standbys of all nodes import ahead; *modules* are signed."""
         self._write(transactions.preload(self._keys, self._state().view, self._presence().me, modules))
+
+    def kernels(self, said: wire.Kernels) -> None:
+        """Have it written what all ranks compute with, unless it was known before."""
+        if self._state().view.kernels is None:
+            record = KernelsRecord(said.texts, said.of)
+            self._write(transactions.kernels(self._keys, self._state().view, self._presence().me, record))
 
     def saw(self, view: View, acting: bool) -> None:
         """The job has changed: tell people what is new, which the coordinator, *acting* here, does for all."""

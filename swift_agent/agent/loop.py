@@ -87,7 +87,7 @@ class Agent:
         )  # fmt: skip
         self._channels = WorkerChannels(
             directories.socket, self._reactor.selector, self._crew.processes, self._patience, self._event,
-            self._on_modules, self._why_not_ours,
+            self._on_modules, lambda said: self._executor.kernels(said), self._why_not_ours,
         )  # fmt: skip
         self._stores = GenerationStores(
             address, config.key, lambda why: self._reactor.post(lambda: self._fail(why)), config.master_addr,

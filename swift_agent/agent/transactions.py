@@ -18,6 +18,7 @@ from swift_rendezvous.roster.records import (
     DrainRecord,
     EventRecord,
     ExitedRecord,
+    KernelsRecord,
     MeasuredRecord,
     NodeRecord,
     ParkedRecord,
@@ -132,6 +133,12 @@ def profiled(keys: Keys, view: View, me: NodeRecord, record: ProfileRecord) -> T
 def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> Transaction:
     """What standbys import ahead; *modules* are signed (`JobKey.signed_modules`)."""
     return Transaction("preload", fence(keys, view, me), [Put(keys.preload, ",".join(modules).encode())])
+
+
+def kernels(keys: Keys, view: View, me: NodeRecord, record: KernelsRecord) -> Transaction:
+    """What the first workers of all ranks compute with. Every node says it, and the first one counts."""
+    guards = [*fence(keys, view, me), Compare.absent(keys.kernels)]
+    return Transaction("kernels", guards, [Put(keys.kernels, encode(record))])
 
 
 def recovered(

@@ -38,16 +38,18 @@ class WorkerChannels:
     """Registers its sockets with *selector*, whose keys' data are called when they are readable.
 
     *processes*: the newest process of each local rank, as of now. *on_event* takes events; *on_modules* a local rank
-    and what it has imported. *why_not*: why the place of this node in a generation is not its own, '' if it is.
+    and what it has imported; *on_kernels* what all ranks compute with. *why_not*: why the place of this node in a
+    generation is not its own, '' if it is.
     """
 
     def __init__(
         self, directory: str, selector: selectors.BaseSelector, processes: Mapping[int, WorkerProcess],
         patience: Patience, on_event: Callable[[msg.Event], None],
-        on_modules: Callable[[int, tuple[str, ...]], None], why_not: Callable[[int], str],
+        on_modules: Callable[[int, tuple[str, ...]], None], on_kernels: Callable[[wire.Kernels], None],
+        why_not: Callable[[int], str],
     ) -> None:  # fmt: skip
         self._selector, self._processes, self._patience = selector, processes, patience
-        self._on_event, self._on_modules, self._why_not = on_event, on_modules, why_not
+        self._on_event, self._on_modules, self._on_kernels, self._why_not = on_event, on_modules, on_kernels, why_not
         self._listener = WorkerListener(directory)
         self._channels: dict[int, WorkerChannel] = {}  # by local rank
         self._pids: dict[int, int] = {}
@@ -237,6 +239,8 @@ class WorkerChannels:
                 self.send((local_rank,), wire.Place(number, self._why_not(generation)))
             case wire.Modules(names):
                 self._on_modules(local_rank, names)
+            case wire.Kernels():
+                self._on_kernels(message)
             case wire.Note(rank, text):
                 log.info("rank %d: %s", rank, text)
             case wire.Hello():

@@ -55,6 +55,9 @@ no process group (SWIFT, section 5.2)."""
 ENV_INJECTION = "SWIFT_INJECTION"
 """With `--allow-injection` only: the directory of the agent, where faults are ordered."""
 
+ENV_COMPUTED = "SWIFT_COMPUTED"
+"""What the first process of this rank computed with (`swift_recovery.replay.kernels`); not set where it was none."""
+
 # More than a node has workers.
 _HELPER = 1000
 
@@ -102,6 +105,8 @@ class Placement:
     parallel_sum: str = ""
     """See `ENV_PARALLEL_SUM`; empty where there are none."""
     injects: bool = False
+    computed: tuple[str, ...] = ()
+    """By local rank, see `ENV_COMPUTED`; empty if that is not known."""
 
     def rank(self, local_rank: int) -> int:
         first = self.slot * self.num_workers if self.first_rank is None else self.first_rank
@@ -171,7 +176,9 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         ENV_RUN: place.run,
         ENV_MESSAGE_LOG: place.message_log,
     }
-    for name in (ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES, ENV_PARALLEL_SUM, ENV_HELPER, ENV_INJECTION):
+    for name in (
+        ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES, ENV_PARALLEL_SUM, ENV_HELPER, ENV_INJECTION, ENV_COMPUTED,
+    ):  # fmt: skip
         env.pop(name, None)  # of a job that this one is part of
     if place.message_log_bytes is not None:
         env[ENV_MESSAGE_LOG_BYTES] = str(place.message_log_bytes // place.num_workers)
@@ -187,6 +194,8 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         env[ENV_PARALLEL_SUM] = place.parallel_sum
     if share_of(number):
         env[ENV_HELPER] = str(share_of(number))
+    if place.computed:
+        env[ENV_COMPUTED] = place.computed[local_rank]
     if place.nodes:
         env[ENV_NODES] = ",".join(map(str, place.nodes))
     if place.virtual_local_rank:

@@ -236,6 +236,14 @@ class Modules:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What the workers of all ranks compute with, as they have told each other: see `KernelsRecord`."""
+
+    texts: tuple[str, ...]
+    of: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Note:
     """A line for people, shown by the agent."""
 
@@ -245,9 +253,9 @@ class Note:
 
 ToAgent = (
     Hello | Report | Holds | Resumed | Finished | Promised | Parked | Kept | At | Unfit | Suspect | Again | AskPlace
-    | Measured | Modules | Note
+    | Measured | Modules | Kernels | Note
 )  # fmt: skip
 TO_AGENT: Vocabulary[ToAgent] = Vocabulary(
     Hello, Report, Holds, Resumed, Finished, Promised, Parked, Kept, At, Unfit, Suspect, Again, AskPlace, Measured,
-    Modules, Note,
+    Modules, Kernels, Note,
 )

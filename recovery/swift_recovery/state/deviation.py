@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from swift_recovery.state import machines
+
 Kind = Literal["hyper", "mode", "buffer", "parameter", "state", "gradient", "loader"]
 KINDS: tuple[Kind, ...] = ("hyper", "mode", "parameter", "state", "buffer", "gradient", "loader")
 # Undisturbed: who differs until then never was a replica.
@@ -54,7 +56,7 @@ class Fingerprint:
 
     *apart*: names that differed before anything had failed, None: this process did not see that time. *began_in*: the
     generation in which this process began. *differed*: after so many iterations replicas were seen to differ, before
-    anything had failed; 0: they were not.
+    anything had failed; 0: they were not. *computes*: with what, see `swift_recovery.replay.kernels`.
     """
 
     parts: Mapping[Kind, Mapping[str, str]]
@@ -62,6 +64,7 @@ class Fingerprint:
     apart: frozenset[str] | None = None
     began_in: int = 0
     differed: int = 0
+    computes: str = ""
 
     def digest(self) -> str:
         """Of all that is compared."""
@@ -71,7 +74,7 @@ class Fingerprint:
     def to_json(self) -> dict[str, Any]:
         apart = None if self.apart is None else sorted(self.apart)
         told = {"parts": self.parts, "shown": self.shown, "apart": apart, "began_in": self.began_in}
-        return told | {"differed": self.differed}
+        return told | {"differed": self.differed, "computes": self.computes}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Fingerprint:
@@ -82,6 +85,7 @@ class Fingerprint:
             None if apart is None else frozenset(apart),
             int(data["began_in"]),
             int(data.get("differed", 0)),
+            str(data.get("computes", "")),
         )
 
 
@@ -178,6 +182,8 @@ def sentence(
     if {one.kind for one in differences if one.kind != "buffer"} == {"loader"}:
         ends = ". Training goes on, but none of these ranks can replace another: at the next loss all start again"
         return f"{what}{since}. {LOADERS}{ends if late else ''}"
+    if because := because_of_machines(prints, differences):
+        return f"{what}{since}. {because}"
     if late:
         return (
             f"{what}{since}. Nothing has failed, so this is the script's own: a value of each rank that reaches the "
@@ -214,6 +220,19 @@ def sentence(
     return (
         f"{what}{since}. {cause[0].upper()}{cause[1:]}: have job.track() name the object that keeps it, or work it out "
         "from job.iteration_number"
+    )
+
+
+def because_of_machines(prints: Mapping[int, Fingerprint], differences: Collection[Difference]) -> str:
+    """Why replicas with these *differences* may not stay equal, whatever the script does (a norm of gradients is
+    enough: other kernels add in another order); '' if no machine can be the reason. Ranks that compute alike may
+    differ, too: one of them was replaced, and has what another rank had rounded."""
+    kinds = machines.kinds_of({rank: one.computes for rank, one in prints.items()})
+    if not kinds or not differences or {one.kind for one in differences} - {"parameter", "state", "buffer"}:
+        return ""
+    return (
+        f"They do not compute alike, and may round otherwise: {kinds}. Training goes on, each rank with its own "
+        f"values; a replacement gets those of another one. {machines.REMEDY}"
     )
 
 

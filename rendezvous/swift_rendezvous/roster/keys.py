@@ -56,6 +56,10 @@ class Keys:
         return self.prefix + "preload"
 
     @property
+    def kernels(self) -> str:
+        return self.prefix + "kernels"
+
+    @property
     def result(self) -> str:
         return self.prefix + "end"
 

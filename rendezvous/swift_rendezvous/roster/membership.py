@@ -274,14 +274,18 @@ def _release(view: View) -> Decision:
             ends[rank] = end
             held = f"iteration {end.get('iteration')}, checksum {end.get('checksum')}"
             seen.setdefault(str(end.get("replicas")), {}).setdefault(held, []).append(rank)
-    for held_by in seen.values():
-        if len(held_by) > 1:
+    others = ""
+    for replicas, held_by in seen.items():
+        if len({ends[rank].get("computes") for ranks in held_by.values() for rank in ranks}) > 1 < len(held_by):
+            # Of that the workers have told.
+            others += f"; replicas {replicas} do not compute alike, and have {len(held_by)} checksums"
+        elif len(held_by) > 1:
             found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())
             what = _differing({rank: ends[rank] for ranks in held_by.values() for rank in ranks})
             why = f"the replicas differ at the end of the run: {what}{found}"
             return Decision((PublishResult(ResultRecord("failed", why)),), why=why)
     checked = sum(n for held in seen.values() for n in map(len, held.values()) if n > 1)
-    why = "all workers reached their end" + (f"; {checked} replicas have equal checksums" if checked else "")
+    why = f"all workers reached their end{f'; {checked} replicas have equal checksums' if checked else ''}{others}"
     return Decision((PublishRelease(),), why=why)
 
 

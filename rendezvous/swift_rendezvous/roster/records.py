@@ -196,10 +196,7 @@ class GenerationRecord:
         return self.mode in ("replace", "resize")
 
     def slot_of(self, incarnation: str) -> int | None:
-        for slot, owner in enumerate(self.slots):
-            if owner.incarnation == incarnation:
-                return slot
-        return None
+        return next((slot for slot, owner in enumerate(self.slots) if owner.incarnation == incarnation), None)
 
 
 FailureKind = Literal["node", "workers", "restart", "again"]
@@ -374,6 +371,14 @@ class ProfileRecord:
     helpers: tuple[tuple[int, ...], ...] = ()
     is_final: bool = False
     errors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelsRecord:
+    """What the first process of each rank computes with; *of*: by rank, the number of its kind among *texts*."""
+
+    texts: tuple[str, ...]
+    of: tuple[int, ...]
 
 
 @dataclass(frozen=True)

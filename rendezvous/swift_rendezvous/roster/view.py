@@ -30,6 +30,7 @@ from swift_rendezvous.roster.records import (
     FinishedRecord,
     GenerationRecord,
     JobRecord,
+    KernelsRecord,
     MeasuredRecord,
     NodeRecord,
     ParkedRecord,
@@ -76,6 +77,7 @@ class View:
     coordinator_revision: int = 0
     tracked: bool = False
     preload: tuple[str, ...] = ()
+    kernels: KernelsRecord | None = None
     store: StoreRecord | None = None
     plan: PlanRecord | None = None
     released: bool = False
@@ -115,6 +117,14 @@ class View:
         """The slots of its group, itself among them."""
         return next((group for group in self.log_groups if slot in group), (slot,))
 
+    def computed_by(self, ranks: range) -> tuple[str, ...]:
+        """What the first processes of these ranks computed with; () if that is not known, or was of another size."""
+        known = self.kernels
+        if known is None or self.generation is None or len(known.of) != self.generation.world_size:
+            return ()
+        texts = {number: "".join(filter(str.isprintable, text)) for number, text in enumerate(known.texts)}
+        return tuple(texts.get(known.of[rank], "")[:_MAX_TEXT] for rank in ranks)
+
     @property
     def number(self) -> int:
         """The current generation, 0 before the first."""
@@ -147,6 +157,8 @@ class Change:
     create_revision: int = 0
 
 
+# Of a text that becomes a variable of a worker.
+_MAX_TEXT = 1000
 # Of why a record cannot be read: it may quote what a stranger wrote.
 _MAX_WHY = 200
 REMOVED = "was removed by somebody"
@@ -155,7 +167,7 @@ _NOTHING = View()
 # By name. The records of the job itself that need no more than to be read:
 _SIMPLE = {
     kind.name: kind for kind in kinds.PER_JOB
-    if kind.attribute in ("tracked", "preload", "result", "rate", "profile")
+    if kind.attribute in ("tracked", "preload", "kernels", "result", "rate", "profile")
 }  # fmt: skip
 _PER_GENERATION = {kind.name: kind for kind in kinds.PER_GENERATION}
 _PER_SLOT = {kind.name: kind for kind in kinds.PER_SLOT}

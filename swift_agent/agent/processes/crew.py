@@ -366,6 +366,7 @@ def placement(
         generation=generation.number,
         socket_path=socket_path,
         injects=config.allow_injection,
+        computed=view.computed_by(generation.ranks_of(slot)),
         message_log=message_log,
         message_log_bytes=config.message_log_bytes,
         log_store=config.log_store or "",

@@ -6,6 +6,7 @@ It must never end a process of which a recovery still needs the state.
 from __future__ import annotations
 
 import time
+import zlib
 from typing import Any
 
 from swift_agent.wire import messages as msg
@@ -104,6 +105,7 @@ class Ending:
             "iteration": self._place.here.iteration,
             "replicas": ranges_of(self._tracked.replicas),
             "checksum": f"{self._tracked.checksum():016x}",
+            "computes": f"{zlib.crc32(self._tracked.computes.encode()):08x}",
             # Of these it says which differ, should the checksums do.
             "parts": summarised(Fingerprints(self._tracked.state).take(whole=True), MAX_PARTS),
         }

@@ -9,6 +9,7 @@ It must never decide anything itself.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from swift_agent.errors import UsageError
 from swift_agent.wire.standing import MyStanding
+from swift_agent.worker.checks import kernels
 from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.checks.lookout import Lookout
 from swift_agent.worker.groups.process_groups import ProcessGroups
@@ -37,6 +39,7 @@ from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
+from swift_recovery.replay.kernels import computes_with
 
 R = TypeVar("R")
 
@@ -103,6 +106,7 @@ class Protected:
         self.dry_runs.tracked = tracked
         if tracked.checkpoints is not None:
             self.out.begin_with = "the newest checkpoint"
+        tracked.computes = computes_with(self.device)
         self._loop = _Loop(self, tracked, witnesses)
         return self._loop
 
@@ -119,6 +123,7 @@ class Protected:
             self._origin(place, tracked)
             recovery.phases_s["set-up"] = time.monotonic() - self._created_s
             recovery.run()
+            self._tell_kernels(tracked.computes)
             return
         if self.supervisor.generation > 1:
             recovery.starts_over(time.monotonic() - self._created_s)
@@ -133,12 +138,14 @@ class Protected:
             # then never cuts a collective of somebody's set-up, which could not be repeated.
             origin, overlaps = self._origin(place, tracked), isinstance(tracked.updates, OverlappedUpdates)
             here = [newest, every, overlaps, place.seeds.number, self.supervisor.generation]
+            here.append(kernels.checksum(tracked.computes))
             everyone = self.groups.all_gather_ints([*origin, *here, *tracked.digests_of_others()])
             place.seeds.common, place.began = everyone[0][5:7]
             if len({told[4] for told in everyone}) > 1:
                 # They agree on an update before it, or after it.
                 raise UsageError("job.track(): overlap_update=True on some ranks only; say the same on all.")
-            self._check_others(tracked, [everyone[rank][7:] for rank in tracked.replicas])
+            self._check_others(tracked, [everyone[rank][8:] for rank in tracked.replicas])
+            self._compare_kernels(tracked.computes, [told[7] for told in everyone])
             if tracked.messages is not None:
                 tracked.messages.beginnings.origins = [told[:2] for told in everyone]
             if witnesses is not None:
@@ -155,6 +162,18 @@ class Protected:
                 raise
             if place.status == "empty":
                 recovery.run()  # before the script is in a loop
+
+    def _compare_kernels(self, mine: str, checksums: list[int]) -> None:
+        said = kernels.told_by_all(self.groups.store, self.place.rank, mine, checksums)
+        if kernels.says_for_its_node(os.environ):
+            self.supervisor.send(said)
+        if self.place.rank == 0 and (told := kernels.difference_of_ranks(said)):
+            self.supervisor.note(told)
+        self._tell_kernels(mine)
+
+    def _tell_kernels(self, mine: str) -> None:
+        if told := kernels.tell_difference(self.groups.store, mine, os.environ):
+            self.supervisor.note(told)
 
     def _check_others(self, tracked: Tracked, of_replicas: list[list[int]]) -> None:
         """A replacement gets the state of another rank, of a loader of the script's own too: its place in the data."""

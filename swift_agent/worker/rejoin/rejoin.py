@@ -46,7 +46,7 @@ from swift_logging_store.errors import LinkLost
 from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, TransferError
 from swift_recovery.planning.plan import Plan
-from swift_recovery.state.deviation import Fingerprint, all_differences, describe
+from swift_recovery.state.deviation import Fingerprint, all_differences, because_of_machines, describe
 from swift_recovery.transfer import node_file
 from swift_recovery.transfer.replica import GroupLink, receive, receive_state, send_state
 
@@ -274,23 +274,29 @@ class Rejoin:
         everyone = self._groups.all_gather_ints([mine, carried])
         differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
         if differing:
-            raise ReplicaMismatch(self._name_differences())
+            self._judge_differences()
         others = [rank for rank in self._tracked.replicas if everyone[rank][1] != carried]
         self._place.gradients_differ = bool(others)
         if others:
             self._tracked.watch_gradients()
 
-    def _name_differences(self) -> str:
-        """All replicas tell each other what they hold."""
+    def _judge_differences(self) -> None:
+        """All replicas tell each other what they hold. Raises `ReplicaMismatch`, unless they only round otherwise: that
+        they are told of when they train."""
         store = PrefixStore("prints", self._groups.store)
-        mine = replace(Fingerprints(self._tracked.state).take(whole=True), differed=self._tracked.differed_after)
+        mine = replace(
+            Fingerprints(self._tracked.state).take(whole=True), differed=self._tracked.differed_after,
+            computes=self._tracked.computes,
+        )  # fmt: skip
         store.set(str(self._place.rank), json.dumps(mine.to_json()))
         told = {rank: json.loads(store.get(str(rank))) for rank in self._tracked.replicas}
         prints = {rank: Fingerprint.from_json(data) for rank, data in told.items()}
         strict = [one for one in all_differences(prints) if one.kind != "buffer"]
+        if because_of_machines(prints, strict):
+            return
         since = max(one.differed for one in prints.values())
         when = f", as they did after iteration {since}, before anything had failed" if since else " after the recovery"
-        return f"replicas differ{when}: {describe(strict) or 'their checksums'}"
+        raise ReplicaMismatch(f"replicas differ{when}: {describe(strict) or 'their checksums'}")
 
     def _pay_debt(self, iteration: int) -> None:
         """An update that was promised by a replica which is lost as well is made after all."""

@@ -59,6 +59,8 @@ class _Task:
     is_known: bool = False
     """All replicas have told what they hold; set before *settled*."""
     differs: bool = False
+    rounds: bool = False
+    """They differ, and only because they do not compute alike."""
 
 
 class Comparison:
@@ -86,7 +88,7 @@ class Comparison:
         self._gradients = threading.Lock()
         self._used_after: set[int] = set()
         self._unlike_after: dict[int, str] = {}
-        self._has_given_up = False
+        self._has_given_up = self._has_told_of_machines = False
         self.due = NEVER
 
     @property
@@ -242,7 +244,7 @@ class Comparison:
                 task.is_known = True
                 if task.undisturbed:
                     self._apart = self._apart or frozenset()
-            if task.is_known and not task.differs and self._is_current(task):
+            if task.is_known and not (task.differs or task.rounds) and self._is_current(task):
                 self._equal_after = task.number
             store.delete_key(f"{name}/{rank}")
         finally:
@@ -251,7 +253,7 @@ class Comparison:
     def _name(self, store: StoreClient, task: _Task, name: str) -> None:
         """All tell all that they have; each finds the same."""
         replicas, rank = self._tracked.replicas, self._place.rank
-        mine = replace(task.print, apart=self._apart)
+        mine = replace(task.print, apart=self._apart, computes=self._tracked.computes)
         store.set(f"{name}/{rank}", json.dumps(mine.to_json()))
         keys = [f"{name}/{one}" for one in replicas]
         if not self._wait(store, task, keys):
@@ -262,10 +264,13 @@ class Comparison:
         if task.undisturbed or self._apart is not None:
             self._apart = by_design
         of_each_rank = deviation.are_of_each_rank(wrong)
+        task.rounds = bool(deviation.because_of_machines(prints, wrong))
         # Nothing has failed, and for long they have been alike: as it would without us, training goes on.
-        goes_on = of_each_rank or task.is_late or not deviation.forbids_going_on(wrong)
-        is_told = task.is_late and bool(self._tracked.differed_after)
-        if task.is_late and deviation.forbids_going_on(wrong) and not of_each_rank:
+        forbids = deviation.forbids_going_on(wrong) and not of_each_rank and not task.rounds
+        goes_on = task.is_late or not forbids
+        is_told = (task.is_late and bool(self._tracked.differed_after)) or (task.rounds and self._has_told_of_machines)
+        self._has_told_of_machines |= task.rounds
+        if task.is_late and forbids:
             self._tracked.differed_after = self._tracked.differed_after or task.number
         task.differs, task.is_known = not goes_on, True
         if self._apart is not None and not task.differs:

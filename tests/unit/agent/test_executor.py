@@ -16,12 +16,14 @@ from swift_agent.agent.executor import Executor
 from swift_agent.agent.lifecycle import commands, strategy
 from swift_agent.agent.lifecycle.state import AgentState, Suspicion
 from swift_agent.agent.record_writer import Write
+from swift_agent.wire import messages as wire
 from swift_agent.wire.environment import helper_number
 from swift_recovery.planning.plan import Plan
 from swift_rendezvous.roster.records import (
     FailureRecord,
     Helper,
     JobRecord,
+    KernelsRecord,
     NodeRecord,
     PlanRecord,
     ProfileRecord,
@@ -88,6 +90,17 @@ def test_who_has_not_decided_does_not_tell_but_writes_its_file_once(
         agent.saw(view(tracked=False, profile=known), True)
     (said,) = caplog.messages
     assert said.endswith("cannot be written: No such file or directory")
+
+
+def test_what_ranks_compute_with_is_written_once_in_a_run() -> None:
+    writes: list[Write] = []
+    state = AgentState("n0", "n0.1", view=view(generation=generation(1)))
+    agent = executor(writes, lambda: state)
+    agent.kernels(wire.Kernels(("AVX2", "AVX512"), (0, 1)))
+    assert [write.what for write in writes] == ["kernels"]
+    state = replace(state, view=replace(state.view, kernels=KernelsRecord(("AVX2", "AVX512"), (0, 1))))
+    agent.kernels(wire.Kernels(("AVX512",), (0, 0)))
+    assert len(writes) == 1
 
 
 def test_all_are_told_how_many_help_and_a_helper_which_share_is_its_own(caplog: pytest.LogCaptureFixture) -> None:

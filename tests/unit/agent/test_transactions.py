@@ -16,6 +16,7 @@ from swift_rendezvous.roster.records import (
     CoordinatorRecord,
     EventRecord,
     FinishedRecord,
+    KernelsRecord,
     RateRecord,
     ResultRecord,
     ResumedRecord,
@@ -114,6 +115,13 @@ def test_the_first_end_of_a_job_stands() -> None:
     )
 
 
+def test_what_the_first_workers_computed_with_stands() -> None:
+    store, seen = stored()
+    first, second = (KernelsRecord((text,), (0, 0)) for text in ("AVX2", "AVX512"))
+    assert written(store, transactions.kernels(KEYS, seen, ME, first))
+    assert not written(store, transactions.kernels(KEYS, seen, ME, second))
+
+
 def test_a_recovery_is_told_beside_the_begin_of_its_generation() -> None:
     store, seen = stored()
     store.put(KEYS.event(1), b"begin")
@@ -129,6 +137,7 @@ def test_a_recovery_is_told_beside_the_begin_of_its_generation() -> None:
 @pytest.mark.parametrize("make", [
     lambda seen: transactions.hosted_store(KEYS, seen, ME, 1, StoreRecord("h", 1)),
     lambda seen: transactions.preload(KEYS, seen, ME, ["numpy"]),
+    lambda seen: transactions.kernels(KEYS, seen, ME, KernelsRecord(("AVX2",), (0, 0))),
     lambda seen: transactions.rate(KEYS, seen, ME, RateRecord(7, 2.5, 1, 12.0), {6: 11.5}, 0),
     lambda seen: transactions.notice(KEYS, seen, ME, "SIGTERM", 20.0, 12.0),
 ])  # fmt: skip

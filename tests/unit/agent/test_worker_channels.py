@@ -44,13 +44,14 @@ class Line:
     def __init__(self, directory: Path, pids: dict[int, int]) -> None:
         self.selector = selectors.DefaultSelector()
         self.events: list[msg.Event] = []
+        self.kernels: list[wire.Kernels] = []
         self.processes: dict[int, Any] = {
             rank: SimpleNamespace(pid=pid, generation=1, exit_code=None) for rank, pid in pids.items()
         }
         patience = Patience(lambda: None, lambda ranks: None)
         self.channels = WorkerChannels(
             str(directory), self.selector, self.processes, patience, self.events.append, lambda rank, names: None,
-            lambda generation: "" if generation == 1 else f"generation {generation} is over",
+            self.kernels.append, lambda generation: "" if generation == 1 else f"generation {generation} is over",
         )  # fmt: skip
 
     def turn(self, timeout_s: float = 0.1) -> None:
@@ -197,12 +198,12 @@ def test_what_a_helper_says_of_itself_is_no_news_of_a_worker(tmp_path: Path, cap
     for said in (
         wire.Report(1, {}), wire.Holds(), wire.Resumed(1, 5, {}), wire.Finished(1, {}), wire.Kept(5, 0),
         wire.Suspect("reset"), wire.Again(1, "apart"), wire.Modules(("numpy",)), wire.At(5), wire.Note(3, "repeats"),
-        wire.AskPlace(7, 1), wire.Unfit("no log"),
+        wire.AskPlace(7, 1), wire.Kernels(("AVX2",), (0,)), wire.Unfit("no log"),
     ):  # fmt: skip
         helper.send(written(said))
     line.until(lambda: len(line.events) == 2)
     assert line.events == [msg.HelperWaits(number, os.getpid()), msg.HelperUnfit(number, os.getpid(), "no log")]
-    assert caplog.messages == ["rank 3: repeats"]
+    assert caplog.messages == ["rank 3: repeats"] and not line.kernels
     assert helper.receive() == written(wire.Place(7, "a helper has no place in the job"))
     line.channels.send((number,), go(1))
     assert helper.receive() == written(go(1))

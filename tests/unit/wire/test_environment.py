@@ -8,6 +8,7 @@ import pytest
 
 from swift_agent.wire.channel import ENV_SOCKET
 from swift_agent.wire.environment import (
+    ENV_COMPUTED,
     ENV_GENERATION,
     ENV_HELPER,
     ENV_LOCAL_RANK,
@@ -61,6 +62,11 @@ def test_workers_of_a_node_share_what_logs_may_take() -> None:
 def test_where_logs_are_copied_to() -> None:
     assert worker_env(replace(PLACE, log_store="s3://b/logs"), 3, {})[ENV_LOG_STORE] == "s3://b/logs"
     assert ENV_LOG_STORE not in worker_env(PLACE, 0, {ENV_LOG_STORE: "s3://of/another"})
+
+
+def test_what_a_rank_was_computed_with() -> None:
+    assert ENV_COMPUTED not in worker_env(PLACE, 1, {ENV_COMPUTED: "of another job"})
+    assert worker_env(replace(PLACE, computed=("AVX2", "AVX512")), 1, {})[ENV_COMPUTED] == "AVX512"
 
 
 def test_a_helper_has_the_environment_of_the_worker_that_it_helps() -> None:

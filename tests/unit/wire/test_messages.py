@@ -45,6 +45,7 @@ SAID_TO_AGENT: list[wire.ToAgent] = [
     wire.AskPlace(5, 2),
     wire.Measured(3, {"rank": 1, "iteration_s": 0.5, "sent_bytes": {"2": 100}}),
     wire.Modules(("numpy", "torchvision")),
+    wire.Kernels(("torch 2.13.0, AVX2", "torch 2.13.0, AVX512"), (0, 1)),
     wire.Note(1, "repeats 4 iterations"),
 ]
 ASSIGNMENT = orders.Assignment({"RANK": "1"}, "", "/tmp/err", "/home", "script", "/home/train.py", ("--lr", "0.1"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from swift_recovery.state.deviation import (
     Fingerprint,
     all_differences,
     are_of_each_rank,
+    because_of_machines,
     compare,
     describe,
     forbids_going_on,
@@ -151,6 +154,36 @@ def test_replicas_that_begin_to_differ_in_an_undisturbed_run_are_told_and_go_on(
     wrong, _ = compare(told, undisturbed=True)
     said = sentence(told, wrong, iteration=64, equal_after=32, undisturbed=True, generation=1, late=True)
     assert "after iteration 32 they were equal). Nothing has failed" in said and "Training goes on" in said
+
+
+def on_machines(states: list[TrainingState], computes: list[str]) -> dict[int, Fingerprint]:
+    told = prints(*states)
+    return {rank: replace(told[rank], computes=computes[rank]) for rank in told}
+
+
+def test_replicas_that_do_not_compute_alike_and_differ_are_told_that() -> None:
+    """No script makes them equal."""
+    told = on_machines([trained(), trained(), trained(bump=1.0)], ["1 threads, AVX2"] * 2 + ["1 threads, SVE"])
+    assert Fingerprint.from_json(told[2].to_json()) == told[2]
+    wrong, _ = compare(told, undisturbed=True)
+    for late in (False, True):
+        text = sentence(told, wrong, iteration=2, equal_after=1, undisturbed=True, generation=1, late=late)
+        assert " (after iteration 1 they were equal). They do not compute alike, and may round otherwise: " in text
+        assert ": ranks 0, 1 with AVX2; rank 2 with SVE. Training goes on, each rank with its own values; " in text
+        assert "all start again" not in text and text.endswith("machines of one kind (see Reproducibility)")
+
+
+@pytest.mark.parametrize(
+    ("states", "computes"),
+    [
+        ([{}, {}, {"bump": 1.0}], ["AVX2"] * 3),  # all alike
+        ([{}, {}, {"bump": 1.0, "lr": 0.05}], ["AVX2", "AVX2", "SVE"]),  # nobody rounds a learning rate
+    ],
+)  # fmt: skip
+def test_no_machine_is_blamed_for_what_a_script_does(states: list[dict[str, float]], computes: list[str]) -> None:
+    told = on_machines([trained(**one) for one in states], computes)
+    wrong, _ = compare(told, undisturbed=False)
+    assert wrong and because_of_machines(told, wrong) == "" and because_of_machines(told, []) == ""
 
 
 def test_gradients_of_each_rank_are_no_other_model() -> None:

@@ -122,6 +122,9 @@ def test_replicas_that_differ_at_the_end_fail_the_job() -> None:
     ends = {0: _finished(0, parts=parts), 1: _finished(1, checksum="ab", parts={**parts, "lr of optimizer": "0.2"})}
     said = result(ask(view(finished=ends))).why
     assert "lr of optimizer (0.1 on ranks [0, 1], 0.2 on ranks [2, 3])" in said and "weight" not in said
+    elsewhere = view(finished={0: _finished(0), 1: _finished(1, checksum="ab", computes="of another machine")})
+    assert ask(elsewhere).commands == (PublishRelease(),)
+    assert ask(elsewhere).why.endswith("; replicas [0, 1, 2, 3] do not compute alike, and have 2 checksums")
     shards = view(finished={0: _finished(0, replicas=[0, 1]), 1: _finished(1, checksum="ab", replicas=[2, 3])})
     assert ask(shards).commands == (PublishRelease(),)
 

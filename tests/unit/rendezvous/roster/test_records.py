@@ -46,6 +46,7 @@ RECORDS: list[Any] = [
     k.JobRecord(4, 8, "command", 3, strategy="log+parallel", helpers=k.AS_MANY_AS_PAY),
     k.Helper(3, 1, "n2", "n2.1"),
     dataclasses.replace(generation(3, "replace", lost={1: (1,)}), helpers=(k.Helper(3, 1, "n2", "n2.1"),) * 2),
+    k.KernelsRecord(("torch 2.13.0, AVX2", "torch 2.13.0, AVX512"), (0, 1)),
     k.CoordinatorRecord("n0", "n0.1"),
     k.EventRecord(2, "recovered", "why", 1.5, {"any": ["thing"]}),
 ]
@@ -130,7 +131,8 @@ def test_keys_of_a_job_do_not_reach_into_another() -> None:
     mine, other = keys_module.Keys("gpt"), keys_module.Keys("gpt-2")
     assert not other.node("a").startswith(mine.prefix)
     assert not mine.failure(11, 0).startswith(mine.failure(1, 0).rpartition("/")[0] + "/")
-    names = [mine.job, mine.generation, mine.coordinator, mine.tracked, mine.preload, mine.result, mine.node("a"),
+    names = [mine.job, mine.generation, mine.coordinator, mine.tracked, mine.preload, mine.kernels, mine.result,
+             mine.node("a"),
              mine.failure(1, 0), mine.progress(1, 0), mine.store(1), mine.plan(1), mine.resumed(1, 0),
              mine.finished(1, 0), mine.release(1), mine.exited(1, 0), mine.event(1), mine.recovery(1)]
     assert len(set(names)) == len(names) and all(name.startswith(mine.prefix) for name in names)

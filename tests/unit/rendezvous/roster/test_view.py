@@ -17,6 +17,7 @@ from swift_rendezvous.roster.records import (
     CoordinatorRecord,
     ExitedRecord,
     JobRecord,
+    KernelsRecord,
     PlanRecord,
     ProgressRecord,
     ResultRecord,
@@ -151,6 +152,18 @@ def test_result_and_preload() -> None:
     assert history.write(Put(KEYS.result, encode(ResultRecord("stopped", "w")))).result == ResultRecord("stopped", "w")
     assert history.write(Put(KEYS.preload, b"a,b")).preload == ("a", "b")
     assert history.write(Delete(KEYS.preload)).preload == ()
+
+
+def test_what_the_first_processes_computed_with_is_known_by_rank() -> None:
+    history = History()
+    assert history.write(_put_generation(1)).computed_by(range(2)) == ()
+    size = generation(1).world_size
+    assert size == 4
+    known = history.write(Put(KEYS.kernels, encode(KernelsRecord(("an\nA\0", "B" * 5000), (1, 0, 1, 7)))))
+    assert known.computed_by(range(2)) == ("B" * 1000, "anA"), "each becomes a variable of a process"
+    assert known.computed_by(range(3, 4)) == ("",), "somebody has written it"
+    other = history.write(Put(KEYS.kernels, encode(KernelsRecord(("A",), (0,) * (size + 1)))))
+    assert other.computed_by(range(2)) == (), "of a job of another size"
 
 
 def test_a_recovery_that_was_told_is_known() -> None:

@@ -32,7 +32,7 @@ class Rank:
         checkpoints = SimpleNamespace(every=every) if every else None
         self.tracked: Any = SimpleNamespace(
             state=TrainingState({"model": self.model}, {"optimizer": self.optimizer}),
-            replicas=replicas, checkpoints=checkpoints, differed_after=0,
+            replicas=replicas, checkpoints=checkpoints, differed_after=0, computes="",
         )  # fmt: skip
         self.told: list[tuple[str, bool]] = []
         self.reader: Any = None
@@ -105,6 +105,30 @@ def test_what_nobody_knows_to_have_been_alike_is_no_alarm(make: Make) -> None:
     ((why, hopeless),) = one.told
     assert "lr of optimizer" in why and "parameter model.bias" in why and not hopeless and other.told == []
     assert "after iteration 21 they were equal" in why
+
+
+def test_replicas_that_do_not_compute_alike_train_on_and_are_told_once(make: Make) -> None:
+    one, other = ranks = make(2, every=4)
+    one.tracked.computes, other.tracked.computes = "AVX2", "AVX512"
+    for rank in ranks:
+        rank.begin(2, 20)
+    with torch.no_grad():
+        other.model.bias += 1e-7
+    for number in (21, 22, 24):
+        for rank in ranks:
+            rank.take(number)
+    settle(ranks)
+    (said,) = one.notes
+    assert "replicas differ after iteration 21: parameter model.bias" in said and "rank 1 with AVX512" in said
+    assert one.told == other.told == [] and other.notes == [] and not one.comparison.has_failed
+    assert one.comparison.why_not_kept(24) == "", "a checkpoint is kept"
+    # What no machine does is wrong on them, too; nobody has seen them equal since.
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    for rank in ranks:
+        rank.take(28)
+    settle(ranks)
+    ((why, hopeless),) = one.told
+    assert "lr of optimizer" in why and "they were equal" not in why and not hopeless
 
 
 def test_what_was_alike_before_the_failure_must_be_alike_after_it(make: Make) -> None:
