@@ -24,6 +24,7 @@ from swift_rendezvous.roster.view import View
 
 # A part of the time of iterations. Less is not worth a word.
 _DEAR = 0.01
+SLOWER = "helpers made the last two recoveries longer: from now on a lost stage is repeated by its replacement alone"
 
 
 def decide(view: View, job_id: str) -> ProfileRecord | None:
@@ -62,7 +63,11 @@ def refine(view: View, job_id: str) -> ProfileRecord | None:
     groups = _whole_groups(view, job) if view.log_groups else ()
     found = _ways(view, job, logs, groups)
     said = sentences.lines(job, found, known.way, (), _allows(view))
-    lines = (*said, *_remarks(view, job, found, known.way))
+    if SLOWER in known.lines:  # what helpers should save is not what they do
+        remarks = (*_remarks(view, job, tuple(way for way in found if way.name != "log+parallel"), known.way), SLOWER)
+    else:
+        remarks = _remarks(view, job, found, known.way)
+    lines = (*said, *remarks)
     pay = _paying(job, known.way, groups)
     return replace(known, content=to_file(job), lines=lines, helpers=pay, is_final=True)
 
@@ -200,8 +205,7 @@ def after(view: View, found: Mapping[str, float]) -> ProfileRecord | None:
         return record
     if helped.corrected(cautious(record.errors, helped.way, min)).repeated_s <= alone.repeated_s:
         return record
-    line = "helpers made the last two recoveries longer: from now on a lost stage is repeated by its replacement alone"
-    return replace(record, way="log", helpers=(), lines=(*record.lines, line))
+    return replace(record, way="log", helpers=(), lines=(*record.lines, SLOWER))
 
 
 def _of_plan(view: View, plan: Plan) -> Predicted | None:

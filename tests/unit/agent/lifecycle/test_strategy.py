@@ -166,6 +166,10 @@ def test_helpers_that_make_recoveries_longer_are_taken_no_more() -> None:
     no_more = twice(slow, slow)
     assert (no_more.way, no_more.helpers) == ("log", ()) and no_more.lines[-1].startswith("helpers made the last two")
     assert told_again(no_more, known)[1:] == no_more.lines[-1:]
+    with_checkpoint = refine(job(helpers=3, profile=no_more, measured=measured(is_all=True)), "J")
+    assert with_checkpoint is not None and with_checkpoint.way == "log" and with_checkpoint.helpers == ()
+    assert with_checkpoint.lines[-1] == no_more.lines[-1], "why nobody helps is not forgotten"
+    assert told_again(with_checkpoint, no_more)[1:] == (), "nor said again"
     for kept in (twice(slow, fast), twice(fast, slow), twice(slow, slow, "log+parallel")):
         assert (kept.way, kept.helpers, kept.lines) == (known.way, known.helpers, known.lines)
     assert after(job(profile=known), {}) is None and after(job(), slow) is None
