@@ -19,6 +19,42 @@ pytestmark = pytest.mark.timeout(200)  # most tests run a job twice
 SCRIPT = ROOT / "tests" / "support" / "varied_train.py"
 
 
+OWN_VALUES = """
+import sys
+import torch
+import swift_agent as swift
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(4, 1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * min(1.0, self.calls / 8)
+
+class Trainer:
+    def __init__(self, job):
+        self.job, self.net, self.num_steps, self.loss = job, Net(), 0, None
+        self.model = torch.nn.parallel.DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        job.track(model=self.model, optimizer=self.optimizer)
+        self.step = job.iteration(self.train)
+
+    def train(self, number):
+        self.optimizer.zero_grad()
+        self.loss = self.model(torch.full((2, 4), float(number))).mean()
+        self.loss.backward()
+        self.optimizer.step()
+        if sys.argv[1] == "counts":
+            self.num_steps += 1
+
+trainer = Trainer(swift.init())
+for number in trainer.job.iterations(6):
+    trainer.step(number)
+"""
+
+
 @pytest.fixture
 def run_form(make_agents: Callable[..., Agents]) -> Callable[..., Outcome]:
     def run(directory: Path, faults: list[dict[str, Any]], **orders: Any) -> Outcome:
@@ -136,3 +172,18 @@ def test_collective_outside_an_iteration(run_form: Callable[..., Outcome], tmp_p
     assert {result["iterations"] for result in outcome.results.values()} == {4}
     why = [line for line in text.splitlines() if "outside an iteration was cut" in line and "@job.resilient" in line]
     assert why, text
+
+
+@pytest.mark.parametrize("what", ["counts", "plain"])
+def test_values_that_nobody_restores_are_told_once(
+    what: str, make_agents: Callable[..., Agents], tmp_path: Path
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_VALUES)
+    agents = make_agents(num_nodes=1, script=script, script_args=(what,))
+    agents.start("a")
+    outcome = agents.wait()
+    assert set(outcome.exit_codes.values()) == {0}, outcome.text()
+    (line,) = (line for line in outcome.text().splitlines() if "in a replacement that starts over" in line)
+    names = {"counts": "Net.calls, self.num_steps", "plain": "Net.calls"}[what]
+    assert f"] rank 0: train() changes {names}: in a replacement" in line, line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import time
@@ -37,16 +38,18 @@ class References:
     def __init__(self, directory: Path, etcd: str, forks: ForkServer) -> None:
         self._directory, self._etcd, self._forks = directory, etcd, forks
         self._known: dict[tuple[str, ...], Outcome] = {}
+        self._numbers = itertools.count()  # a run that has failed does not stand in the way of the next one
 
     def __call__(self, schedule: str, num_nodes: int = 4, **orders: object) -> Outcome:
         key = (schedule, *(f"{name}={value}" for name, value in sorted(orders.items())))
         key += (f"{num_nodes} nodes",) * (num_nodes != 4)
         if key not in self._known:
-            directory = self._directory / f"{len(self._known)}"
+            number = next(self._numbers)
+            directory = self._directory / f"{number}"
             directory.mkdir()
             agents = Agents(
                 directory, self._etcd, num_nodes=num_nodes, num_workers=1,
-                job_id="-".join((self._directory.name, *key)).replace(" ", "-"), script=SCRIPT,
+                job_id="-".join((self._directory.name, f"{number}", *key)).replace(" ", "-"), script=SCRIPT,
                 orders={"schedule": schedule, **orders}, forks=self._forks,
                 start_method="spawn" if key == ("Schedule1F1B",) else "forkserver",
             )  # fmt: skip

@@ -351,7 +351,7 @@ class Job:
 
             def call() -> R:
                 self._inputs.run()
-                return function(*args, **kwargs)
+                return self._own_values.run(function, args, kwargs)
 
             self._place.leaves = 0
             result = self._running.iterate(self._draws.remembered(call))

@@ -1,9 +1,12 @@
-"""Variables of a script that an iteration sets and reads: they start over in a replacement, and nobody restores them.
+"""Values of a script that an iteration carries on to the next: they start over in a replacement, and nobody restores
+them.
 
-A value there that reaches the update through the loss makes the gradients of ranks differ; their reduction makes the
-parameters equal again, so no comparison finds it. The code of the decorated function says which variables these are. It
-is looked at once, when the loop begins; what a function that it calls sets, or the attribute of an object, is not seen.
-This module must never run, change or keep anything of the script's but the function itself.
+One that reaches the update through the loss makes the gradients of ranks differ; their reduction makes the parameters
+equal again, so no comparison finds it. Which variables the decorated function sets and reads its code says, when the
+loop begins. What else changes (attributes, containers, what functions that it calls set) is seen while it runs: if it
+is another one after the second iteration and again after the third. The first one may fill caches.
+
+This module must never change or keep anything of the script's but the function itself.
 """
 
 from __future__ import annotations
@@ -11,12 +14,18 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
+from swift_agent.worker.job.changed_values import Glance, changed, look
+
+R = TypeVar("R")
+
 MAX_NAMED = 3
+# Iterations, until it is known what changes in each.
+NUM_SEEN = 3
 
 
 class OwnValues:
@@ -26,6 +35,9 @@ class OwnValues:
         self._note = note
         self._functions: list[Callable[..., Any]] = []
         self._known: list[Any] | None = None
+        self._told: tuple[str, ...] = ()
+        self._num_left = NUM_SEEN if note is not None else 0
+        self._changed: dict[str, None] | None = None
 
     def add(self, function: Callable[..., Any]) -> None:
         """The script has decorated an iteration."""
@@ -41,8 +53,44 @@ class OwnValues:
         for function in functions:
             self._tell(function)
 
+    def run(self, function: Callable[..., R], args: tuple[Any, ...], named: Mapping[str, Any]) -> R:
+        """An iteration, with its result. The first ones are watched."""
+        if not self._num_left:
+            return function(*args, **named)
+        self._num_left -= 1
+        before = None if self._num_left == NUM_SEEN - 1 else self._look(function, args, named)
+        result = function(*args, **named)
+        if before is None:
+            return result
+        after = self._look(function, args, named)
+        found = {} if after is None else changed(before, after)
+        self._changed = {name: None for name in found if self._changed is None or name in self._changed}
+        if not self._num_left:
+            self._tell_changed(function, [name for name in self._changed if name not in self._told])
+        return result
+
+    def _look(self, function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Glance | None:
+        """None: it cannot be looked at."""
+        inner = plain_function(function)
+        if inner is None:
+            self._num_left = 0
+            return None
+        first = getattr(function, "__self__", None)
+        given = (first, *args) if first is not None else args
+        around = dict(zip(inner.__code__.co_varnames, given, strict=False)) | dict(named)
+        try:
+            return look(inner, around, self._known or ())
+        except Exception:  # objects of a script may be of any kind; training does not depend on it
+            self._num_left = 0
+            return None
+
+    def _tell_changed(self, function: Callable[..., Any], names: list[str]) -> None:
+        if names and self._note is not None:
+            inner = plain_function(function)
+            self._note(told(function.__name__ if inner is None else inner.__name__, names, does="changes"))
+
     def _tell(self, function: Callable[..., Any]) -> None:
-        if self._note is None:
+        if self._note is None or self._told:
             return
         inner = plain_function(function)
         if inner is None:
@@ -51,7 +99,7 @@ class OwnValues:
         values, known = _values(inner), {id(one) for one in self._known}
         if names := [name for name in carried_by(inner.__code__) if not _is_known(values.get(name), known)]:
             self._note(told(inner.__name__, names))
-            self._note = None  # once
+            self._told = tuple(names)  # once
 
 
 def _is_known(value: Any, known: set[int]) -> bool:
@@ -110,12 +158,12 @@ def _uses(code: types.CodeType, outer: frozenset[str]) -> Iterator[tuple[str, st
             yield from _uses(constant, outer.intersection(constant.co_freevars))
 
 
-def told(function: str, names: list[str]) -> str:
-    """*names*: of variables that *function* sets and reads."""
+def told(function: str, names: list[str], *, does: str = "sets and reads") -> str:
+    """*names*: of variables to which *function* does that."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     named = f"{', '.join(names[:MAX_NAMED])}{more}"
     return (
-        f"{function}() sets and reads {named}: in a replacement that starts over, and an iteration that is run again "
+        f"{function}() {does} {named}: in a replacement that starts over, and an iteration that is run again "
         "counts it twice. What is only printed does no harm; but if the loss depends on it (a weight of a term), ranks "
         "then train with different values, and no comparison shows that. Work it out from job.iteration_number, or "
         "keep it in an object with state_dict and load_state_dict, and give that to job.track()"

@@ -33,6 +33,11 @@ def place_of(frame: FrameType | None) -> str:
     return in_library or "?"
 
 
+def is_of_script(path: str) -> bool:
+    """Whether that file is neither torch's nor ours, nor an installed library's."""
+    return not path.startswith((TORCH, *_ROOMS, *_LIBRARIES, "<"))
+
+
 def way_to(frame: FrameType | None) -> str:
     """By which functions the script comes to where *frame* calls torch, and the line there: the same in all processes
     that are at the same place."""
