@@ -185,8 +185,9 @@ class Executor:
         self._write(transactions.preload(self._keys, self._state().view, self._presence().me, modules))
 
     def kernels(self, said: wire.Kernels) -> None:
-        """Have it written what all ranks compute with, unless it was known before."""
-        if self._state().view.kernels is None:
+        """Have it written what all ranks compute with, unless it was known before of a job of this size."""
+        known = self._state().view.kernels
+        if known is None or len(known.of) != len(said.of):
             record = KernelsRecord(said.texts, said.of)
             self._write(transactions.kernels(self._keys, self._state().view, self._presence().me, record))
 

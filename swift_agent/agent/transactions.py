@@ -136,9 +136,11 @@ def preload(keys: Keys, view: View, me: NodeRecord, modules: Sequence[str]) -> T
 
 
 def kernels(keys: Keys, view: View, me: NodeRecord, record: KernelsRecord) -> Transaction:
-    """What the first workers of all ranks compute with. Every node says it, and the first one counts."""
-    guards = [*fence(keys, view, me), Compare.absent(keys.kernels)]
-    return Transaction("kernels", guards, [Put(keys.kernels, encode(record))])
+    """What the first workers of all ranks compute with. Every node says it, and the first one counts; in the place of
+    what was known of another size of the job."""
+    known = view.kernels
+    first = Compare.absent(keys.kernels) if known is None else Compare.value(keys.kernels, "==", encode(known))
+    return Transaction("kernels", [*fence(keys, view, me), first], [Put(keys.kernels, encode(record))])
 
 
 def recovered(

@@ -194,7 +194,7 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
         env[ENV_PARALLEL_SUM] = place.parallel_sum
     if share_of(number):
         env[ENV_HELPER] = str(share_of(number))
-    if place.computed:
+    if place.computed and not share_of(number):  # a helper is compared with whom it helps
         env[ENV_COMPUTED] = place.computed[local_rank]
     if place.nodes:
         env[ENV_NODES] = ",".join(map(str, place.nodes))

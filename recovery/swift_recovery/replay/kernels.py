@@ -21,10 +21,14 @@ _CHOOSE_KERNELS = (
 
 def computes_with(device: torch.device | None = None) -> str:
     """What the bits of a result depend on, beside the script, in words."""
-    on_cpu = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {_processor()}"
+    num_threads = torch.get_num_threads()
+    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+    on_cpu = f"{threads}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}"
     # Libraries choose kernels by the model of a processor, and by these.
     chosen = [f"{name}={os.environ[name]}" for name in _CHOOSE_KERNELS if name in os.environ]
-    built = f"build {zlib.crc32(torch.__config__.show().encode()):08x}"
+    # One build of torch shows there what it has found, too.
+    build = [line for line in torch.__config__.show().splitlines() if "CPU capability" not in line]
+    built = f"build {zlib.crc32(chr(10).join(build).encode()):08x}"
     on_gpu = []
     if device is not None and device.type == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]

@@ -57,6 +57,7 @@ class Fingerprint:
     *apart*: names that differed before anything had failed, None: this process did not see that time. *began_in*: the
     generation in which this process began. *differed*: after so many iterations replicas were seen to differ, before
     anything had failed; 0: they were not. *computes*: with what, see `swift_recovery.replay.kernels`.
+    *rounded*: replicas were seen to differ because of that, and it was told.
     """
 
     parts: Mapping[Kind, Mapping[str, str]]
@@ -65,6 +66,7 @@ class Fingerprint:
     began_in: int = 0
     differed: int = 0
     computes: str = ""
+    rounded: bool = False
 
     def digest(self) -> str:
         """Of all that is compared."""
@@ -74,7 +76,7 @@ class Fingerprint:
     def to_json(self) -> dict[str, Any]:
         apart = None if self.apart is None else sorted(self.apart)
         told = {"parts": self.parts, "shown": self.shown, "apart": apart, "began_in": self.began_in}
-        return told | {"differed": self.differed, "computes": self.computes}
+        return told | {"differed": self.differed, "computes": self.computes, "rounded": self.rounded}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Fingerprint:
@@ -86,6 +88,7 @@ class Fingerprint:
             int(data["began_in"]),
             int(data.get("differed", 0)),
             str(data.get("computes", "")),
+            bool(data.get("rounded", False)),
         )
 
 
@@ -183,7 +186,8 @@ def sentence(
         ends = ". Training goes on, but none of these ranks can replace another: at the next loss all start again"
         return f"{what}{since}. {LOADERS}{ends if late else ''}"
     if because := because_of_machines(prints, differences):
-        return f"{what}{since}. {because}"
+        more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+        return f"{because}. What differs after iteration {iteration}{since}: {describe(differences[:1])}{more}"
     if late:
         return (
             f"{what}{since}. Nothing has failed, so this is the script's own: a value of each rank that reaches the "
@@ -228,10 +232,11 @@ def because_of_machines(prints: Mapping[int, Fingerprint], differences: Collecti
     enough: other kernels add in another order); '' if no machine can be the reason. Ranks that compute alike may
     differ, too: one of them was replaced, and has what another rank had rounded."""
     kinds = machines.kinds_of({rank: one.computes for rank, one in prints.items()})
+    kinds = kinds or ("the machines of another kind are gone" if any(one.rounded for one in prints.values()) else "")
     if not kinds or not differences or {one.kind for one in differences} - {"parameter", "state", "buffer"}:
         return ""
     return (
-        f"They do not compute alike, and may round otherwise: {kinds}. Training goes on, each rank with its own "
+        f"replicas do not compute alike, and have rounded otherwise: {kinds}. Training goes on, each rank with its own "
         f"values; a replacement gets those of another one. {machines.REMEDY}"
     )
 

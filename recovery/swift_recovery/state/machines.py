@@ -14,10 +14,11 @@ _BETWEEN = ", "
 
 
 def unlike(text: str, others: Collection[str]) -> str:
-    """The parts of *text* that not all *others* have; all, if there is none."""
-    known = [other.split(_BETWEEN) for other in others]
-    parts = [part for part in text.split(_BETWEEN) if any(part not in other for other in known)]
-    return _BETWEEN.join(parts) or text
+    """The parts of *text* that not all *others* have; what it lacks, if it has no other."""
+    mine, theirs = text.split(_BETWEEN), [other.split(_BETWEEN) for other in others]
+    parts = [part for part in mine if any(part not in other for other in theirs)]
+    lacks = dict.fromkeys(part.partition("=")[0] for other in theirs for part in other if part not in mine)
+    return _BETWEEN.join(parts) or f"no {' and '.join(lacks)}"
 
 
 def kinds_of(computes: Mapping[int, str]) -> str:

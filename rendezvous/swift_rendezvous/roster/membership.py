@@ -13,7 +13,7 @@ This module must never read a clock, talk to a store or log; times come in as ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -274,19 +274,28 @@ def _release(view: View) -> Decision:
             ends[rank] = end
             held = f"iteration {end.get('iteration')}, checksum {end.get('checksum')}"
             seen.setdefault(str(end.get("replicas")), {}).setdefault(held, []).append(rank)
-    others = ""
+    apart = []
     for replicas, held_by in seen.items():
-        if len({ends[rank].get("computes") for ranks in held_by.values() for rank in ranks}) > 1 < len(held_by):
-            # Of that the workers have told.
-            others += f"; replicas {replicas} do not compute alike, and have {len(held_by)} checksums"
-        elif len(held_by) > 1:
+        if len(held_by) > 1:
+            of_all = {rank: ends[rank] for ranks in held_by.values() for rank in ranks}
+            if _only_round(list(of_all.values())):
+                apart.append(f"replicas {replicas} have {len(held_by)} checksums: machines of several kinds round otherwise")
+                continue
             found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())
-            what = _differing({rank: ends[rank] for ranks in held_by.values() for rank in ranks})
-            why = f"the replicas differ at the end of the run: {what}{found}"
+            why = f"the replicas differ at the end of the run: {_differing(of_all)}{found}"
             return Decision((PublishResult(ResultRecord("failed", why)),), why=why)
-    checked = sum(n for held in seen.values() for n in map(len, held.values()) if n > 1)
-    why = f"all workers reached their end{f'; {checked} replicas have equal checksums' if checked else ''}{others}"
+    checked = sum(len(ranks) for held in seen.values() for ranks in held.values() if len(held) == 1 < len(ranks))
+    more = [f"{len(apart) - MAX_NAMED} more sets as well"] if len(apart) > MAX_NAMED else []
+    equal = [f"{checked} replicas have equal checksums"] if checked else []
+    why = "; ".join(["all workers reached their end", *equal, *apart[:MAX_NAMED], *more])
     return Decision((PublishRelease(),), why=why)
+
+
+def _only_round(ends: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether replicas may differ because they do not compute alike, of which their workers have told."""
+    computes, iterations, hyper = ({end.get(name) for end in ends} for name in ("computes", "iteration", "hyper"))
+    is_told = len(computes) > 1 or any(end.get("rounded") for end in ends)
+    return is_told and len(iterations) == len(hyper) == 1
 
 
 def _differing(ends: Mapping[int, Mapping[str, Any]]) -> str:

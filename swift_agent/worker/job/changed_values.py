@@ -164,7 +164,7 @@ def _variables_of(function: FunctionType, named: Collection[str]) -> Iterator[tu
             continue
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         if not isinstance(default, _PLAIN):
-            yield f"a default argument of {function.__name__}()", default
+            yield f"{function.__name__}.__defaults__", default
 
 
 def _codes_of(code: CodeType) -> Iterator[CodeType]:

@@ -225,7 +225,7 @@ class Job:
     def _unfit(self, why: str) -> None:
         """This replacement cannot go on as its predecessor would have: nothing but a restart of all workers helps."""
         assert self._supervisor is not None
-        self._supervisor.give_up(why)
+        self._supervisor.give_up(f"{why}{self._supervisor.may_be_why}")
 
     # ---- the loop ----
 

@@ -78,6 +78,8 @@ class Supervisor(Fence):
         self._patience_s = 0.0
         self._asked_again_s: list[float] = []
         self._place_asked, self._place_told = 0, dict[int, str]()
+        self.may_be_why = ""
+        """A clause, said with what a replacement finds to be otherwise than in its predecessor: see `Kernels`."""
         self._report: Callable[[], dict[str, Any]] = dict
         self._abort: Callable[[str, int], None] = lambda why, generation: None
         self._position: Callable[[], int] = int

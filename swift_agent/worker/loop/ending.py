@@ -5,6 +5,7 @@ It must never end a process of which a recovery still needs the state.
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from typing import Any
@@ -101,11 +102,16 @@ class Ending:
         return True
 
     def _end(self) -> dict[str, Any]:
+        prints = Fingerprints(self._tracked.state).take(whole=True)
+        hyper = json.dumps(sorted(prints.parts["hyper"].items()))
         return {
             "iteration": self._place.here.iteration,
             "replicas": ranges_of(self._tracked.replicas),
             "checksum": f"{self._tracked.checksum():016x}",
+            # If these differ, checksums may: rounding explains that, but for other hyper-parameters.
             "computes": f"{zlib.crc32(self._tracked.computes.encode()):08x}",
+            "rounded": self._tracked.rounded,
+            "hyper": f"{zlib.crc32(hyper.encode()):08x}",
             # Of these it says which differ, should the checksums do.
-            "parts": summarised(Fingerprints(self._tracked.state).take(whole=True), MAX_PARTS),
+            "parts": summarised(prints, MAX_PARTS),
         }

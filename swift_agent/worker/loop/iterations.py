@@ -108,7 +108,7 @@ class Iterations:
                 self._standing.finishes()
             except CannotReplay as error:
                 # The rest of the iteration that its predecessor was in.
-                self._out.give_up(f"iteration {number} cannot be repeated from logs: {error}")
+                self._out.cannot_repeat(f"iteration {number} cannot be repeated from logs: {error}")
             except Exception as error:
                 if refusal := tracked.refusal(cause_of(error)):
                     self._out.give_up(refusal)
@@ -246,7 +246,7 @@ class Iterations:
                 self._out.have_replaced(f"iteration {number} cannot be repeated: {error}")
             if not (place.replays_alone or isinstance(error, NotLogged)) and self._recovery.was_cut(error):
                 self._out.have_replaced(f"iteration {number}, which it repeated together with others, was cut")
-            self._out.give_up(f"iteration {number} cannot be repeated from logs: {error}")
+            self._out.cannot_repeat(f"iteration {number} cannot be repeated from logs: {error}")
         finally:
             tracked.end()
             place.leave()

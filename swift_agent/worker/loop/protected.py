@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from swift_agent.errors import UsageError
 from swift_agent.wire.standing import MyStanding
-from swift_agent.worker.checks import kernels
 from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.checks.lookout import Lookout
 from swift_agent.worker.groups.process_groups import ProcessGroups
@@ -36,6 +35,7 @@ from swift_agent.worker.loop.sections import Sections
 from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.comparison import Comparison
+from swift_agent.worker.replicas.kernels import Kernels
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
@@ -62,7 +62,7 @@ class _Loop:
         self.recovery = Recovery(
             place, supervisor, groups, tracked, protected.device, dry_runs, out, checks, lookout=lookout,
             checkpointing=self.checkpointing, comparison=self.comparison, witnesses=witnesses,
-            phases_s=protected.phases_s,
+            phases_s=protected.phases_s, kernels=protected.kernels,
         )  # fmt: skip
         self.iterations = Iterations(
             place, supervisor, groups, tracked, self.recovery, dry_runs, out, protected.standing, self.comparison,
@@ -86,6 +86,7 @@ class Protected:
         self.dry_runs = DryRuns(place, groups)
         self.checks = Checks(place, supervisor, groups, self.out.restart_all)
         self.lookout: Lookout | None = None
+        self.kernels: Kernels | None = None
         self.phases_s: dict[str, float] = {} if started_s is None else {"start": started_s}
         self._created_s = time.monotonic()
         self._loop: _Loop | None = None
@@ -107,12 +108,16 @@ class Protected:
         if tracked.checkpoints is not None:
             self.out.begin_with = "the newest checkpoint"
         tracked.computes = computes_with(self.device)
+        self.kernels = Kernels(self.place.rank, tracked.computes, os.environ, self.supervisor)
+        self.supervisor.may_be_why = self.kernels.may_be_why
         self._loop = _Loop(self, tracked, witnesses)
         return self._loop
 
     def _begin(self, tracked: Tracked, witnesses: Witnesses | None) -> None:
         place = self.place
         loop = self.assemble(tracked, witnesses)
+        kernels = self.kernels
+        assert kernels is not None
         recovery, checkpointing = loop.recovery, loop.checkpointing
         if tracked.has_shards_alone and place.rank == 0:
             self.supervisor.note(
@@ -123,7 +128,6 @@ class Protected:
             self._origin(place, tracked)
             recovery.phases_s["set-up"] = time.monotonic() - self._created_s
             recovery.run()
-            self._tell_kernels(tracked.computes)
             return
         if self.supervisor.generation > 1:
             recovery.starts_over(time.monotonic() - self._created_s)
@@ -138,14 +142,14 @@ class Protected:
             # then never cuts a collective of somebody's set-up, which could not be repeated.
             origin, overlaps = self._origin(place, tracked), isinstance(tracked.updates, OverlappedUpdates)
             here = [newest, every, overlaps, place.seeds.number, self.supervisor.generation]
-            here.append(kernels.checksum(tracked.computes))
+            here.append(kernels.checksum)
             everyone = self.groups.all_gather_ints([*origin, *here, *tracked.digests_of_others()])
             place.seeds.common, place.began = everyone[0][5:7]
             if len({told[4] for told in everyone}) > 1:
                 # They agree on an update before it, or after it.
                 raise UsageError("job.track(): overlap_update=True on some ranks only; say the same on all.")
             self._check_others(tracked, [everyone[rank][8:] for rank in tracked.replicas])
-            self._compare_kernels(tracked.computes, [told[7] for told in everyone])
+            kernels.compare(self.groups.store, [told[7] for told in everyone])
             if tracked.messages is not None:
                 tracked.messages.beginnings.origins = [told[:2] for told in everyone]
             if witnesses is not None:
@@ -162,18 +166,6 @@ class Protected:
                 raise
             if place.status == "empty":
                 recovery.run()  # before the script is in a loop
-
-    def _compare_kernels(self, mine: str, checksums: list[int]) -> None:
-        said = kernels.told_by_all(self.groups.store, self.place.rank, mine, checksums)
-        if kernels.says_for_its_node(os.environ):
-            self.supervisor.send(said)
-        if self.place.rank == 0 and (told := kernels.difference_of_ranks(said)):
-            self.supervisor.note(told)
-        self._tell_kernels(mine)
-
-    def _tell_kernels(self, mine: str) -> None:
-        if told := kernels.tell_difference(self.groups.store, mine, os.environ):
-            self.supervisor.note(told)
 
     def _check_others(self, tracked: Tracked, of_replicas: list[list[int]]) -> None:
         """A replacement gets the state of another rank, of a loader of the script's own too: its place in the data."""

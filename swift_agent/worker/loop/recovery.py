@@ -26,6 +26,7 @@ from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.rejoin.rejoin import Rejoin
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.comparison import NEVER, Comparison
+from swift_agent.worker.replicas.kernels import Kernels
 from swift_agent.worker.replicas.modes import Modes
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
@@ -47,12 +48,12 @@ class Recovery:
         self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
         dry_runs: DryRuns, out: WaysOut, checks: Checks, *, lookout: Lookout | None = None,
         checkpointing: Checkpointing | None = None, comparison: Comparison | None = None,
-        witnesses: Witnesses | None = None, phases_s: dict[str, float] | None = None,
+        witnesses: Witnesses | None = None, phases_s: dict[str, float] | None = None, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
         self._dry_runs, self._out, self._checks, self._lookout = dry_runs, out, checks, lookout
         self._checkpointing, self._comparison, self._witnesses = checkpointing, comparison, witnesses
-        self._rejoin = Rejoin(place, supervisor, groups, tracked, device, self.wait_quiet, witnesses)
+        self._rejoin = Rejoin(place, supervisor, groups, tracked, device, self.wait_quiet, witnesses, kernels)
         self.phases_s: dict[str, float] = phases_s or {}
         """Of the recovery that nobody was told of yet."""
         self.is_untold = 0
@@ -103,7 +104,7 @@ class Recovery:
             # Whom no process can connect is not replaced for ever: it counts as a failure of its own.
             self._out.have_replaced(str(error), by_itself=not isinstance(error.__cause__, WornOut))
         except CannotReplay as error:
-            self._out.give_up(str(error))
+            self._out.cannot_repeat(str(error))
         except ReplicaMismatch as error:
             self._out.restart_all(f"{error}")
         if self._checkpointing is not None:
@@ -181,7 +182,7 @@ class Recovery:
         except LostLog as error:
             self._out.have_replaced(str(error))
         except CannotReplay as error:
-            self._out.give_up(str(error))
+            self._out.cannot_repeat(str(error))
         now_s = time.monotonic()
         self.phases_s |= {"logs": logs_s, "replay": now_s - self._began_s - logs_s}
         self._began_s = now_s

@@ -42,6 +42,10 @@ class WaysOut:
     def restart_all(self, why: str) -> NoReturn:
         self.give_up(self._and_restart(why))
 
+    def cannot_repeat(self, why: str) -> NoReturn:
+        """What this replacement repeats is not what its predecessor did."""
+        self.give_up(f"{why}{self._supervisor.may_be_why}")
+
     def tell_elsewhere(self, what: str, others: tuple[str, int, int] | None) -> NoReturn:
         """This replacement has come to step *what*, and the *others* have begun another one."""
         self.restart_all(elsewhere(what, others, in_script.place_of(sys._getframe())))
@@ -63,7 +67,7 @@ class WaysOut:
         self._say_unfit(why, is_hopeless=not has_recovered)
 
     def _and_restart(self, why: str) -> str:
-        return f"{why}. All workers have to start again, with {self.begin_with}"
+        return f"{why}{self._supervisor.may_be_why}. All workers have to start again, with {self.begin_with}"
 
     def _say_unfit(self, why: str, *, is_hopeless: bool) -> None:
         self._supervisor.send(msg.Unfit(why, is_hopeless))

@@ -38,6 +38,7 @@ from swift_agent.worker.rejoin.replays import Replays
 from swift_agent.worker.rejoin.waits import Waits
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.replicas.kernels import Kernels
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
@@ -62,10 +63,10 @@ class Rejoin:
 
     def __init__(
         self, place: Place, supervisor: Supervisor, groups: ProcessGroups, tracked: Tracked, device: torch.device,
-        wait_quiet: Callable[[], None], witnesses: Witnesses | None = None,
+        wait_quiet: Callable[[], None], witnesses: Witnesses | None = None, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         self._place, self._supervisor, self._groups, self._tracked = place, supervisor, groups, tracked
-        self._device, self._wait_quiet, self._witnesses = device, wait_quiet, witnesses
+        self._device, self._wait_quiet, self._witnesses, self._kernels = device, wait_quiet, witnesses, kernels
         self.phases_s: dict[str, float] = {}
         self.iteration = 0
         self._waits = Waits(place, supervisor, groups)
@@ -271,29 +272,34 @@ class Rejoin:
             if self._place.rank in plan.receivers:
                 self._waits.tell("received")
             self._waits.wait_for("received", plan.receivers, "have not got their state yet")
-        everyone = self._groups.all_gather_ints([mine, carried])
-        differing = [rank for rank in self._tracked.replicas if everyone[rank][0] != mine]
-        if differing:
-            self._judge_differences()
+        everyone = self._groups.all_gather_ints([mine, carried, self._kernels.checksum if self._kernels else 0])
+        if self._kernels is not None:
+            self._kernels.compare(self._groups.store, [told[2] for told in everyone])
+        replicas = self._tracked.replicas
+        if any(everyone[rank][0] != mine for rank in replicas):
+            # A copy has nothing to do with rounding.
+            copied = {rank: source for rank, source in plan.sources.items() if rank in replicas}
+            has_copies = all(everyone[rank][0] == everyone[source][0] for rank, source in copied.items())
+            self._judge_differences(may_round=has_copies)
         others = [rank for rank in self._tracked.replicas if everyone[rank][1] != carried]
         self._place.gradients_differ = bool(others)
         if others:
             self._tracked.watch_gradients()
 
-    def _judge_differences(self) -> None:
-        """All replicas tell each other what they hold. Raises `ReplicaMismatch`, unless they only round otherwise: that
-        they are told of when they train."""
+    def _judge_differences(self, *, may_round: bool) -> None:
+        """All replicas tell each other what they hold. Raises `ReplicaMismatch`, unless they only round otherwise, if
+        they *may*: of that the comparison tells that follows."""
         store = PrefixStore("prints", self._groups.store)
         mine = replace(
             Fingerprints(self._tracked.state).take(whole=True), differed=self._tracked.differed_after,
-            computes=self._tracked.computes,
+            computes=self._tracked.computes, rounded=self._tracked.rounded,
         )  # fmt: skip
         store.set(str(self._place.rank), json.dumps(mine.to_json()))
         told = {rank: json.loads(store.get(str(rank))) for rank in self._tracked.replicas}
         prints = {rank: Fingerprint.from_json(data) for rank, data in told.items()}
         strict = [one for one in all_differences(prints) if one.kind != "buffer"]
-        if because_of_machines(prints, strict):
-            return
+        if may_round and because_of_machines(prints, [one for one in strict if one.kind in ("parameter", "state")]):
+            return  # what else differs is in no checksum
         since = max(one.differed for one in prints.values())
         when = f", as they did after iteration {since}, before anything had failed" if since else " after the recovery"
         raise ReplicaMismatch(f"replicas differ{when}: {describe(strict) or 'their checksums'}")

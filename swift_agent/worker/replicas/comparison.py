@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -88,7 +88,7 @@ class Comparison:
         self._gradients = threading.Lock()
         self._used_after: set[int] = set()
         self._unlike_after: dict[int, str] = {}
-        self._has_given_up = self._has_told_of_machines = False
+        self._has_given_up = False
         self.due = NEVER
 
     @property
@@ -253,7 +253,7 @@ class Comparison:
     def _name(self, store: StoreClient, task: _Task, name: str) -> None:
         """All tell all that they have; each finds the same."""
         replicas, rank = self._tracked.replicas, self._place.rank
-        mine = replace(task.print, apart=self._apart, computes=self._tracked.computes)
+        mine = replace(task.print, apart=self._apart, computes=self._tracked.computes, rounded=self._tracked.rounded)
         store.set(f"{name}/{rank}", json.dumps(mine.to_json()))
         keys = [f"{name}/{one}" for one in replicas]
         if not self._wait(store, task, keys):
@@ -268,13 +268,15 @@ class Comparison:
         # Nothing has failed, and for long they have been alike: as it would without us, training goes on.
         forbids = deviation.forbids_going_on(wrong) and not of_each_rank and not task.rounds
         goes_on = task.is_late or not forbids
-        is_told = (task.is_late and bool(self._tracked.differed_after)) or (task.rounds and self._has_told_of_machines)
-        self._has_told_of_machines |= task.rounds
+        is_told = task.is_late and bool(self._tracked.differed_after)
+        is_told = is_told or (task.rounds and not self._is_news(store, prints))
         if task.is_late and forbids:
             self._tracked.differed_after = self._tracked.differed_after or task.number
         task.differs, task.is_known = not goes_on, True
         if self._apart is not None and not task.differs:
             self._apart |= {one.name for one in wrong if one.kind != "gradient"}  # told once
+        if task.rounds and self._is_current(task):
+            self._tracked.rounded |= deviation.forbids_going_on(wrong)
         if wrong and not is_told and self._is_current(task) and rank == replicas[0]:
             said = deviation.sentence(
                 prints, wrong, iteration=task.number, equal_after=self._equal_after, undisturbed=task.undisturbed,
@@ -286,6 +288,13 @@ class Comparison:
                 self._give_up(said, task.undisturbed)
             else:
                 self._supervisor.note(said)
+
+    def _is_news(self, store: StoreClient, prints: Mapping[int, Fingerprint]) -> bool:
+        """That replicas have drifted apart by rounding: none of them was there when it was told, and no other replica
+        set has told it in this generation."""
+        is_judge = self._place.rank == self._tracked.replicas[0]
+        known = any(one.rounded for one in prints.values())
+        return is_judge and not known and store.add("comparison/rounds", 1) == 1
 
     def _wait(self, store: StoreClient, task: _Task, keys: list[str]) -> bool:
         """For all of *keys*; False if they do not come in this generation."""

@@ -70,6 +70,8 @@ class Tracked:
         """So many iterations after which replicas were seen to differ, before anything had failed; 0: they were not."""
         self.computes = ""
         """With what this rank computes (`swift_recovery.replay.kernels`), once the loop has begun."""
+        self.rounded = False
+        """Replicas were seen to differ because they do not compute alike."""
         self.has_shards_alone = has_shards and len(self.replicas) == 1
         """The model is sharded, and no other rank holds what this one does."""
         helps = ENV_HELPER in os.environ  # it claims nothing, and logs nothing

@@ -101,6 +101,8 @@ def test_what_ranks_compute_with_is_written_once_in_a_run() -> None:
     state = replace(state, view=replace(state.view, kernels=KernelsRecord(("AVX2", "AVX512"), (0, 1))))
     agent.kernels(wire.Kernels(("AVX512",), (0, 0)))
     assert len(writes) == 1
+    agent.kernels(wire.Kernels(("AVX512",), (0, 0, 0)))
+    assert len(writes) == 2, "the job has changed its size"
 
 
 def test_all_are_told_how_many_help_and_a_helper_which_share_is_its_own(caplog: pytest.LogCaptureFixture) -> None:

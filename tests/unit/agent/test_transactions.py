@@ -120,6 +120,8 @@ def test_what_the_first_workers_computed_with_stands() -> None:
     first, second = (KernelsRecord((text,), (0, 0)) for text in ("AVX2", "AVX512"))
     assert written(store, transactions.kernels(KEYS, seen, ME, first))
     assert not written(store, transactions.kernels(KEYS, seen, ME, second))
+    assert written(store, transactions.kernels(KEYS, replace(seen, kernels=first), ME, second)), "of another size"
+    assert not written(store, transactions.kernels(KEYS, replace(seen, kernels=first), ME, first)), "somebody else did"
 
 
 def test_a_recovery_is_told_beside_the_begin_of_its_generation() -> None:

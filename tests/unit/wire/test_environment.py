@@ -66,7 +66,9 @@ def test_where_logs_are_copied_to() -> None:
 
 def test_what_a_rank_was_computed_with() -> None:
     assert ENV_COMPUTED not in worker_env(PLACE, 1, {ENV_COMPUTED: "of another job"})
-    assert worker_env(replace(PLACE, computed=("AVX2", "AVX512")), 1, {})[ENV_COMPUTED] == "AVX512"
+    known = replace(PLACE, computed=("AVX2", "AVX512"))
+    assert worker_env(known, 1, {})[ENV_COMPUTED] == "AVX512"
+    assert ENV_COMPUTED not in worker_env(known, helper_number(1, 1), {}), "it is compared with whom it helps"
 
 
 def test_a_helper_has_the_environment_of_the_worker_that_it_helps() -> None:

@@ -168,9 +168,12 @@ def test_replicas_that_do_not_compute_alike_and_differ_are_told_that() -> None:
     wrong, _ = compare(told, undisturbed=True)
     for late in (False, True):
         text = sentence(told, wrong, iteration=2, equal_after=1, undisturbed=True, generation=1, late=late)
-        assert " (after iteration 1 they were equal). They do not compute alike, and may round otherwise: " in text
+        assert text.startswith("replicas do not compute alike, and have rounded otherwise: ranks 0, 1 with AVX2; ")
+        assert "What differs after iteration 2 (after iteration 1 they were equal): parameter model" in text
         assert ": ranks 0, 1 with AVX2; rank 2 with SVE. Training goes on, each rank with its own values; " in text
-        assert "all start again" not in text and text.endswith("machines of one kind (see Reproducibility)")
+        assert "all start again" not in text and "machines of one kind (see Reproducibility). What " in text
+    alone = {rank: replace(one, computes="AVX2", rounded=rank == 0) for rank, one in told.items()}
+    assert "have rounded otherwise: the machines of another kind are gone. " in because_of_machines(alone, wrong)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from swift_recovery.state.machines import kinds_of, unlike
         ("torch 2.13, 1 threads, AVX2", ["torch 2.13, 1 threads, AVX512"], "AVX2"),
         ("torch 2.13, 1 threads, AVX2", ["torch 2.13, 1 threads, AVX512", "torch 2.14, 1 threads, AVX2"],
          "torch 2.13, AVX2"),
-        ("torch 2.13", ["torch 2.13, MKL_CBWR=AVX2"], "torch 2.13"),  # nothing of its own
+        ("torch 2.13", ["torch 2.13, MKL_CBWR=AVX2"], "no MKL_CBWR"),  # nothing of its own
     ],
 )  # fmt: skip
 def test_only_what_not_all_have_is_named(text: str, others: list[str], named: str) -> None:

@@ -281,7 +281,7 @@ def test_a_replacement_that_would_meet_the_others_in_another_place_is_told(their
     assert second.place.begun_by_others == replacement.place.begun_by_others == (theirs, 1, 0)
     replacement.dry_runs.iteration_of_replacement(replacement.iteration)
     groups: Any = SimpleNamespace(store=None, generation=2)
-    supervisor: Any = SimpleNamespace(interrupted=False, check=lambda: None)
+    supervisor: Any = SimpleNamespace(interrupted=False, check=lambda: None, may_be_why="")
     recovery: Any = SimpleNamespace(is_untold=0)
     out = WaysOut(replacement.place, supervisor, MyStanding())
     checks = Checks(replacement.place, supervisor, groups, lambda why: pytest.fail(why))

@@ -32,7 +32,7 @@ class Rank:
         checkpoints = SimpleNamespace(every=every) if every else None
         self.tracked: Any = SimpleNamespace(
             state=TrainingState({"model": self.model}, {"optimizer": self.optimizer}),
-            replicas=replicas, checkpoints=checkpoints, differed_after=0, computes="",
+            replicas=replicas, checkpoints=checkpoints, differed_after=0, computes="", rounded=False,
         )  # fmt: skip
         self.told: list[tuple[str, bool]] = []
         self.reader: Any = None
@@ -119,9 +119,10 @@ def test_replicas_that_do_not_compute_alike_train_on_and_are_told_once(make: Mak
             rank.take(number)
     settle(ranks)
     (said,) = one.notes
-    assert "replicas differ after iteration 21: parameter model.bias" in said and "rank 1 with AVX512" in said
+    assert "What differs after iteration 21: parameter model.bias" in said and "rank 1 with AVX512" in said
     assert one.told == other.told == [] and other.notes == [] and not one.comparison.has_failed
     assert one.comparison.why_not_kept(24) == "", "a checkpoint is kept"
+    assert one.tracked.rounded and other.tracked.rounded
     # What no machine does is wrong on them, too; nobody has seen them equal since.
     other.optimizer.param_groups[0]["lr"] = 0.5
     for rank in ranks:
