@@ -279,7 +279,8 @@ def _release(view: View) -> Decision:
         if len(held_by) > 1:
             of_all = {rank: ends[rank] for ranks in held_by.values() for rank in ranks}
             if _only_round(list(of_all.values())):
-                apart.append(f"replicas {replicas} have {len(held_by)} checksums: machines of several kinds round otherwise")
+                num = len(held_by)
+                apart.append(f"replicas {replicas} have {num} checksums: machines of several kinds round otherwise")
                 continue
             found = "; ".join(f"ranks {sorted(ranks)}: {held}" for held, ranks in held_by.items())
             why = f"the replicas differ at the end of the run: {_differing(of_all)}{found}"
