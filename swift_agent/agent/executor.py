@@ -62,6 +62,7 @@ class Executor:
         self._profiled_in = 0  # the generation in which this agent has written the profile
         self._refined: tuple[int, ProfileRecord] | None = None  # the same, of what was measured since, and that
         self._known_profile: ProfileRecord | None = None
+        self._heard: wire.Kernels | None = None  # of the ranks of the newest generation that has trained here
         self._began_in, self._began_s = 0, dict[int, float]()  # a generation; when iterations began in it, Unix time
 
     def execute(self, command: commands.Command, at_s: float) -> None:
@@ -153,7 +154,7 @@ class Executor:
         self._crew.start_helper(self._placement(generation.slot_with(rank)), number)
 
     def _placement(self, slot: int) -> Placement:
-        return placement(
+        place = placement(
             self._config,
             self._state().view,
             slot,
@@ -162,6 +163,11 @@ class Executor:
             timers=self._timers,
             run=run_name(self._presence().job, self._started_s if self._config.etcd is None else None),
         )
+        # What the last ones here computed with is known better than what the first ones did, and told.
+        heard, ranks = self._heard, range(place.rank(0), place.rank(0) + place.num_workers)
+        if heard is None or len(heard.of) != place.num_ranks:
+            return place
+        return replace(place, computed=tuple(heard.texts[heard.of[rank]] for rank in ranks))
 
     def _go_message(self, number: int) -> wire.Go:
         view = self._state().view
@@ -186,7 +192,7 @@ class Executor:
 
     def kernels(self, said: wire.Kernels) -> None:
         """Have it written what all ranks compute with, unless it was known before of a job of this size."""
-        known = self._state().view.kernels
+        self._heard, known = said, self._state().view.kernels
         if known is None or len(known.of) != len(said.of):
             record = KernelsRecord(said.texts, said.of)
             self._write(transactions.kernels(self._keys, self._state().view, self._presence().me, record))

@@ -10,6 +10,7 @@ keep it alive.
 from __future__ import annotations
 
 import dis
+import functools
 import random
 import sys
 from collections import deque
@@ -184,6 +185,7 @@ class Uses:
     at_once: frozenset[str]
 
 
+@functools.lru_cache(maxsize=512)
 def uses_of(code: CodeType) -> Uses:
     reads, sets, set_first, at_once = set[str](), set[str](), set[str](), set[str]()
     has_branched, has_called, constants = False, False, deque[str](maxlen=3)

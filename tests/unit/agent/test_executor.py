@@ -105,6 +105,25 @@ def test_what_ranks_compute_with_is_written_once_in_a_run() -> None:
     assert len(writes) == 2, "the job has changed its size"
 
 
+def test_a_process_is_told_what_the_last_one_on_this_node_computed_with() -> None:
+    """And where there was none, what the first one of its rank did: what differs is told once on a node."""
+    known = KernelsRecord(("AVX2",), (0,) * 4)
+    state = AgentState("n0", "n0.1", view=view(generation=generation(1), kernels=known))
+    config: dict[str, Any] = {
+        "strategy": "", "etcd": "e", "role": "", "max_restarts": 0, "nnodes": 2, "max_nodes": 2, "launch": None,
+        "allow_injection": False, "message_log_bytes": None, "log_store": None, "helpers": 0,
+    }  # fmt: skip
+    agent = executor([], lambda: state, **config)
+    parts: Any = agent
+    parts._channels = SimpleNamespace(path="")
+    parts._presence = lambda: SimpleNamespace(me=NodeRecord("n0", "n0.1", "127.0.0.1", 1, 1, "command"), job=5)
+    assert agent._placement(1).computed == ("AVX2", "AVX2")
+    agent.kernels(wire.Kernels(("AVX2", "AVX512"), (0, 0, 0, 1)))
+    assert agent._placement(1).computed == ("AVX2", "AVX512")
+    agent.kernels(wire.Kernels(("AVX512",), (0, 0)))
+    assert agent._placement(1).computed == ("AVX2", "AVX2"), "of another size"
+
+
 def test_all_are_told_how_many_help_and_a_helper_which_share_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     named = replace(
