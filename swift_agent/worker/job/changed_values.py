@@ -105,7 +105,7 @@ class Glance:
     def _walk(self, value: Any, name: str, ends: str, depth: int) -> None:
         self._num_left -= 1
         if isinstance(value, _PLAIN):
-            self.values[name] = value, ends
+            self.values[name] = repr(value), ends  # of what is no number, too, which is not equal to itself
         elif isinstance(value, FunctionType) and is_of_script(value.__code__.co_filename):
             self._functions.append(value)
         elif id(value) in self._seen or depth == 0 or self._num_left <= 0:
@@ -218,7 +218,10 @@ def _use_of(one: dis.Instruction, key: str) -> tuple[str, bool]:
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    own = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    try:
+        own = dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        own = {}
     if isinstance(value, torch.nn.Module):
         yield from {**value._parameters, **value._buffers, **value._modules}.items()
         own = {name: one for name, one in own.items() if name not in _TORCHS and _is_own(type(value))}
@@ -244,12 +247,12 @@ def _items_of(value: Any) -> Iterator[tuple[Any, Any]]:
 def _values_of(value: Tensor | numpy.ndarray, *, is_attribute: bool) -> Any:
     """None of results that still have their graph. Another tensor in the place of a variable's is a batch, mostly."""
     if isinstance(value, numpy.ndarray):
-        return value.tolist() if value.size <= _VALUES else None
+        return repr(value.tolist()) if value.size <= _VALUES else None
     if value.grad_fn is not None:
         return None
     is_small = value.numel() <= _VALUES and value.device.type == "cpu" and value.layout == torch.strided
     if is_small and type(value) in (Tensor, torch.nn.Parameter):
-        return value.detach().tolist()
+        return repr(value.detach().tolist())
     return None if value.is_inference() else (id(value) if is_attribute else 0, value._version)
 
 

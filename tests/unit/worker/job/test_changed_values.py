@@ -48,6 +48,7 @@ class Slotted:
 
 
 meter, slotted = Meter(), Slotted()
+unknown, no_numbers = float("nan"), torch.full((2,), float("nan"))
 
 
 def helper(x: float) -> float:
@@ -130,6 +131,7 @@ def by_a_default(x: float, *, kept: list[float] = []) -> float:  # noqa: B006
 def by_nothing(x: float) -> float:
     """Its own variables, results that each call sets first, and what libraries keep."""
     logging.getLogger("script").debug("x")
+    assert unknown != no_numbers[0]
     meter.last = x
     own = Meter()
     own.update(x)
@@ -266,6 +268,9 @@ class Hostile:
 
     def __init__(self) -> None:
         self.inner = self  # a circle
+
+    def __getattr__(self, name: str) -> int:
+        raise AssertionError(f"asked for {name}")
 
     @property
     def value(self) -> int:
