@@ -105,7 +105,8 @@ class Glance:
     def _walk(self, value: Any, name: str, ends: str, depth: int) -> None:
         self._num_left -= 1
         if isinstance(value, _PLAIN):
-            self.values[name] = repr(value), ends  # of what is no number, too, which is not equal to itself
+            # What is no number is not equal to itself.
+            self.values[name] = repr(value) if isinstance(value, (float, complex)) else value, ends
         elif isinstance(value, FunctionType) and is_of_script(value.__code__.co_filename):
             self._functions.append(value)
         elif id(value) in self._seen or depth == 0 or self._num_left <= 0:
