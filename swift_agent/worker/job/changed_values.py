@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import random
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from swift_agent.worker.line.in_script import is_of_script
+from swift_agent.worker.rejoin.kept import state_of_generator
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # What torch keeps in each module.
@@ -118,7 +118,7 @@ class Glance:
             self._seen.add(id(value))
             if (found := _values_of(value, is_attribute=ends[:1] in ".[")) is not None:
                 self.values[name] = found, ends
-        elif (state := _state_of(value)) is not None:
+        elif (state := state_of_generator(value)) is not None:
             self.values[name] = state, ends
         else:
             self._seen.add(id(value))
@@ -255,16 +255,3 @@ def _values_of(value: Tensor | numpy.ndarray, *, is_attribute: bool) -> Any:
     if is_small and type(value) in (Tensor, torch.nn.Parameter):
         return repr(value.detach().tolist())
     return None if value.is_inference() else (id(value) if is_attribute else 0, value._version)
-
-
-def _state_of(value: Any) -> Any:
-    """Of a generator of random numbers; None of anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes() if value.device.type == "cpu" else None
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, numpy.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
-        return repr(value.get_state())
-    return None

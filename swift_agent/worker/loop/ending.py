@@ -17,6 +17,7 @@ from swift_agent.worker.loop.checkpointing import Checkpointing
 from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.replicas.kernels import checksum
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.planning.reports import ranges_of
@@ -109,7 +110,7 @@ class Ending:
             "replicas": ranges_of(self._tracked.replicas),
             "checksum": f"{self._tracked.checksum():016x}",
             # If these differ, checksums may: rounding explains that, but for other hyper-parameters.
-            "computes": f"{zlib.crc32(self._tracked.computes.encode()):08x}",
+            "computes": f"{checksum(self._tracked.computes):08x}",
             "rounded": self._tracked.rounded,
             "hyper": f"{zlib.crc32(hyper.encode()):08x}",
             # Of these it says which differ, should the checksums do.

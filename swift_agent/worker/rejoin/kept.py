@@ -72,7 +72,7 @@ class _Looker:
             return _of_tensor(value)
         if isinstance(value, numpy.ndarray):
             return str(value.dtype), value.shape, value.tobytes()
-        if (state := _state_of(value)) is not None:
+        if (state := state_of_generator(value)) is not None:
             return "generator", state
         if isinstance(value, Iterator) and not hasattr(value, "__dict__") and not isinstance(value, io.IOBase):
             return object()  # it goes on with each use, and cannot be looked into: never equal
@@ -119,7 +119,7 @@ def has_plain_memory(value: Tensor) -> bool:
     return is_plain and not hasattr(value, "_local_tensor")
 
 
-def _state_of(value: Any) -> Any:
+def state_of_generator(value: Any) -> Any:
     """Of a generator of random numbers; None of anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()

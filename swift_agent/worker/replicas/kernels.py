@@ -6,7 +6,7 @@ otherwise.
     a replacement <--- what its predecessor computed with, in its environment: it tells what differs
 
 Two replicas that round otherwise stay equal to each other, because all get the same sum: nothing else finds it out.
-This module must never end training, nor hold a rank up for longer than a moment: what it finds is told.
+This module must never end training, nor hold up a rank that could go on: what it finds is told.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_recovery.state import machines
 
-# All have just been in an operation together.
-PATIENCE = timedelta(seconds=5)
+# All have just been in an operation together, and none could train without one that says nothing.
+PATIENCE = timedelta(seconds=60)
 
 
 def checksum(mine: str) -> int:
@@ -43,14 +43,16 @@ class Kernels:
 
     def compare(self, store: StoreClient, checksums: Sequence[int]) -> None:
         """All ranks have entered the generation of *store*, and know each other's checksum."""
-        said = told_by_all(store, self._rank, self._mine, checksums)
-        if said is None:
-            return  # the generation has ended already
-        if self._environment[ENV_LOCAL_RANK] == "0":  # of each node one: the others' agents may be gone
+        said, before = told_by_all(store, self._rank, self._mine, checksums), self._environment.get(ENV_COMPUTED, "")
+        if said is None and not before:
+            return  # the generation has ended already: it is compared in the next one
+        if said is not None and self._environment[ENV_LOCAL_RANK] == "0":  # of each node one: agents may be gone
             self._supervisor.send(said)
-        before, is_new = self._environment.get(ENV_COMPUTED, ""), not self._has_compared
-        self._has_compared = True
-        if is_new and (told := self._differs_from(store, before) if before else self._differ(said)):
+        is_new, self._has_compared = not self._has_compared, True
+        if not is_new:
+            return
+        told = self._differs_from(store, before) if before or said is None else self._differ(said)
+        if told:
             self._supervisor.note(told)
 
     @property

@@ -97,6 +97,14 @@ def test_a_rank_that_says_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
     assert kernels.told_by_all(Store(), 0, AVX2, checksums) is None  # type: ignore[arg-type]
 
 
+def test_a_replacement_tells_of_its_machine_though_others_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows what its predecessor had."""
+    monkeypatch.setattr(kernels, "PATIENCE", timedelta(seconds=0.1))
+    new = Rank(1, AVX2, before=AVX512)
+    new.kernels.compare(Store(), [kernels.checksum(AVX512), new.kernels.checksum])  # type: ignore[arg-type]
+    assert len(new.notes) == 1 and not new.sent
+
+
 class Rank:
     def __init__(self, rank: int, mine: str, before: str = "", node: str = "0", local_rank: str = "0") -> None:
         self.notes: list[str] = []
