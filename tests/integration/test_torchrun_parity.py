@@ -32,8 +32,9 @@ mode = sys.argv[1] if len(sys.argv) > 1 else "pass"
 raises = rank == "1" and (mode == "raise" or (mode == "raise-once" and attempt == "0"))
 
 def main():
-    print("out", rank, flush=True)
-    print("err", rank, file=sys.stderr, flush=True)
+    # One write each: a print is several, since workers run with -u, and those of two workers mix, under torchrun too.
+    print(f"out {rank}\\n", end="", flush=True)
+    print(f"err {rank}\\n", end="", file=sys.stderr, flush=True)
     seen = {"environ": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd(), "name": __name__}
     seen["path"] = [os.path.abspath(entry) for entry in sys.path]
     with open(os.path.join(os.environ["OUT"], f"seen-{attempt}-{rank}.json"), "w") as file:

@@ -342,6 +342,8 @@ def _text(error: BaseException) -> str:
 
 
 def _die(why: str) -> NoReturn:
-    print(f"swift-agent worker {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
+    # One write: those of several workers would mix, since these run with -u.
+    sys.stderr.write(f"swift-agent worker {os.getpid()} ends: {why}\n")
+    sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process has ended")
