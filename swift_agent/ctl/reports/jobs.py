@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swift_recovery.state.machines import kinds_of
 from swift_rendezvous.codec import RecordError, decode
 from swift_rendezvous.roster import resizing
 from swift_rendezvous.roster.draining import progress_of
@@ -80,8 +81,9 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
     or of its generation is) or, at the end, what the result says. A slot whose owner is not alive is listed under
     `missing_slots`; a living node without a slot is a spare and has `slot` null. `iteration` is the newest that is
     known: that of `rate`, which rank 0's node writes every few seconds (`time_s`: when), else the one at which the job
-    last went on after a recovery, else null. `drains`: the nodes that are to leave, and how far that is. `damaged`:
-    records that are left out, because they cannot be read.
+    last went on after a recovery, else null. `machines`: which ranks began with what to compute, if that was not the
+    same everywhere, else null. `drains`: the nodes that are to leave, and how far that is. `damaged`: records that are
+    left out, because they cannot be read.
     """
     listed = list(entries)
     view = view_of(job_id, listed)
@@ -112,6 +114,7 @@ def summarize(job_id: str, entries: Iterable[KeyValue]) -> dict[str, Any]:
             }
             for node_id, node in sorted(view.nodes.items())
         ],
+        "machines": _machines(view),
         "num_spares": sum(not generation or generation.slot_of(name) is None for name in alive),
         "missing_slots": [
             {"slot": slot, "last_owner": owner.node_id, "host": owner.host}
@@ -167,6 +170,11 @@ def _drains(view: View) -> list[tuple[str, str]]:
     has_spare = bool(spares(view))
     found = [(node_id, progress_of(view, node_id, has_spare=has_spare)) for node_id in sorted(view.drains)]
     return [(node_id, progress) for node_id, progress in found if progress]
+
+
+def _machines(view: View) -> str | None:
+    ranks = range(view.generation.world_size if view.generation else 0)
+    return kinds_of(dict(zip(ranks, view.computed_by(ranks), strict=False))) or None
 
 
 def _iteration(view: View, events: Iterable[EventRecord]) -> int | None:

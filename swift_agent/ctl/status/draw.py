@@ -63,6 +63,8 @@ def one_job(job: dict[str, Any]) -> RenderableType:
     for gap in job["missing_slots"]:
         add_row(rows, (gap["slot"], gap["last_owner"], gap["host"], None, "missing"))
     lines.append(rows)
+    if job["machines"]:
+        lines.append(Text(f"  not all ranks compute alike: {job['machines']}"))
     for order in job["drains"]:
         lines.append(Text(f"  drain of {order['node']} ({order['why']}): {order['progress']}"))
     for failure in job["failures"]:

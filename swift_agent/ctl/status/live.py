@@ -93,6 +93,8 @@ def draw(
     troubles += [
         Text(f"slot {one['slot']} ({one['kind']}): {one['evidence']}", style="red") for one in summary["failures"]
     ]
+    if summary["machines"]:
+        troubles.append(Text(f"not all ranks compute alike: {summary['machines']}"))
     troubles += [Text(f"the record {one['record']} {one['why']}; it counts as none") for one in summary["damaged"]]
     parts += _cut(troubles[:5])
     room = height - len(parts) - 1

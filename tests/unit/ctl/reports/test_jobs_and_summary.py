@@ -13,6 +13,7 @@ from swift_rendezvous.roster.records import (
     FailureRecord,
     GenerationRecord,
     JobRecord,
+    KernelsRecord,
     NodeRecord,
     Owner,
     ResultRecord,
@@ -97,6 +98,17 @@ def test_a_record_that_cannot_be_read_is_shown_beside_the_others() -> None:
     assert set(named) == {"drain/x", "preload", "events/00000002", "nodes/z"}
     assert all(why.startswith("cannot be read") for why in named.values())
     assert summarize("gpt", [KeyValue(KEYS.job, b'{"v": 999}', 1, 1, 1)])["state"] == "unreadable"
+
+
+def test_machines_of_several_kinds_are_told() -> None:
+    assert summary(STARTED)["machines"] is None
+    records = {**STARTED, KEYS.kernels: KernelsRecord(("torch 2, AVX2\n", "torch 2, AVX512"), (0, 0, 1, 1))}
+    assert summary(records)["machines"] == "ranks 0, 1 with AVX2; ranks 2, 3 with AVX512"
+    records[KEYS.kernels] = KernelsRecord(("torch 2",), (0, 0, 0, 0))
+    assert summary(records)["machines"] is None
+    # Of another size, or damaged: nothing is known.
+    records[KEYS.kernels] = KernelsRecord(("torch 2", "torch 3"), (0, 1, 1))
+    assert summary(records)["machines"] is None
 
 
 def test_jobs() -> None:

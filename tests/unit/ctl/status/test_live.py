@@ -12,7 +12,7 @@ from rich.console import Console
 from swift_agent.ctl.status.live import Heard, draw, heard
 from swift_rendezvous.codec import encode
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.records import EventRecord, GenerationRecord, RateRecord
+from swift_rendezvous.roster.records import EventRecord, GenerationRecord, KernelsRecord, RateRecord
 from swift_rendezvous.store.kv import KeyValue
 from tests.support import records
 
@@ -48,6 +48,14 @@ def test_a_job_that_trains() -> None:
         ["0", "n0"], ["1", "n1"], ["-", "n9"]
     ]  # fmt: skip
     assert "LAST EVENTS" in text and "generation (start): all here" in text
+
+
+def test_machines_of_several_kinds_are_told() -> None:
+    kernels = (KEYS.kernels, KernelsRecord(("torch 2, AVX2", "torch 2, AVX512"), (0, 0, 1, 1)))
+    assert "not all ranks compute alike: ranks 0, 1 with AVX2; ranks 2, 3 with AVX512" in shown(
+        heard("gpt", entries(kernels), None, 50.0)
+    )
+    assert "compute alike" not in "\n".join(shown(heard("gpt", entries(), None, 50.0)))
 
 
 def test_a_recovery_that_is_under_way() -> None:
