@@ -1,7 +1,6 @@
 """Operations of process groups as Python calls them, wrapped; and what of torch sends past process groups.
 
-It must never log, repeat or refuse an operation: that is up to the wrappers, which are given it. The places in `ALIKE`
-must never change: logs name collectives by them.
+It must never log, repeat or refuse an operation: that is up to the wrappers, which are given it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def _intercepted(original: Any, wrapper: Callable[..., Any], keywords: Sequence[
     return operation
 
 
-# Collectives after which all members of the group have the same, by the methods of ProcessGroup that Python calls. Logs
-# have their places in this list: new ones go to its end.
+# Collectives after which all members of the group have the same, by the methods of ProcessGroup that Python calls. A
+# new one needs a tag in `swift_logging_store.format.operations`.
 ALIKE = (
     "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "barrier",
     "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",

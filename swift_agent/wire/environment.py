@@ -7,6 +7,7 @@ as an argument.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -178,6 +179,7 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
     }
     for name in (
         ENV_MESSAGE_LOG_BYTES, ENV_LOG_STORE, ENV_NODES, ENV_PARALLEL_SUM, ENV_HELPER, ENV_INJECTION, ENV_COMPUTED,
+        ENV_SIZES, ENV_STARTED,
     ):  # fmt: skip
         env.pop(name, None)  # of a job that this one is part of
     if place.message_log_bytes is not None:
@@ -204,11 +206,87 @@ def worker_env(place: Placement, local_rank: int, inherited: Mapping[str, str]) 
     return env
 
 
-def nodes_of(env: Mapping[str, str]) -> tuple[int, ...]:
-    """How many workers each node of the job has, from the variables of one of them."""
-    if env.get(ENV_NODES):
-        return tuple(map(int, env[ENV_NODES].split(",")))
-    return (int(env["LOCAL_WORLD_SIZE"]),) * int(env["GROUP_WORLD_SIZE"])
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """What `worker_env` has told a process, as that reads it: once, in `swift_agent.init()`. The defaults are those of
+    a process that no agent has started."""
+
+    rank: int = 0
+    world_size: int = 1
+    number: int = 0
+    """See `ENV_LOCAL_RANK`; of a helper, see `helper_number`."""
+    node: int = 0
+    """Its slot."""
+    nodes: tuple[int, ...] = (1,)
+    """How many workers each node has."""
+    num_local: int = 1
+    """How many workers its own node has."""
+    run_id: str = ""
+    run: str = ""
+    """See `ENV_RUN`."""
+    restart_count: int = 0
+    generation: int = 0
+    """See `ENV_GENERATION`."""
+    started_s: float | None = None
+    """See `ENV_STARTED`; None of the first workers."""
+    socket_path: str = ""
+    sizes: str = ""
+    """See `ENV_SIZES`; empty for a job of one size."""
+    message_log: str = ""
+    """See `ENV_MESSAGE_LOG`; empty: the user wants no logs."""
+    message_log_bytes: int | None = None
+    """See `ENV_MESSAGE_LOG_BYTES`."""
+    log_store: str = ""
+    """See `ENV_LOG_STORE`; empty for none."""
+    parallel_sum: str = ""
+    """See `ENV_PARALLEL_SUM`; empty where there are no helpers."""
+    share: int = 0
+    """See `ENV_HELPER`; 0 of a worker."""
+    injection: str = ""
+    """See `ENV_INJECTION`; empty where nothing may be injected."""
+    computed: str = ""
+    """See `ENV_COMPUTED`; empty where it was none."""
+
+    @property
+    def directory(self) -> str:
+        """The agent's, which all workers of its node share; '' without an agent."""
+        return os.path.dirname(self.socket_path)
+
+    @property
+    def speaks_for_node(self) -> bool:
+        """One worker of each node does."""
+        return self.number == 0
+
+
+NO_AGENT = WorkerEnvironment()
+
+
+def read_worker_env(env: Mapping[str, str]) -> WorkerEnvironment:
+    """Of a process that an agent has started. The inverse of `worker_env`."""
+    num_local, room = int(env["LOCAL_WORLD_SIZE"]), env.get(ENV_MESSAGE_LOG_BYTES)
+    nodes = tuple(map(int, env[ENV_NODES].split(","))) if env.get(ENV_NODES) else ()
+    return WorkerEnvironment(
+        rank=int(env["RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        number=int(env[ENV_LOCAL_RANK]),
+        node=int(env["GROUP_RANK"]),
+        nodes=nodes or (num_local,) * int(env["GROUP_WORLD_SIZE"]),
+        num_local=num_local,
+        run_id=env["TORCHELASTIC_RUN_ID"],
+        run=env[ENV_RUN],
+        restart_count=int(env["TORCHELASTIC_RESTART_COUNT"]),
+        generation=int(env[ENV_GENERATION]),
+        started_s=float(env[ENV_STARTED]) if ENV_STARTED in env else None,
+        socket_path=env[ENV_SOCKET],
+        sizes=env.get(ENV_SIZES, ""),
+        message_log=env[ENV_MESSAGE_LOG],
+        message_log_bytes=int(room) if room else None,
+        log_store=env.get(ENV_LOG_STORE, ""),
+        parallel_sum=env.get(ENV_PARALLEL_SUM, ""),
+        share=int(env.get(ENV_HELPER, "0")),
+        injection=env.get(ENV_INJECTION, ""),
+        computed=env.get(ENV_COMPUTED, ""),
+    )
 
 
 def _visible_device(visible: str | None, local_rank: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from swift_agent.wire.environment import ENV_HELPER, ENV_INJECTION, ENV_LOCAL_RANK
+from swift_agent.wire.environment import WorkerEnvironment
 from swift_agent.wire.injected import NEXT, ORDERED, REACHED
 from swift_recovery.state.training_state import TrainingState
 
@@ -98,10 +98,9 @@ class Injection:
         self._handles = []
 
 
-def of_this_worker(state: TrainingState) -> Injection | None:
+def of_this_worker(told: WorkerEnvironment, state: TrainingState) -> Injection | None:
     """*state*: what is tracked. None where nothing may be injected; helpers are left alone."""
-    directory = os.environ.get(ENV_INJECTION, "")
-    if not directory or ENV_HELPER in os.environ:
+    if not told.injection or told.share:
         return None
     models, optimizers = list(state.models.values()), list(state.optimizers.values())
-    return Injection(directory, os.environ[ENV_LOCAL_RANK], models, optimizers)
+    return Injection(told.injection, str(told.number), models, optimizers)

@@ -54,3 +54,13 @@ def test_a_module_says_what_it_must_never_do() -> None:
     silent = [str(path.relative_to(ROOT)) for path in modules if not says_never(path.read_text())]
     assert len(modules) > 200 and not silent
     assert not says_never('"""Adds."""\n\ndef add() -> None:\n    """Never."""') and not says_never("never = 1")
+
+
+def test_a_worker_reads_once_what_its_agent_has_told_it() -> None:
+    """In `init`, into a `WorkerEnvironment`; what needs it gets it from there."""
+    ours = re.compile(r"\bENV_\w+|environ.*SWIFT_")
+    found = {path.name: set(ours.findall(path.read_text())) for path in (ROOT / "swift_agent/worker").rglob("*.py")}
+    # Of its docstring: the variable is described there.
+    assert {name: names for name, names in found.items() if names} == {
+        "init.py": {"ENV_SOCKET"}, "injection.py": {"ENV_INJECTION"},
+    }  # fmt: skip

@@ -6,7 +6,6 @@ Must never hold up a recovery: what cannot be read is not compared.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +22,12 @@ SENT = "sent"
 
 
 class SentBefore:
-    """By predecessors of *rank*, below *directory*. What was sent before a restart of all workers is deleted, since
-    nothing of it is sent again."""
+    """By predecessors of *rank*, below *directory*, since the last of the *restart_count* restarts of all workers. What
+    was sent before that is deleted, since nothing of it is sent again."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, restart_count: int = 0) -> None:
         everything = f"messages-{rank}-"
-        self.prefix = f"{everything}{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-"
+        self.prefix = f"{everything}{restart_count}-"
         """Of the names of directories whose processes belong together, this one's too."""
         self._directories = list(directory.glob(f"{self.prefix}*"))
         for other in set(directory.glob(f"{everything}*")).difference(self._directories):

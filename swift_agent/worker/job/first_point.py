@@ -6,13 +6,11 @@ This module must never communicate: what ranks have to agree on when the loop be
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from swift_agent.errors import UsageError
-from swift_agent.wire.channel import ENV_SOCKET
-from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_MESSAGE_LOG, ENV_SIZES, nodes_of
+from swift_agent.wire.environment import NO_AGENT, WorkerEnvironment
 from swift_agent.wire.given import Given, GivenPage
 from swift_agent.worker.data.inputs import Inputs
 from swift_agent.worker.line.agent_line import Supervisor
@@ -32,16 +30,16 @@ def tracked(
         raise UsageError(
             "the training loop begins, but nothing is tracked: call job.track(model=..., optimizer=...) first."
         )
-    place = os.environ.get(ENV_MESSAGE_LOG)  # '': swift-run was told not to log
-    logs = Path(place) if supervisor and named.logs_messages and place else None
+    told = supervisor.environment if supervisor else NO_AGENT
+    logs = Path(told.message_log) if named.logs_messages and told.message_log else None
     made = Tracked(
         named.pending, named.replicas, world_size, supervisor, overlap_update=named.overlap_update, exact=named.exact,
         stage_of=rank if named.is_stage else None, logs=logs, rank=rank, checkpoints=checkpoints, in_place=running,
-        lost_together=_ranks_of_this_node() if supervisor else (), always_logs=named.logs_always,
+        lost_together=_ranks_of_this_node(told), always_logs=named.logs_always,
     )  # fmt: skip
-    if os.environ.get(ENV_SIZES) and supervisor and len(made.replicas) != world_size:
+    if told.sizes and len(made.replicas) != world_size:
         raise UsageError(
-            f"--nnodes {os.environ[ENV_SIZES]}: the size of a job changes only if all ranks hold replicas of one "
+            f"--nnodes {told.sizes}: the size of a job changes only if all ranks hold replicas of one "
             "state; give one number of nodes, or all ranks to track(replicas=...)."
         )
     if checkpoints is not None and draws_alone and len(made.replicas) > 1:
@@ -52,28 +50,25 @@ def tracked(
     return made
 
 
-def _ranks_of_this_node() -> range:
+def _ranks_of_this_node(told: WorkerEnvironment) -> range:
     """() of a job of one node, or one whose nodes come and go."""
-    nodes = nodes_of(os.environ)
-    if len(nodes) < 2 or os.environ.get(ENV_SIZES):
+    if len(told.nodes) < 2 or told.sizes:
         return range(0)
-    node = int(os.environ["GROUP_RANK"])
-    first = sum(nodes[:node])
-    return range(first, first + nodes[node])
+    first = sum(told.nodes[: told.node])
+    return range(first, first + told.nodes[told.node])
 
 
 def watch_inputs(
-    inputs: Inputs, tracked: Tracked, running: Running, rank: int, world_size: int, note: Callable[[str], None], *,
+    inputs: Inputs, tracked: Tracked, running: Running, told: WorkerEnvironment, note: Callable[[str], None], *,
     is_replacement: bool,
 ) -> Witnesses:  # fmt: skip
     """Under an agent. What iterations are given is kept for a replacement: on this node, and on others."""
     # In a job of a range of sizes the process before had other data.
-    has_sizes = bool(os.environ.get(ENV_SIZES))
-    node = int(os.environ["GROUP_RANK"]), int(os.environ[ENV_LOCAL_RANK])
-    others = [] if has_sizes else witnesses_of(*node, nodes_of(os.environ))
+    has_sizes, rank, world_size = bool(told.sizes), told.rank, told.world_size
+    others = [] if has_sizes else witnesses_of(told.node, told.number, told.nodes)
     if tracked.messages is not None and len(tracked.replicas) == 1:  # a stage without replicas is given messages
         return Witnesses(None, rank, others, world_size, note)
-    path = Path(os.environ[ENV_SOCKET]).parent / f"given.{rank}"
+    path = Path(told.directory) / f"given.{rank}"
     page = None
     try:
         page = GivenPage(path, is_replacement=is_replacement and not has_sizes)

@@ -24,7 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from swift_agent.errors import UsageError
 from swift_agent.wire import messages as msg
 from swift_agent.wire.channel import ENV_SOCKET, connect
-from swift_agent.wire.environment import ENV_GENERATION, ENV_LOCAL_RANK, ENV_RUN, ENV_STARTED
+from swift_agent.wire.environment import WorkerEnvironment, read_worker_env
 from swift_agent.wire.root_cause import place_of
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.groups import process_groups
@@ -74,11 +74,10 @@ def init(
         raise UsageError(f"swift_agent.init(rng={rng!r}): 'iteration' or 'user'.")
     device = _device()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    socket_path = os.environ.get(ENV_SOCKET)
-    if socket_path is None:
-        _job = _without_agent(backend, timeout, device, rng, seed)
+    if ENV_SOCKET in os.environ:
+        _job = _with_agent(read_worker_env(os.environ), backend, timeout, device, rng, seed)
     else:
-        _job = _with_agent(socket_path, backend, timeout, device, rng, seed)
+        _job = _without_agent(backend, timeout, device, rng, seed)
     second_init.allow_again()
     return _job
 
@@ -106,23 +105,21 @@ def _without_agent(
 
 
 def _with_agent(
-    socket_path: str, backend: str, timeout: timedelta | None, device: torch.device,
+    environment: WorkerEnvironment, backend: str, timeout: timedelta | None, device: torch.device,
     rng: RngMode, seed: int | None,
 ) -> Job:  # fmt: skip
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    set_up.seed(f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.environ.get(ENV_RUN)}", rank)
-    # Not LOCAL_RANK: with --virtual-local-rank that is 0 for all.
-    local_rank = int(os.environ[ENV_LOCAL_RANK])
-    standing = MyStanding(os.path.dirname(socket_path), local_rank)
-    supervisor = Supervisor(connect(socket_path), rank, standing)
+    rank, number = environment.rank, environment.number
+    set_up.seed(f"{environment.run_id} {environment.run}", rank)
+    standing = MyStanding(environment.directory, number)
+    supervisor = Supervisor(connect(environment.socket_path), rank, standing, environment)
     groups = process_groups.install()
     place = Place(rank, Seeds(rng, seed, rank), supervisor.fence)
-    started_s = time.time() - float(os.environ[ENV_STARTED]) if ENV_STARTED in os.environ else None
+    started_s = None if environment.started_s is None else time.time() - environment.started_s
     protected = Protected(place, supervisor, groups, device, started_s, standing)
-    hello = msg.Hello(local_rank, int(os.environ[ENV_GENERATION]))
+    hello = msg.Hello(number, environment.generation)
     supervisor.start(hello, place.report, groups.abort, place.next_iteration)
     _create_groups(protected, place, supervisor, groups, backend, timeout)
-    job = Job(rank, local_rank, world_size, device, place, protected, supervisor)
+    job = Job(rank, number, environment.world_size, device, place, protected, supervisor)
     _install_hooks(job, supervisor)
     watch = SetUp(
         rank=rank, is_replacement=job.is_replacement, is_over=lambda: job._begun, note=supervisor.note,

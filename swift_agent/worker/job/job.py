@@ -200,7 +200,7 @@ class Job:
         witnesses = None
         if self._supervisor is not None:
             witnesses = first_point.watch_inputs(
-                self._inputs, tracked, self._running, self.rank, self.world_size, self._note,
+                self._inputs, tracked, self._running, self._supervisor.environment, self._note,
                 is_replacement=self.is_replacement,
             )  # fmt: skip
         self._running.begin(tracked, witnesses)

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, assert_never
 from swift_agent.errors import UsageError
 from swift_agent.wire import messages as msg
 from swift_agent.wire.channel import ChannelClosed, WorkerChannel
+from swift_agent.wire.environment import NO_AGENT, WorkerEnvironment
 from swift_agent.wire.standing import MyStanding
 from swift_agent.wire.vocabulary import written
 from swift_agent.worker.line.fence import Fence
@@ -57,9 +58,13 @@ ASK_PLACE_S = 5.0
 class Supervisor(Fence):
     """The fence whose generations an agent stops. *pausing*: its workers are to stop at a common boundary."""
 
-    def __init__(self, channel: WorkerChannel, rank: int, standing: MyStanding | None = None) -> None:
+    def __init__(
+        self, channel: WorkerChannel, rank: int, standing: MyStanding | None = None,
+        environment: WorkerEnvironment = NO_AGENT,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._channel = channel
+        self.environment = environment
         self._suspension = Suspension(standing or MyStanding(), lambda: self._entered)
         self._rank = rank
         self.pausing = False

@@ -12,14 +12,12 @@ It must never decide from where all go on: the plan says so, in the same words t
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
 from swift_agent.errors import PeerFailure
 from swift_agent.torch_private import groups
 from swift_agent.wire import messages as msg
-from swift_agent.wire.environment import ENV_LOCAL_RANK
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker import injection
 from swift_agent.worker.groups.process_groups import ProcessGroups
@@ -56,7 +54,7 @@ class Iterations:
         self._standing, self._comparison = standing, comparison
         self.over = PassedOver(place, supervisor, tracked, recovery, dry_runs, out, comparison, self.complete)
         self._modules_sent, self._measuring = False, measuring
-        self._injection = injection.of_this_worker(tracked.state)
+        self._injection = injection.of_this_worker(supervisor.environment, tracked.state)
 
     def run(self, call: Callable[[], R]) -> R:
         # All that this calls in every iteration runs with cold caches: the fewer calls and objects the better.
@@ -266,5 +264,5 @@ class Iterations:
     def _send_modules(self) -> None:
         """Once: what the script has imported, so that standbys import it ahead."""
         self._modules_sent = True
-        if os.environ[ENV_LOCAL_RANK] == "0":  # one of each node
+        if self._supervisor.environment.speaks_for_node:
             self._supervisor.send(msg.Modules(tuple(imported_packages())))

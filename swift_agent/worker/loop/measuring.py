@@ -8,7 +8,6 @@ measures.
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import time
@@ -17,8 +16,7 @@ import torch
 
 from swift_agent.torch_private import groups
 from swift_agent.wire import messages as msg
-from swift_agent.wire.channel import ENV_SOCKET
-from swift_agent.wire.environment import ENV_LOCAL_RANK, ENV_SIZES
+from swift_agent.wire.environment import WorkerEnvironment
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.messages.operations import Meter
 from swift_agent.worker.tracked.tracked import Tracked
@@ -146,11 +144,10 @@ class Measuring:
         return sum(_bytes_of(one) for model in models for one in model.parameters() if one.requires_grad)
 
 
-def kept_in() -> str:
+def kept_in(told: WorkerEnvironment) -> str:
     """Where one worker of this node keeps the state when the job changes its size; '' of others, and of other jobs."""
-    if not os.environ.get(ENV_SIZES) or os.environ[ENV_LOCAL_RANK] != "0":
-        return ""
-    return os.path.dirname(os.environ[ENV_SOCKET])  # the agent's directory; `Go.kept` says it when it comes to that
+    # `Go.kept` says it when it comes to that.
+    return told.directory if told.sizes and told.speaks_for_node else ""
 
 
 def _no_room(directory: str, num_bytes: int) -> str:

@@ -9,7 +9,6 @@ It must never decide anything itself.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -66,7 +65,7 @@ class _Loop:
         )  # fmt: skip
         self.iterations = Iterations(
             place, supervisor, groups, tracked, self.recovery, dry_runs, out, protected.standing, self.comparison,
-            Measuring(place.rank, supervisor, tracked, kept_in()),
+            Measuring(place.rank, supervisor, tracked, kept_in(supervisor.environment)),
         )  # fmt: skip
         self.sections = Sections(place, supervisor, groups, tracked, self.recovery, dry_runs, out, checks)
         self.ending = Ending(place, supervisor, tracked, self.recovery, self.checkpointing, self.comparison, lookout)
@@ -108,7 +107,7 @@ class Protected:
         if tracked.checkpoints is not None:
             self.out.begin_with = "the newest checkpoint"
         tracked.computes = computes_with(self.device)
-        self.kernels = Kernels(self.place.rank, tracked.computes, os.environ, self.supervisor)
+        self.kernels = Kernels(self.supervisor.environment, tracked.computes, self.supervisor)
         self.supervisor.may_be_why = self.kernels.may_be_why
         self._loop = _Loop(self, tracked, witnesses)
         return self._loop

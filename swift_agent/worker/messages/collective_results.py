@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
 from swift_logging_store.errors import NotLoggable
+from swift_logging_store.format.operations import COLLECTIVE_TAGS
 from swift_logging_store.format.record import Channel
 from swift_logging_store.format.tensors import check_plain
 from swift_logging_store.log.transfer import MAX_MESSAGE_BYTES
@@ -107,14 +107,14 @@ class Results:
             name for name, members in self._members.items()
             if destination in members and giver_of(members, destination, lost) == self._rank
         ]  # fmt: skip
-        tags = range(len(torch_messages.ALIKE))
+        tags = COLLECTIVE_TAGS.values()
         channels = [Channel(name, self._rank, self._rank, tag) for name in names for tag in tags]
         if channels:
             channels.append(_passed_over(self._rank))
         return dict.fromkeys(channels, before * MAX_NUMBER)
 
     def make(self, name: str, group: Any, outputs: Outputs, call: Callable[[], Any]) -> Any:
-        """One operation in `messages.ALIKE`, by *call*, or with what it gave the others."""
+        """One operation of `COLLECTIVE_TAGS`, by *call*, or with what it gave the others."""
         members = self._members.get(group.group_name)
         if members is None:
             members = self._members[group.group_name] = dist.get_process_group_ranks(group)
@@ -122,7 +122,7 @@ class Results:
         tensors = outputs()
         if not tensors:  # all that it gives is that all were there
             return call() if giver is None else Repeated(tensors)
-        channel = Channel(group.group_name, self._rank, self._rank, torch_messages.ALIKE.index(name))
+        channel = Channel(group.group_name, self._rank, self._rank, COLLECTIVE_TAGS[name])
         number = self._begun[channel]
         self._begun[channel] += 1
         record = partial(self._record, self._run, channel, number, tensors)

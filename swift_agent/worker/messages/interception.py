@@ -25,6 +25,7 @@ from swift_agent.errors import UsageError
 from swift_agent.torch_private import autograd as torch_autograd
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
+from swift_agent.wire.environment import WorkerEnvironment
 from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.messages.collective_counts import Collectives
 from swift_agent.worker.messages.collective_results import Outputs, Results
@@ -49,7 +50,7 @@ class Interception:
 
     def __init__(
         self, rank: int, owner: Owner, in_place: InPlace, log: SentLog, counts: Counts, digests: Digests,
-        repetition: Repetition, collectives: Collectives, unseen: Unseen,
+        repetition: Repetition, collectives: Collectives, unseen: Unseen, told: WorkerEnvironment,
     ) -> None:  # fmt: skip
         self._rank, self._owner, self._in_place = rank, owner, in_place
         self._log, self._counts, self._digests, self._repetition = log, counts, digests, repetition
@@ -66,12 +67,12 @@ class Interception:
         self._unread: Collection[int] = ()
         # What has come while it peeked: its memory, where that begins, and its version.
         self._peeked: dict[tuple[Channel, int], tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        self.helps = False
+        self.helps = told.share > 0
         """This process repeats iterations for another one of the same rank: nothing that it sends is logged."""
         self.is_strict, self.is_off = True, False
         self.is_behind = False
         """The last iteration that has begun here was repeated: others have what comes after it behind them."""
-        self._compares = compares()
+        self._compares = compares(told)
         self.num_collectives = 0
         """Those of iterations, so far."""
         self.unlogged: frozenset[int] = frozenset()

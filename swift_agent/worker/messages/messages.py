@@ -29,6 +29,7 @@ import torch
 
 from swift_agent.torch_private import groups
 from swift_agent.torch_private import messages as torch_messages
+from swift_agent.wire.environment import NO_AGENT, WorkerEnvironment
 from swift_agent.worker.in_place import Alone, InPlace
 from swift_agent.worker.messages.beginnings import Beginnings
 from swift_agent.worker.messages.collective_counts import Collectives
@@ -51,26 +52,26 @@ from swift_recovery.replay.source import Connect, Repetition
 class Messages:
     """Of the rank *rank*; its `log` is written below *directory*, which is local to the node. One per process.
 
-    *note* tells people; *check* raises when a recovery is cut; *is_ours*: see `Archive`; *in_place*: asked when a
-    message is cut; *log_group*: the ranks to which none are logged, asked when an iteration begins. *helps*: this
-    process only helps to repeat iterations. *is_strict*: see `Interception.refuse`.
+    *note* tells people; *check* raises when a recovery is cut; *is_ours*: see `Archive`; *in_place*: asked when one is
+    cut; *log_group*: the ranks to which none are logged, asked in each iteration; *is_strict*: see `Interception`.
     """
 
     def __init__(
         self, rank: int, directory: Path, note: Callable[[str], None], check: Callable[[], object] = lambda: None,
         is_ours: Callable[[], bool] = lambda: True, in_place: InPlace | None = None,
-        log_group: Callable[[], frozenset[int]] = frozenset, helps: bool = False, is_strict: bool = True,
+        log_group: Callable[[], frozenset[int]] = frozenset, told: WorkerEnvironment = NO_AGENT, is_strict: bool = True,
     ) -> None:  # fmt: skip
         self.rank = rank
         self._in_place = in_place or Alone()
         self.beginnings = Beginnings()
         self._note, self._check, self._log_group = note, check, log_group
-        self._sent_before = SentBefore(directory, rank)
+        self._sent_before = SentBefore(directory, rank, told.restart_count)
         self._has_predecessors = True  # for all that is known
-        prefix = f"helper-{rank}-" if helps else self._sent_before.prefix
+        prefix = f"helper-{rank}-" if told.share else self._sent_before.prefix
         self._directory = directory / f"{prefix}{uuid.uuid4().hex[:8]}"
-        self.log = SentLog(rank, self._directory, *bytes_for_logs(directory), note, is_ours, copied_to(rank))
-        self._complete_from, self._counters = 0, counters()
+        room, self._counters = bytes_for_logs(told, directory), counters(told)
+        self.log = SentLog(rank, self._directory, *room, note, is_ours, copied_to(told, rank))
+        self._complete_from = 0
         self.checkpoint = 0
         """The iteration of the newest one that counts: what was sent before it is gone."""
         self._counts = Counts()
@@ -87,9 +88,8 @@ class Messages:
         self._unseen, self._ways = unseen, Ways(unseen, lambda error: self._its.refuse(error))
         self._its = Interception(
             rank, self, self._in_place, self.log, self._counts, self._digests, self._repetition, self._collectives,
-            unseen,
-        )  # fmt: skip
-        self._its.helps, self._its.is_strict = helps, is_strict
+            unseen, told)  # fmt: skip
+        self._its.is_strict = is_strict
         self._results = self._its.results
         self._its.install()
 

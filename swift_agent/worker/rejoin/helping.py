@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from swift_agent.wire.environment import ENV_PARALLEL_SUM
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.messages.messages import Messages
 from swift_agent.worker.rejoin.shared_steps import SharedSteps
@@ -44,9 +43,8 @@ class Gathering:
     """The replacement's side: from `tell` on until `close`. *note* tells people."""
 
     def __init__(
-        self, address: str, num_helpers: int, note: Callable[[str], None], device: torch.device
+        self, address: str, num_helpers: int, how: Sum, note: Callable[[str], None], device: torch.device
     ) -> None:
-        how: Sum = os.environ.get(ENV_PARALLEL_SUM) or SUMS[0]
         self._hub, self._num_helpers, self._note = Hub(address, note, how, device), num_helpers, note
         self._began_s = time.monotonic()
         self._stack = contextlib.ExitStack()

@@ -35,6 +35,7 @@ from swift_recovery.checkpoint.writer import CheckpointError
 from swift_recovery.errors import CannotReplay, CutReplay, StateError
 from swift_recovery.planning.plan import Plan
 from swift_recovery.replay import serving
+from swift_recovery.replay.parallel import SUMS, Sum
 from swift_recovery.replay.source import Connect
 
 _POLL_S = 0.005
@@ -112,7 +113,8 @@ class Replays:
             raise CannotReplay("without the compiled library collectives would go unnoticed (swiftctl native build)")
         self._stop_sharing()
         if go.helpers:
-            self._gathering = Gathering(store.local_address, go.helpers, self._supervisor.note, self._device)
+            how: Sum = self._supervisor.environment.parallel_sum or SUMS[0]
+            self._gathering = Gathering(store.local_address, go.helpers, how, self._supervisor.note, self._device)
             self._gathering.tell(store, place.rank)
         begin = self._take(plan, messages, store)
         is_alone = len(plan.replays) == 1

@@ -12,13 +12,13 @@ This module must never end training, nor hold up a rank that could go on: what i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from swift_agent.wire import messages as msg
-from swift_agent.wire.environment import ENV_COMPUTED, ENV_LOCAL_RANK
+from swift_agent.wire.environment import WorkerEnvironment
 from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_recovery.state import machines
@@ -33,20 +33,20 @@ def checksum(mine: str) -> int:
 
 
 class Kernels:
-    """One per worker, which computes with *mine*. *environment*: of the process."""
+    """One per worker, which computes with *mine*."""
 
-    def __init__(self, rank: int, mine: str, environment: Mapping[str, str], supervisor: Supervisor) -> None:
-        self._rank, self._mine, self._environment, self._supervisor = rank, mine, environment, supervisor
+    def __init__(self, told: WorkerEnvironment, mine: str, supervisor: Supervisor) -> None:
+        self._told, self._mine, self._supervisor = told, mine, supervisor
         self._has_compared = False
         self.checksum = checksum(mine)
         """For all others to see."""
 
     def compare(self, store: StoreClient, checksums: Sequence[int]) -> None:
         """All ranks have entered the generation of *store*, and know each other's checksum."""
-        said, before = told_by_all(store, self._rank, self._mine, checksums), self._environment.get(ENV_COMPUTED, "")
+        said, before = told_by_all(store, self._told.rank, self._mine, checksums), self._told.computed
         if said is None and not before:
             return  # the generation has ended already: it is compared in the next one
-        if said is not None and self._environment[ENV_LOCAL_RANK] == "0":  # of each node one: agents may be gone
+        if said is not None and self._told.speaks_for_node:  # not one for all: agents may be gone
             self._supervisor.send(said)
         is_new, self._has_compared = not self._has_compared, True
         if not is_new:
@@ -58,20 +58,20 @@ class Kernels:
     @property
     def may_be_why(self) -> str:
         """To be said with what this process finds to be otherwise than in its predecessor; '' if it computes alike."""
-        if self._environment.get(ENV_COMPUTED, self._mine) in ("", self._mine):
+        if self._told.computed in ("", self._mine):
             return ""
         return ". This machine computes otherwise than that of its predecessor, which may be why"
 
     def _differ(self, said: msg.Kernels) -> str:
         """What is told the first time, by one rank for all."""
-        return difference_of_ranks(said) if self._rank == 0 else ""
+        return difference_of_ranks(said) if self._told.rank == 0 else ""
 
     def _differs_from(self, store: StoreClient, before: str) -> str:
         """What is told of a process that computes otherwise than its predecessor, by one of those that come to a node
         together."""
         told = difference_to_predecessor(self._mine, before)
         try:
-            is_first = not told or store.add(f"kernels/{self._environment['GROUP_RANK']}/{checksum(told)}", 1) == 1
+            is_first = not told or store.add(f"kernels/{self._told.node}/{checksum(told)}", 1) == 1
         except dist.DistStoreError:
             is_first = True  # the generation is cut: rather twice than not at all
         return told if is_first else ""

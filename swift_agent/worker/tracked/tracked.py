@@ -7,7 +7,6 @@ Everything about how a state is described and copied is in `swift_recovery`; eve
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +20,7 @@ from swift_agent.errors import UsageError
 from swift_agent.torch_private import ddp as torch_ddp
 from swift_agent.torch_private import fsdp as torch_fsdp
 from swift_agent.torch_private import groups, pipelining
-from swift_agent.wire.environment import ENV_HELPER, ENV_RUN
+from swift_agent.wire.environment import NO_AGENT
 from swift_agent.wire.given import fingerprint
 from swift_agent.worker.groups import transfer
 from swift_agent.worker.in_place import InPlace
@@ -74,7 +73,7 @@ class Tracked:
         """Replicas were seen to differ because they do not compute alike."""
         self.has_shards_alone = has_shards and len(self.replicas) == 1
         """The model is sharded, and no other rank holds what this one does."""
-        helps = ENV_HELPER in os.environ  # it claims nothing, and logs nothing
+        told = supervisor.environment if supervisor is not None else NO_AGENT
         self.messages: Messages | None = None
         is_logged = always_logs or len(self.replicas) == 1 or set(self.replicas) <= set(lost_together)
         # An update that overlaps the backward is made before the iteration's last messages are sent.
@@ -86,7 +85,7 @@ class Tracked:
             is_ours = lambda: not supervisor.ask_place(supervisor.generation)  # noqa: E731
             self.messages = Messages(
                 rank, logs, supervisor.note, supervisor.check, is_ours, in_place,
-                lambda: supervisor.log_group, helps, is_strict,
+                lambda: supervisor.log_group, told, is_strict,
             )  # fmt: skip
         self.pipelines: Pipelines | None = None
         if supervisor is not None and pipelining.has_schedules():
@@ -95,7 +94,7 @@ class Tracked:
         if supervisor is not None and checkpoints is not None:
             self.checkpoints = Checkpoints(
                 checkpoints, rank, world_size, self.replicas, supervisor.note,
-                run="" if helps else os.environ.get(ENV_RUN, ""), why_not=supervisor.ask_place,
+                run="" if told.share else told.run, why_not=supervisor.ask_place,
             )  # fmt: skip
         self._supervisor = supervisor
         several_sets = len(self.replicas) < world_size and (len(self.replicas) > 1 or self.messages is not None)

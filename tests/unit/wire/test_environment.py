@@ -19,10 +19,13 @@ from swift_agent.wire.environment import (
     ENV_PARALLEL_SUM,
     ENV_RUN,
     ENV_SIZES,
+    ENV_STARTED,
+    NO_AGENT,
     Placement,
+    WorkerEnvironment,
     helped_by,
     helper_number,
-    nodes_of,
+    read_worker_env,
     run_name,
     share_of,
     worker_env,
@@ -49,8 +52,38 @@ def test_only_workers_of_a_range_are_told_of_it() -> None:
 
 def test_how_many_workers_each_node_has() -> None:
     assert ENV_NODES not in (even := worker_env(PLACE, 0, {ENV_NODES: "7"}))
-    assert nodes_of(even) == (PLACE.num_workers,) * PLACE.num_slots
-    assert nodes_of(worker_env(replace(PLACE, nodes=(2, 1, 3)), 0, {})) == (2, 1, 3)
+    assert read_worker_env(even).nodes == (PLACE.num_workers,) * PLACE.num_slots
+    assert read_worker_env(worker_env(replace(PLACE, nodes=(2, 1, 3)), 0, {})).nodes == (2, 1, 3)
+
+
+def test_a_worker_reads_what_it_was_told() -> None:
+    first = WorkerEnvironment(
+        rank=21, world_size=32, number=5, node=2, nodes=(8,) * 4, num_local=8, run_id="gpt", restart_count=1,
+        generation=6, socket_path="/run/agent.sock",
+    )  # fmt: skip
+    stale = {ENV_STARTED: "1.5", ENV_SIZES: "2:4", ENV_HELPER: "1"}  # of a job that this one is part of
+    assert read_worker_env(worker_env(PLACE, 5, stale)) == first
+    assert (first.directory, first.speaks_for_node) == ("/run", False)
+    full = replace(
+        PLACE, nodes=(4, 8, 8), run="e17", sizes="2:4", message_log="/disk", message_log_bytes=800, log_store="s3://b",
+        parallel_sum="ordered", injects=True, computed=("AVX2",) * 8, first_rank=12, world_size=20,
+    )  # fmt: skip
+    told = read_worker_env({**worker_env(full, 5, {}), ENV_STARTED: "2.5"})
+    assert told == WorkerEnvironment(
+        rank=17, world_size=20, number=5, node=2, nodes=(4, 8, 8), num_local=8, run_id="gpt", run="e17",
+        restart_count=1, generation=6, started_s=2.5, socket_path="/run/agent.sock", sizes="2:4", message_log="/disk",
+        message_log_bytes=100, log_store="s3://b", parallel_sum="ordered", injection="/run", computed="AVX2",
+    )  # fmt: skip
+    number = helper_number(2, 0)
+    helper = read_worker_env(worker_env(full, number, {}))
+    assert (helper.rank, helper.number, helper.share, helper.speaks_for_node) == (12, number, 2, False)
+    assert read_worker_env(worker_env(full, 0, {})).speaks_for_node
+
+
+def test_a_process_that_no_agent_has_started_speaks_for_itself() -> None:
+    alone = NO_AGENT
+    assert alone.speaks_for_node and (alone.rank, alone.world_size, alone.nodes) == (0, 1, (1,))
+    assert (alone.directory, alone.message_log, alone.sizes, alone.injection) == ("", "", "", "")
 
 
 def test_workers_of_a_node_share_what_logs_may_take() -> None:

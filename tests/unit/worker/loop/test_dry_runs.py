@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from swift_agent.wire.environment import NO_AGENT
 from swift_agent.wire.standing import MyStanding
 from swift_agent.worker.checks.checks import Checks
 from swift_agent.worker.job.job import Job
@@ -204,7 +205,7 @@ class Averaging:
         self.tracked = Tracked({"models": models, "optimizers": {"o": self.optimizer}, "others": {}}, [0, 1], 2, None)
         self.place.hold(self.tracked)
         groups = SimpleNamespace(aborted="stopped", dry_run=contextlib.nullcontext)
-        supervisor = cast(Any, SimpleNamespace(note=pytest.fail))
+        supervisor = cast(Any, SimpleNamespace(note=pytest.fail, environment=NO_AGENT))
         self.running = Protected(self.place, supervisor, cast(Any, groups), torch.device("cpu"), None)
         self.over = self.running.assemble(self.tracked).iterations.over
 

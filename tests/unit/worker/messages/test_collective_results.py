@@ -20,6 +20,7 @@ from swift_agent.worker.messages.messages import Messages
 from swift_recovery.errors import CannotReplay, NotInLog
 from tests.unit.worker.messages.test_messages import (  # noqa: F401 - fixtures
     Pipe,
+    environment,
     make,
     notes,
     receive,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import queue
@@ -21,7 +22,7 @@ from swift_agent import native
 from swift_agent.errors import UsageError
 from swift_agent.torch_private import messages as torch_messages
 from swift_agent.torch_private import works as torch_works
-from swift_agent.wire.environment import ENV_GENERATION, ENV_LOG_STORE, ENV_MESSAGE_LOG_BYTES, ENV_RUN
+from swift_agent.wire.environment import WorkerEnvironment
 from swift_agent.worker.messages import log_settings, messages
 from swift_agent.worker.messages.cpp_messages import ways_past
 from swift_agent.worker.messages.interception import Interception
@@ -78,8 +79,21 @@ def notes() -> list[str]:
     return []
 
 
+class Environment:
+    """What ranks are told that are made from now on."""
+
+    told = WorkerEnvironment()
+
+
 @pytest.fixture
-def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Messages]]:
+def environment() -> Environment:
+    return Environment()
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, notes: list[str], environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], Messages]]:
     """The messages of one rank of three, for which this process stands from then on."""
     names = ("send", "recv", "recv_anysource", *torch_messages.ALIKE)
     operations = {name: getattr(dist.ProcessGroup, name) for name in names}
@@ -93,7 +107,8 @@ def make(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> I
         directory = tmp_path / f"node{rank}"
         directory.mkdir(exist_ok=True)
         made = Messages(
-            rank, directory, notes.append, log_group=lambda: frozenset(log_group), is_strict=is_strict
+            rank, directory, notes.append, log_group=lambda: frozenset(log_group), told=environment.told,
+            is_strict=is_strict,
         )  # fmt: skip
         made.beginnings.origins = [[0, 0]] * 3
         return made
@@ -275,10 +290,10 @@ def test_what_is_sent_again_is_compared(make: Callable[[int], Messages], tmp_pat
 
 
 def test_what_was_sent_before_a_restart_of_all_is_not_compared(
-    make: Callable[[int], Messages], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Messages], tmp_path: Path, environment: Environment
 ) -> None:
     one_iteration(make(1), 0, 1)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    environment.told = dataclasses.replace(environment.told, restart_count=1)
     replacement = make(1)
     assert len(list((tmp_path / "node1").glob("messages-*"))) == 1
     replacement.begin_replay([1])
@@ -434,18 +449,18 @@ def test_a_log_that_cannot_be_begun_is_given_up_until_there_is_a_place_for_it(
 
 
 def test_what_a_log_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    told = WorkerEnvironment(num_local=4)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert log_settings.bytes_for_logs(tmp_path) == (usage.free // 2 // 4, "half of what was free on the disk")
-    monkeypatch.setenv(ENV_MESSAGE_LOG_BYTES, "70")
-    assert log_settings.bytes_for_logs(tmp_path) == (70, "what --message-log-limit leaves this rank")
+    assert log_settings.bytes_for_logs(told, tmp_path) == (usage.free // 2 // 4, "half of what was free on the disk")
+    told = dataclasses.replace(told, message_log_bytes=70)
+    assert log_settings.bytes_for_logs(told, tmp_path) == (70, "what --message-log-limit leaves this rank")
 
 
 def test_a_log_takes_no_more_than_it_may(
     make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (2 * SENT.nbytes, "that much"))
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda told, directory: (2 * SENT.nbytes, "that much"))
     sender = make(1)
     sender.begin(0, 1)
     send(1)
@@ -556,7 +571,7 @@ def test_without_the_checkpoint_the_rest_is_of_no_use(make: Callable[[int], Mess
 def test_a_log_that_was_given_up_is_of_use_again_from_the_next_checkpoint_on(
     make: Callable[[int], Messages], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (2 * SENT.nbytes, "that much"))
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda told, directory: (2 * SENT.nbytes, "that much"))
     sender, link = make(1), Pipe()
     one_iteration(sender, 0, 0, 1, 2)
     assert not sender.is_complete
@@ -606,13 +621,10 @@ def test_what_a_log_has_done_counts_also_when_it_was_given_up(make: Callable[[in
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def store(tmp_path: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where logs are copied to; the node has room for 10 messages."""
-    monkeypatch.setattr(messages, "bytes_for_logs", lambda directory: (10 * SENT.nbytes, "that much"))
-    for name, value in {
-        ENV_LOG_STORE: str(tmp_path / "store"), "TORCHELASTIC_RUN_ID": "job", ENV_RUN: "e5", ENV_GENERATION: "1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(messages, "bytes_for_logs", lambda told, directory: (10 * SENT.nbytes, "that much"))
+    environment.told = WorkerEnvironment(log_store=str(tmp_path / "store"), run_id="job", run="e5", generation=1)
     return tmp_path / "store"
 
 
@@ -837,13 +849,13 @@ def test_without_the_store_there_is_room_on_the_node_only(
 
 
 def test_what_predecessors_have_left_in_the_store_goes(
-    make: Callable[[int], Messages], store: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Messages], store: Path, environment: Environment
 ) -> None:
     """When the first iteration is over that is no repetition; a section is none."""
     former = make(1)
     one_iteration(former, 0, 0)
     assert copied(former) and len(list(store.iterdir())) == 1
-    monkeypatch.setenv(ENV_GENERATION, "2")
+    environment.told = dataclasses.replace(environment.told, generation=2)
     here = make(1)
     here.begin_replay([1])
     with repeated(here, 0):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from swift_agent.wire import messages as wire
-from swift_agent.wire.environment import ENV_COMPUTED, ENV_LOCAL_RANK
+from swift_agent.wire.environment import WorkerEnvironment
 from swift_agent.worker.replicas import kernels
 
 AVX2, AVX512, ARM = "torch 2.13, 1 threads, AVX2, EPYC", "torch 2.13, 1 threads, AVX512, Xeon", "torch 2.13, 4 threads"
@@ -106,12 +106,12 @@ def test_a_replacement_tells_of_its_machine_though_others_say_nothing(monkeypatc
 
 
 class Rank:
-    def __init__(self, rank: int, mine: str, before: str = "", node: str = "0", local_rank: str = "0") -> None:
+    def __init__(self, rank: int, mine: str, before: str = "", node: int = 0, number: int = 0) -> None:
         self.notes: list[str] = []
         self.sent: list[wire.Kernels] = []
-        environment = {ENV_LOCAL_RANK: local_rank, "GROUP_RANK": node, **({ENV_COMPUTED: before} if before else {})}
+        told = WorkerEnvironment(rank=rank, number=number, node=node, computed=before)
         supervisor: Any = SimpleNamespace(note=self.notes.append, send=self.sent.append)
-        self.kernels = kernels.Kernels(rank, mine, environment, supervisor)
+        self.kernels = kernels.Kernels(told, mine, supervisor)
 
 
 def enter(ranks: list[Rank], store: Store) -> None:
@@ -125,7 +125,7 @@ def enter(ranks: list[Rank], store: Store) -> None:
 
 
 def test_rank_0_tells_the_first_time_and_one_worker_of_each_node_its_agent() -> None:
-    ranks = [Rank(0, AVX2), Rank(1, AVX512, local_rank="1"), Rank(2, AVX2, node="1")]
+    ranks = [Rank(0, AVX2), Rank(1, AVX512, number=1), Rank(2, AVX2, node=1)]
     for _ in range(2):
         enter(ranks, Store())
     (said,) = ranks[0].notes
@@ -138,34 +138,34 @@ def test_rank_0_tells_the_first_time_and_one_worker_of_each_node_its_agent() -> 
 def test_a_replacement_tells_what_its_predecessor_had_and_it_has_not() -> None:
     """Rank 0, which was there before, has told already, or says nothing now: one line for one fact."""
     there = Rank(0, AVX512)
-    enter([there, Rank(1, AVX512, node="1")], Store())
-    new = Rank(1, AVX2, before=AVX512, node="1")
+    enter([there, Rank(1, AVX512, node=1)], Store())
+    new = Rank(1, AVX2, before=AVX512, node=1)
     for _ in range(2):
         enter([there, new], Store())
     (said,) = new.notes
     assert "computes with AVX2, EPYC, that on which this rank began with AVX512, Xeon: the result may be" in said
     assert there.notes == []
-    same = Rank(1, AVX512, before=AVX512, node="1")
+    same = Rank(1, AVX512, before=AVX512, node=1)
     enter([there, same], Store())
     assert same.notes == there.notes == []
 
 
 def test_one_of_those_that_come_to_a_node_tells_of_it() -> None:
     ranks = [Rank(0, AVX512, AVX512)]
-    ranks += [Rank(1 + number, AVX2, AVX512, node, str(number)) for number, node in enumerate("112")]
+    ranks += [Rank(1 + number, AVX2, AVX512, node, number) for number, node in enumerate((1, 1, 2))]
     enter(ranks, Store())
     assert [len(rank.notes) for rank in ranks] in ([0, 1, 0, 1], [0, 0, 1, 1])
     # What is said twice is better than what is not said.
     store = Store()
     store.cut = True
-    ranks = [Rank(0, AVX512, AVX512), *(Rank(1 + number, AVX2, AVX512, "1", str(number)) for number in range(2))]
+    ranks = [Rank(0, AVX512, AVX512), *(Rank(1 + number, AVX2, AVX512, 1, number) for number in range(2))]
     enter(ranks, store)
     assert [len(rank.notes) for rank in ranks] == [0, 1, 1]
 
 
 def test_ranks_that_have_not_heard_of_each_other_at_the_start_do_when_they_recover() -> None:
     """The first time was cut: nobody knows what the lost one computed with."""
-    ranks = [Rank(0, AVX512), Rank(1, AVX2, node="1")]
+    ranks = [Rank(0, AVX512), Rank(1, AVX2, node=1)]
     enter(ranks, Store())
     assert len(ranks[0].notes) == 1 and not ranks[1].notes
 

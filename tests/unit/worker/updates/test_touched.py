@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from swift_agent.errors import UsageError
+from swift_agent.wire.environment import NO_AGENT
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.touched import ChangedInSection, TouchedParameters, told
 
@@ -121,7 +122,9 @@ class TwoSteps(torch.optim.Optimizer):
 
 def tracked_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tracked:
     # Under an agent: only there is it looked.
-    supervisor = cast(Any, SimpleNamespace(enter_step=lambda: None, leave=lambda: None))
+    supervisor = cast(
+        Any, SimpleNamespace(enter_step=lambda: None, leave=lambda: None, environment=NO_AGENT)
+    )
     return Tracked({"models": {"m": model}, "optimizers": {"o": optimizer}, "others": {}}, [0, 1], 2, supervisor)
 
 
