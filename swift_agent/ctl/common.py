@@ -152,3 +152,11 @@ def table(*columns: str) -> Table:
 
 def add_row(to: Table, cells: Iterable[object]) -> None:
     to.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+
+
+def time_text(seconds: float) -> str:
+    """Of a prediction."""
+    for unit, length_s in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -88,7 +88,9 @@ def draw(chart: Chart, path: Path) -> None:
                 axes.plot(xs, ys, linestyle="", marker=_MARKERS[place % len(_MARKERS)], markersize=11,
                           markerfacecolor="none", markeredgewidth=2, zorder=5, **style)  # fmt: skip
             else:
-                axes.plot(xs, ys, linestyle=_LINES[place % len(_LINES)], marker=_MARKERS[place % len(_MARKERS)],
+                # Of the ninth the marker is that of the first, and the kind of line is not.
+                kind = _LINES[(place + place // len(_MARKERS)) % len(_LINES)]
+                axes.plot(xs, ys, linestyle=kind, marker=_MARKERS[place % len(_MARKERS)],
                           markersize=5, linewidth=1.6, **style)  # fmt: skip
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
         if chart.log_x:

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from swift_agent.ctl import sweeps
-from swift_agent.ctl.common import add_row, finite, progress, table
+from swift_agent.ctl.common import add_row, finite, progress, table, time_text
 from swift_agent.ctl.plots import draw, plot_option
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_recovery.strategy.simulation import (
@@ -89,6 +89,11 @@ def simulate(
         job = parse(profile.read_text())
     except (ProfileError, OSError, UnicodeDecodeError) as error:
         raise click.ClickException("\n".join(f"{profile}: {line}" for line in str(error).splitlines())) from None
+    if not job.takes_checkpoints:
+        raise click.ClickException(
+            f"{profile}: takes_checkpoints: false, and what is simulated begins with checkpoints: give "
+            "checkpoint_every, checkpoint_s and load_s, and leave it out"
+        )
     if failures not in _KINDS and scales != (1,):
         raise click.UsageError("--scale goes with --failures exponential, weibull or paper, not with a list of them")
     if plot and sweep is None:
@@ -132,6 +137,8 @@ def simulate(
         click.echo(lines.getvalue(), nl=False)
     else:
         _show(job, hours, failures, of, found, sweep)
+        if failures not in _KINDS:
+            _tell_end(_read(failures), found)
 
 
 def _ended(run: Simulate, scheme: Scheme) -> Times | None:
@@ -194,6 +201,13 @@ def _read(path: str) -> list[float]:
     return times_s
 
 
+def _tell_end(times_s: list[float], found: list[dict[str, Any]]) -> None:
+    """A list may be shorter than the training: what comes after it would look better than it is."""
+    ends_h = sum(times_s) / _HOUR_S
+    if any(one["hours"] is not None and one["hours"] > ends_h for one in found):
+        click.echo(f"\nthe list of failures ends after {ends_h:g} h: from there on nothing fails")
+
+
 def _described(scheme: Scheme, totals_s: Times | None, hours: float, job: Profile, scale: int) -> dict[str, Any]:
     num_gpus = len(job.machines) * job.gpus_per_machine * scale
     if totals_s is None:
@@ -215,7 +229,7 @@ def _show(
     job: Profile, hours: float, failures: str, of: str, found: list[dict[str, Any]], sweep: sweeps.Sweep | None
 ) -> None:
     console = Console(width=None if Console().is_terminal else 140)
-    often = f"one of them is lost every {job.mtbf_s / _HOUR_S:.1f} h"
+    often = f"one of them is lost every {time_text(job.mtbf_s)}"
     if sweep and sweep.name == "mtbf":
         often = "one of them is lost as often as given"
     if failures not in _KINDS:

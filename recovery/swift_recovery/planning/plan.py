@@ -18,6 +18,8 @@ from swift_recovery.planning.sentences import _deviation_of
 PlanKind = Literal["fresh", "copy", "restart"]
 # What becomes of a half-done update (`--recovery`): see `half_done_updates` and `lossy`.
 Way = Literal["exact", "immediate-rollback", "lossy-forward"]
+# Left out of the record.
+_USUALLY: Mapping[str, Any] = {"checkpoint": 0, "stays": False, "slowdown": 1.0}
 # What a status says, where the report says no more.
 _LACKS = {"setup": "were cut before their training loop began", "empty": "had no state yet"}
 
@@ -61,6 +63,9 @@ class Plan:
     stays: bool = False
     """Survivors that are in the middle of *iteration* stay there, and a rank that begins it is given what they had
     sent in it; else all begin it again."""
+    slowdown: float = 1.0
+    """So many times as long as when they were measured iterations took before the failure; what is predicted for this
+    plan counts on it."""
 
     def targets_of(self, rank: int) -> list[int]:
         """Ranks that *rank* sends its state to, in ascending order."""
@@ -98,7 +103,7 @@ class Plan:
                 "silent": list(self.deviation.silent),
             },
             "replays": ranges_of(self.replays),
-        } | {name: value for name in ("checkpoint", "stays") if (value := getattr(self, name))}
+        } | {name: value for name, usual in _USUALLY.items() if (value := getattr(self, name)) != usual}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
@@ -121,6 +126,7 @@ class Plan:
             replays=ranks_of(data.get("replays", "")),
             checkpoint=int(data.get("checkpoint", 0)),
             stays=bool(data.get("stays", False)),
+            slowdown=float(data.get("slowdown", 1.0)),
         )
 
 

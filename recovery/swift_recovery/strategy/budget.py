@@ -5,11 +5,12 @@ It must never choose groups that log more, if any groups log so little.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_recovery.strategy.choose import Helpers, best_groups, chain_of
+from swift_recovery.strategy.choose import Helpers, best_groups, chain_of, logged_bytes
 from swift_recovery.strategy.grouping import Groups, alone, greedy
 from swift_recovery.strategy.profile import Profile
 
@@ -34,6 +35,8 @@ def parse_budget(text: str) -> Budget:
     if found is None or (found[2] == "%" and float(found[1]) > 100):
         raise ValueError(f"{text!r} is no size; type 500GiB, 2TiB, or 20% of all messages")
     if not found[2] and 0 < float(found[1]) < 1024:
+        if float(found[1]) > 100:
+            raise ValueError(f"{text!r} is a few bytes; type {text}GiB")
         raise ValueError(f"{text!r} is a few bytes; type {text}% of all messages, or {text}GiB")
     return Budget(float(found[1]) / 100, True) if found[2] == "%" else Budget(float(found[1]) * UNITS[found[2]], False)
 
@@ -48,7 +51,7 @@ def groups_within(
 ) -> Groups:  # fmt: skip
     """Groups of machines with the shortest expected recovery, with *helpers*, at most *most_helpers* of them. A size is
     for the logs of each machine, between two checkpoints. One group of all machines, which log nothing: no others fit.
-    For a part of the messages of more than `MOST_EXACT` machines they are those of the paper's algorithm: a coordinator
+    Of more than `MOST_EXACT` machines they are those of the paper's algorithm, which knows of no helpers: a coordinator
     must not think for minutes.
 
     *elsewhere_of*: what each machine sends in an iteration to others than its neighbours, as interleaved stages do. All
@@ -57,9 +60,10 @@ def groups_within(
     chain = chain_of(profile)
     along, beside = chain.log_bytes(alone(chain)), sum(elsewhere_of) * chain.iterations
     if not budget.is_part:
-        return best_groups(
-            profile, along * _ROUNDED, helpers, budget.value * _ROUNDED, elsewhere_of, most_helpers
-        )  # fmt: skip
+        of_each = budget.value * _ROUNDED
+        if chain.num_machines > MOST_EXACT:
+            return greedy(chain, math.inf, fits=lambda group: logged_bytes(profile, group, elsewhere_of) <= of_each)
+        return best_groups(profile, along * _ROUNDED, helpers, of_each, elsewhere_of, most_helpers)
     most = ((along + beside) * budget.value - beside) * _ROUNDED
     if most < 0:
         return (range(chain.num_machines),)

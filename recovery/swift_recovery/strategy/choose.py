@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from swift_recovery.strategy.grouping import Chain, Groups, alone, optimal
-from swift_recovery.strategy.profile import Profile, pipelined_s, stages_of
+from swift_recovery.strategy.profile import NO_CHECKPOINTS, Profile, pipelined_s, stages_of
 
 Name = Literal["replica", "log", "log+parallel", "checkpoint"]
 Helpers = Literal["nobody", "one worker", "one machine", "groups"]
@@ -52,15 +52,23 @@ class Way:
         return self.cost + self.recovery_s / mtbf_s
 
 
+def helpers_of(profile: Profile) -> Helpers:
+    """What is repeated with helpers as swift-run does it: what one worker has lost. The coordinator and `swiftctl` ask
+    here, so that both say the same of a job."""
+    return "one machine" if profile.gpus_per_machine == 1 else "one worker"
+
+
 def ways(
-    profile: Profile, budget_bytes: float | None = None, groups: Groups = (), helpers: Helpers = "one machine",
-    most_helpers: int | None = None,
-) -> tuple[Way, ...]:
+    profile: Profile, budget_bytes: float | None = None, groups: Groups = (), helpers: Helpers | None = None,
+    most_helpers: int | None = None, helped_groups: Groups = (),
+) -> tuple[Way, ...]:  # fmt: skip
     """All of them. *budget_bytes*: for the logs between two checkpoints, of all machines together; None: no limit.
-    *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel", at most so many for
-    each that was lost."""
+    *groups*: of machines, in place of those that are best for it. *helpers*: of "log+parallel", if not as swift-run
+    has them (`helpers_of`), at most so many for each that was lost. *helped_groups*: its groups, if not the others."""
     log = _log(profile, "log", budget_bytes, groups, "nobody", None)
-    parallel = _log(profile, "log+parallel", budget_bytes, groups, helpers, most_helpers)
+    parallel = _log(
+        profile, "log+parallel", budget_bytes, helped_groups or groups, helpers or helpers_of(profile), most_helpers
+    )
     found = [_replica(profile), log, parallel, _checkpoint(profile)]
     if len(profile.machines) <= 2:  # nobody is left of two
         found = [replace(way, two_s=0.0) for way in found]
@@ -68,7 +76,7 @@ def ways(
 
 
 def choose(found: tuple[Way, ...], mtbf_s: float) -> Way:
-    """Of the possible ones the one that wastes least; of equal ones the first."""
+    """Of the possible ones the one that wastes least; of equal ones the first. Raises `ValueError` if none is."""
     return min((way for way in found if not way.impossible), key=lambda way: way.wasted(mtbf_s))
 
 
@@ -178,14 +186,20 @@ def best_groups(
     machines = range(len(profile.machines))
 
     def repeat(group: range) -> float:
-        most = max(sent_bytes(profile, one, (group,)) + (elsewhere_of[one] if elsewhere_of else 0.0) for one in group)
-        if group == machines or most * each > of_each:
+        if group == machines or logged_bytes(profile, group, elsewhere_of) > of_each:
             return math.inf
         return from_logs_s(profile, group, helpers, most_helpers)
 
-    each = profile.checkpoint_every
     found = optimal(chain_of(profile), budget_bytes, repeat)
     return found if all(repeat(group) < math.inf for group in found) else (machines,)
+
+
+def logged_bytes(profile: Profile, group: range, elsewhere_of: Sequence[float] = ()) -> float:
+    """Between two checkpoints, by the machine of a group that logs most. *elsewhere_of*: see `best_groups`."""
+    if elsewhere_of:
+        return profile.checkpoint_every * max(sent_bytes(profile, one, (group,)) + elsewhere_of[one] for one in group)
+    ends = {group[0], group[-1]}  # between them nothing is logged
+    return profile.checkpoint_every * max(sent_bytes(profile, one, (group,)) for one in ends)
 
 
 def log_recovery_s(
@@ -244,6 +258,8 @@ def with_helpers_s(profile: Profile, group: range, num_shares: int, workers: Seq
 
 
 def _checkpoint(profile: Profile) -> Way:
+    if not profile.takes_checkpoints:
+        return Way("checkpoint", NO_CHECKPOINTS)
     recovery_s = profile.restart_s + profile.load_s + profile.checkpoint_every / 2 * profile.iteration_s
     state_bytes = max(machine.state_bytes for machine in profile.machines)
     return Way(

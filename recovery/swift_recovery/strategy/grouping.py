@@ -8,6 +8,7 @@ It must never choose groups that log more than the budget, if any groups log so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -70,26 +71,41 @@ def alone(chain: Chain) -> Groups:
     return tuple(range(machine, machine + 1) for machine in range(chain.num_machines))
 
 
-def greedy(chain: Chain, budget_bytes: float, weighting: Weighting = "paper") -> Groups:
+def greedy(
+    chain: Chain, budget_bytes: float, weighting: Weighting = "paper",
+    fits: Callable[[range], bool] = lambda group: True,
+) -> Groups:  # fmt: skip
     """The paper's algorithm: merge two neighbouring groups, those that add least recovery time for each byte that they
-    save, until the logs fit into the budget.
+    save, until the logs fit into the budget. Where nothing is saved groups are merged last.
 
     *weighting* "paper": a group's time counts once for each of its machines, as in the formula of section 5.3.
     "authors": it counts once, but the merged one twice, and the log is taken for one boundary longer than it is, as in
     the script that made Tables 6 and 7 (`benchmarks/distributed/ft/pipeline_vit/profile/optimizer.py`).
+
+    *fits*: whether what a group logs is allowed to it; groups for which it is not are merged, too.
     """
     groups = list(alone(chain))
     too_much = float(max(chain.boundary_bytes, default=0.0) * chain.iterations) if weighting == "authors" else 0.0
-    while len(groups) > 1 and chain.log_bytes(groups) + too_much > budget_bytes:
 
-        def cost(at: int) -> float:
-            both = (groups[at], groups[at + 1])
-            saved = chain.boundary_bytes[both[0][-1]] * chain.iterations
-            more_s = _added_s(chain, both, weighting)
-            return more_s / saved if saved else 0.0
+    def cost(at: int) -> float:
+        both = (groups[at], groups[at + 1])
+        saved = chain.boundary_bytes[both[0][-1]] * chain.iterations
+        return _added_s(chain, both, weighting) / saved if saved else math.inf
 
-        best = min(range(len(groups) - 1), key=cost)
+    costs, unfit = [cost(at) for at in range(len(groups) - 1)], [not fits(group) for group in groups]
+    crossing = list(chain.boundary_bytes)
+    while len(groups) > 1:
+        is_over = sum(crossing) * chain.iterations + too_much > budget_bytes
+        may = [at for at in range(len(costs)) if is_over or unfit[at] or unfit[at + 1]]
+        if not may:
+            break
+        best = min(may, key=costs.__getitem__)
         groups[best : best + 2] = [range(groups[best].start, groups[best + 1].stop)]
+        unfit[best : best + 2] = [not fits(groups[best])]
+        del costs[best], crossing[best]
+        for at in (best - 1, best):
+            if 0 <= at < len(costs):
+                costs[at] = cost(at)
     return tuple(groups)
 
 
@@ -105,10 +121,11 @@ def optimal(chain: Chain, budget_bytes: float, repeat_s: Callable[[range], float
     ones those that log least. *repeat_s*: of one iteration by a group, if not the chain's own.
 
     A dynamic programme over the machines, which keeps for each of them every pair of bytes and time that no other one
-    beats in both. Milliseconds for 64 machines.
+    beats in both; one pair, if no groups log more than the budget. Milliseconds for 64 machines.
     """
     repeat = repeat_s or chain.repeat_s
     budget = budget_bytes / chain.iterations
+    keep = _fastest if sum(chain.boundary_bytes) <= budget else _unbeaten
     best: list[list[_Prefix]] = [[_Prefix(0.0, 0.0)]]
     for end in range(1, chain.num_machines + 1):
         found: list[_Prefix] = []
@@ -121,7 +138,7 @@ def optimal(chain: Chain, budget_bytes: float, repeat_s: Callable[[range], float
                 for before in best[begin]
                 if before.num_bytes + crossing <= budget
             ]
-        best.append(_unbeaten(found))
+        best.append(keep(found))
     chosen, groups = min(best[-1], key=lambda one: (one.time_s, one.num_bytes)), list[range]()
     while chosen.before is not None:
         groups.append(chosen.last)
@@ -137,6 +154,11 @@ class _Prefix:
     time_s: float
     last: range = range(0)
     before: _Prefix | None = field(default=None, repr=False)
+
+
+def _fastest(prefixes: Iterable[_Prefix]) -> list[_Prefix]:
+    one = min(prefixes, key=lambda one: (one.time_s, one.num_bytes), default=None)
+    return [] if one is None else [one]
 
 
 def _unbeaten(prefixes: Iterable[_Prefix]) -> list[_Prefix]:

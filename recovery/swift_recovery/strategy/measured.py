@@ -172,6 +172,7 @@ def put_together(name: str, nodes: Sequence[Sequence[RankMeasured]]) -> JobMeasu
         replace_s=ASSUMED["replace_s"],
         machine_mtbf_hours=float(FIELDS["machine_mtbf_hours"][2] or 0),
         store_bytes_per_s=_slowest([[one.log_copied for one in of_node] for of_node in nodes]),
+        takes_checkpoints=every > 0,
     )
     if num_stages > 1 and not all(one.sees_waits for one in ranks):
         # All of it is taken for computation.
@@ -216,6 +217,7 @@ def to_file(measured: JobMeasured) -> dict[str, Any]:
         "name": job.name,
         "machines": [asdict(machine) for machine in job.machines],
         **{name: getattr(job, name) for name in FIELDS},
+        "takes_checkpoints": job.takes_checkpoints,
     }
     if job.boundary_bytes:
         data["boundary_bytes"] = list(job.boundary_bytes)

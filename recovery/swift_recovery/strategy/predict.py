@@ -16,8 +16,6 @@ from swift_recovery.strategy.profile import Profile
 
 # Predictions hold within that: less is no reason to give up what survivors have in memory.
 MARGIN = 1.5
-
-
 # What was predicted worse than that says nothing about the next time.
 _MOST_ERROR = 20.0
 
@@ -48,6 +46,15 @@ class Predicted:
         if self.repeated_s > 0 and repeated_s > 0:
             found[repeated] = _ratio(repeated_s, self.repeated_s)
         return found
+
+
+def slowdown_of(profile: Profile, iterations_per_s: float | None) -> float:
+    """How many times as long as when it was measured an iteration of the job takes now. *iterations_per_s*: of the last
+    half minute, None: not known. It counts iterations, and all that held them up: within `MARGIN` it proves nothing."""
+    if not iterations_per_s:
+        return 1.0
+    slowdown = 1 / (iterations_per_s * profile.iteration_s)
+    return slowdown if slowdown > MARGIN else 1.0
 
 
 def learned(errors: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
@@ -96,6 +103,7 @@ def in_place(profile: Profile, plan: Plan, machine_of: Callable[[int], int], num
     if plan.kind != "copy":
         return None
     if plan.replays:
+        profile = profile.slowed(plan.slowdown)
         load_s = profile.load_s if plan.checkpoint else 0.0
         # Those that are no neighbours do not wait for each other.
         each_s = [

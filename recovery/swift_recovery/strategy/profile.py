@@ -6,10 +6,11 @@ in part: all that is wrong with it is told at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 # name -> (least value that is allowed, whether that itself is, default; None: it has to be there)
@@ -38,6 +39,7 @@ _MOST = 1e30
 _LEAST = 1e-30  # but 0: what is less has no parts that are more than 0
 _ROUNDED = 1 + 1e-9
 _FLAGS = ("has_replica", "has_replica_inside")
+NO_CHECKPOINTS = "the script takes none (job.checkpoint): all workers would start over"
 _WHOLE = ("micro_batches", "gpus_per_machine", "checkpoint_every", "stages")
 
 
@@ -69,7 +71,8 @@ class Profile:
     - *boundary_bytes*: what machines i and i + 1 of a pipeline send each other in one iteration; () without a pipeline.
     - *iteration_s*: of all machines together.
     - *log_bytes_per_s*: to where a machine logs. *store_bytes_per_s*: to a store that has copies, 0: not known.
-    - *checkpoint_every*: in iterations. *load_s*: of a checkpoint.
+    - *takes_checkpoints*: else *checkpoint_every* is more than there are. *checkpoint_every*: in iterations. *load_s*:
+      of a checkpoint.
     - *restart_s*: until all workers are up again. *replace_s*: until the replacement of one machine is.
     """
 
@@ -88,6 +91,14 @@ class Profile:
     replace_s: float
     machine_mtbf_hours: float
     store_bytes_per_s: float = 0.0
+    takes_checkpoints: bool = True
+
+    def slowed(self, times: float) -> Profile:
+        """Where all that is computed takes so many times as long."""
+        if times == 1.0:
+            return self
+        machines = tuple(replace(one, computation_s=one.computation_s * times) for one in self.machines)
+        return replace(self, machines=machines, iteration_s=self.iteration_s * times)
 
     @property
     def mtbf_s(self) -> float:
@@ -122,7 +133,7 @@ def parse(text: str) -> Profile:
     if not isinstance(data, _Object):
         raise ProfileError("not an object: a profile begins with {")
     wrong = [f"{name}: given more than once" for name in data.twice]
-    known = {"name", "machines", "boundary_bytes", *FIELDS}
+    known = {"name", "machines", "boundary_bytes", "takes_checkpoints", *FIELDS}
     wrong += [f"{name}: no such field; there are {', '.join(sorted(known))}" for name in data if name not in known]
     machines = _machines(data.get("machines"), wrong)
     values = {name: _number(data, name, name, FIELDS, wrong) for name in FIELDS}
@@ -130,6 +141,9 @@ def parse(text: str) -> Profile:
     name = data.get("name", "a job")
     if not isinstance(name, str):
         wrong.append("name: not a text")
+    takes_checkpoints = data.get("takes_checkpoints", True)
+    if not isinstance(takes_checkpoints, bool):
+        wrong.append("takes_checkpoints: true or false")
     if not wrong and values["iteration_s"]:
         slowest = max(range(len(machines)), key=lambda number: machines[number].computation_s)
         if machines[slowest].computation_s > values["iteration_s"] * _ROUNDED:
@@ -141,8 +155,18 @@ def parse(text: str) -> Profile:
         raise ProfileError("\n".join(wrong))
     whole = {field: int(values.pop(field)) for field in _WHOLE if field in values}
     if not values["iteration_s"]:
-        values["iteration_s"] = pipelined_s(stages_of(machines), whole["micro_batches"])
-    return Profile(name=name, machines=tuple(machines), boundary_bytes=boundaries, **whole, **values)  # type: ignore[arg-type]
+        pipelines = pipelines_of(machines, boundaries)
+        values["iteration_s"] = max(pipelined_s(stages_of(one), whole["micro_batches"]) for one in pipelines)
+    return Profile(
+        name=name, machines=tuple(machines), boundary_bytes=boundaries, takes_checkpoints=takes_checkpoints,
+        **whole, **values,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def pipelines_of(machines: Sequence[Machine], boundary_bytes: Sequence[float]) -> list[Sequence[Machine]]:
+    """Machines that send each other nothing compute at the same time: each alone, or in pipelines of their own."""
+    ends = [at + 1 for at in range(len(machines) - 1) if not boundary_bytes or not boundary_bytes[at]]
+    return [machines[begin:end] for begin, end in itertools.pairwise((0, *ends, len(machines)))]
 
 
 def stages_of(machines: Iterable[Machine]) -> list[float]:

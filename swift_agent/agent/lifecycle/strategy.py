@@ -17,7 +17,15 @@ from swift_recovery.strategy.budget import groups_within, parse_budget
 from swift_recovery.strategy.choose import Helpers, Way, paying_helpers, ways
 from swift_recovery.strategy.grouping import Groups
 from swift_recovery.strategy.measured import JobMeasured, RankMeasured, put_together, to_file
-from swift_recovery.strategy.predict import Predicted, cautious, in_place, is_sooner, learned, rollback
+from swift_recovery.strategy.predict import (
+    Predicted,
+    cautious,
+    in_place,
+    is_sooner,
+    learned,
+    rollback,
+    slowdown_of,
+)
 from swift_recovery.strategy.profile import Profile, ProfileError, parse
 from swift_rendezvous.roster.records import ProfileRecord
 from swift_rendezvous.roster.view import View
@@ -124,8 +132,7 @@ def _measured(view: View, job_id: str) -> tuple[JobMeasured | None, bool, bool]:
 
 
 def _ways(view: View, job: JobMeasured, logs: bool, groups: Groups = ()) -> tuple[Way, ...]:
-    helpers: Helpers = "one machine" if job.profile.gpus_per_machine == 1 else "one worker"
-    found = ways(job.profile, groups=groups, helpers=helpers, most_helpers=_most_helpers(view))
+    found = ways(job.profile, groups=groups, most_helpers=_most_helpers(view))
     return tuple(_possible(way, job, logs, _wanted(view)) for way in found)
 
 
@@ -228,14 +235,24 @@ def profile_of(view: View) -> Profile | None:
     return job if len(job.machines) == len(generation.slots) else None
 
 
+def _iterations_per_s(view: View) -> float | None:
+    """As last seen of the workers that were in the generation before; None where rank 0's node is gone."""
+    rate, generation = view.rate, view.generation
+    if rate is None or generation is None or rate.generation < generation.epoch:
+        return None
+    return rate.per_s
+
+
 def weigh(view: View, plan: Plan) -> Plan:
     """*plan*, or to restart all workers where that should be sooner than to repeat what is lost from logs: only if the
-    job may choose (`--strategy auto`). What was predicted is said."""
+    job may choose (`--strategy auto`). What was predicted is said, for a job that is as fast as it was last."""
     job, known = profile_of(view), view.profile
-    kept = _of_plan(view, plan)
-    if job is None or known is None or kept is None or not plan.replays:
+    if job is None or known is None or plan.kind != "copy" or not plan.replays:
         return plan
-    back, errors = rollback(job, plan.iteration - plan.checkpoint), known.errors
+    plan = replace(plan, slowdown=slowdown_of(job, _iterations_per_s(view)))
+    kept = _of_plan(view, plan)
+    assert kept is not None
+    back, errors = rollback(job.slowed(plan.slowdown), plan.iteration - plan.checkpoint), known.errors
     # It costs everybody's work, so two recoveries must have shown what says so.
     at_most, at_least = cautious(errors, back.way, max), cautious(errors, kept.way, min)
     is_sure = is_sooner(back.corrected(at_most), kept.corrected(at_least))
@@ -268,8 +285,6 @@ def _possible(way: Way, job: JobMeasured, logs: bool, wanted: str) -> Way:
         return way
     if way.name == "log+parallel" and not job.has_schedule:
         return Way(way.name, "helpers share steps of a schedule (torch.distributed.pipelining), and there is none")
-    if way.name == "checkpoint" and not job.takes_checkpoints:
-        return Way(way.name, "the script takes none (job.checkpoint): all workers would start over")
     return way
 
 

@@ -170,7 +170,7 @@ def plan_sentences(plan: Plan, world_size: int | None = None) -> list[str]:
     if plan.kind == "fresh":
         return ["No state is sent: all workers set themselves up together."]
     if plan.kind == "restart":
-        return [f"The state cannot be brought back in place, so all workers restart: {plan.why}."]
+        return [f"All workers restart: {plan.why}."]
     sentences = [f"The plan: training goes on with the state of iteration {plan.iteration} ({plan.why})."]
     if plan.handovers:
         ranks = _some("rank", plan.handovers).capitalize()

@@ -246,6 +246,7 @@ class Job:
             first = False
             yield epoch
         place.target = None
+        self._running.loop_is_over()
 
     @overload
     def batches(self, loader: Iterable[T], *, group: None = None) -> Iterator[T]: ...
@@ -301,9 +302,8 @@ class Job:
         try:
             while True:
                 self._passes.at_point()
-                before = here.iteration
-                if before >= num_iterations:
-                    return
+                if (before := here.iteration) >= num_iterations:
+                    return self._running.loop_is_over()
                 place.seeds.for_data(before)  # the body may draw its data
                 yield before
                 if here.iteration == before and place.owed is None:

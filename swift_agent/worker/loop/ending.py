@@ -75,7 +75,7 @@ class Ending:
                 supervisor.hold(place.here.iteration)
                 if supervisor.interrupted:
                     continue
-            if not self._last_checkpoint_is_over() or not self._last_comparison_is_over():
+            if not self._last_checkpoint_is_over() or not self.last_comparison_is_over():
                 continue
             if _is_released(place, supervisor, self._lookout, self._end()):
                 break
@@ -89,8 +89,9 @@ class Ending:
                 return False
         return True
 
-    def _last_comparison_is_over(self) -> bool:
-        """False if a failure comes first. All have come here, or are about to."""
+    def last_comparison_is_over(self) -> bool:
+        """False if a failure comes first. All have come here, or are about to. Where replicas differ this process does
+        not go on: its agent ends it."""
         comparison, deadline_s = self._comparison, time.monotonic() + COMPARED_S
         while comparison is not None and not comparison.is_over(timeout_s=0.05) and time.monotonic() < deadline_s:
             if self._supervisor.interrupted:

@@ -201,6 +201,9 @@ class Protected:
         if loop.checkpointing is not None:
             loop.checkpointing.at_point()
 
+    def loop_is_over(self) -> None:
+        self._begun.ending.last_comparison_is_over()
+
     def iterate(self, call: Callable[[], R]) -> R:
         return self._begun.iterations.run(call)
 

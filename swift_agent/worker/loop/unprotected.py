@@ -29,6 +29,9 @@ class Running(InPlace, Protocol):
     def at_point(self) -> None:
         """User code is between two steps."""
 
+    def loop_is_over(self) -> None:
+        """A loop of the script is: what it saves now is to be no state of which others are known to differ."""
+
     def iterate(self, call: Callable[[], R]) -> R:
         """Run one iteration until it counts; its result."""
 
@@ -62,6 +65,8 @@ class Unprotected(Alone):
         self._place.seeds.common = number[0]
 
     def at_point(self) -> None: ...
+
+    def loop_is_over(self) -> None: ...
 
     def iterate(self, call: Callable[[], R]) -> R:
         place, tracked = self._place, self._tracked

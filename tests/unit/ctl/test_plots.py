@@ -31,7 +31,7 @@ def test_a_plan_is_drawn_and_printed_as_without_it(tmp_path: Path) -> None:
     for text in (
         "ViT-128/32 of SWIFT", "logs between two checkpoints, TiB", "expected recovery of a lost machine, seconds",
         "greedy groups, as in the paper", "the best groups", "the best groups, parallel recovery",
-        "chosen: log+parallel<", "nothing logged, all restart",
+        "chosen: log, as swift-run does it<", "nothing logged, all restart",
     ):  # fmt: skip
         assert text in drawn, text
 

@@ -9,12 +9,28 @@ from typing import Any
 
 import pytest
 
-from swift_agent.agent.lifecycle.strategy import after, decide, errors_of, predicted, refine, told_again, weigh
+from swift_agent.agent.lifecycle.strategy import (
+    after,
+    decide,
+    errors_of,
+    predicted,
+    profile_of,
+    refine,
+    told_again,
+    weigh,
+)
 from swift_recovery.planning.plan import Plan
 from swift_recovery.strategy.measured import RankMeasured
 from swift_recovery.strategy.predict import learned
 from swift_recovery.strategy.profile import parse
-from swift_rendezvous.roster.records import Helper, JobRecord, MeasuredRecord, PlanRecord, ProfileRecord
+from swift_rendezvous.roster.records import (
+    Helper,
+    JobRecord,
+    MeasuredRecord,
+    PlanRecord,
+    ProfileRecord,
+    RateRecord,
+)
 from swift_rendezvous.roster.view import View
 from tests.support.records import generation, view
 
@@ -456,6 +472,33 @@ def test_one_recovery_that_something_else_has_held_up_restarts_nobody() -> None:
     assert after({"checkpoint": 0.05, "checkpoint, an iteration": 0.05}).kind == "copy"
     # The next prediction is between the last one and what was known.
     assert learned(learned({}, held_up), as_usual)["log, an iteration"] == pytest.approx(9.6**0.5)
+
+
+def test_a_job_that_has_become_slower_is_weighed_as_it_is_now() -> None:
+    """Four times as slow as when it was measured, all of it: no way looks better than it did, and nothing restarts."""
+    plan = Plan("copy", "w", 110, replays=(1,), checkpoint=10)
+    as_measured = weighed(plan)
+    profile = profile_of(replace(job(), profile=decide(job(), "J")))
+    assert profile is not None and as_measured.slowdown == 1.0 and "slowdown" not in as_measured.to_json()
+    slow = RateRecord(110, 1 / (4 * profile.iteration_s), 1, 5.0)
+    view = replace(job(), profile=decide(job(), "J"), rate=slow)
+    kept = weigh(view, plan)
+    assert kept.kind == "copy" and kept.slowdown == pytest.approx(4)
+    assert Plan.from_json(kept.to_json()) == kept
+    # Both predictions count on it; so does what the recovery is compared with afterwards, and no error is learned.
+    assert kept.why == "w; that should take 29 s, a restart of all 46 s", as_measured.why
+    after_it = replace(view, plan=PlanRecord(1, kept.to_json(), kept.why), rate=None)
+    expected = predicted(after_it)
+    assert expected is not None and expected.repeated_s == pytest.approx(4 * 7.0)
+    found = errors_of(after_it, {"total": expected.seconds, "replay": expected.repeated_s})
+    assert found == {"log": pytest.approx(1.0), "log, an iteration": pytest.approx(1.0)}
+    # What is a little slower, or faster, is taken as measured: few iterations are counted.
+    for factor in (0.5, 1.0, 1.4):
+        nearly = replace(view, rate=replace(slow, per_s=1 / (factor * profile.iteration_s)))
+        assert weigh(nearly, plan) == as_measured
+    # Of workers before a restart of all, or of nobody, nothing is known.
+    assert weigh(replace(view, rate=replace(slow, generation=0)), plan) == as_measured
+    assert weigh(replace(view, rate=replace(slow, per_s=None)), plan) == as_measured
 
 
 def test_nothing_is_weighed_where_nothing_may_be_chosen() -> None:

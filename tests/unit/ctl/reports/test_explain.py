@@ -114,7 +114,7 @@ def test_a_restart_and_the_end() -> None:
     ("plan", "expected"),
     [
         (Plan("fresh", "x"), ["No state is sent: all workers set themselves up together."]),
-        (Plan("restart", "nobody"), ["The state cannot be brought back in place, so all workers restart: nobody."]),
+        (Plan("restart", "nobody"), ["All workers restart: nobody."]),
         (
             Plan("copy", "w", 4, 2, {3: 0, 4: 0, 5: 0}),
             [

@@ -28,14 +28,21 @@ def test_a_pipeline_without_replicas() -> None:
     # Alone it does not wait for others: 8 s for an iteration.
     assert by_name["log"].recovery_s == 3 + 4 + 50 * 8
     # With one helper 4 s, and a third of the state is added over the network; with more that takes longer.
-    assert by_name["log+parallel"].recovery_s == pytest.approx(3 + 4 + 50 * (4 + 4 / 3))
+    (helped,) = (way for way in ways(PIPELINE, helpers="one machine") if way.name == "log+parallel")
+    assert helped.recovery_s == pytest.approx(3 + 4 + 50 * (4 + 4 / 3))
+    # Of a machine with several workers swift-run has helpers for one worker only, an eighth of what is added.
+    assert by_name["log+parallel"].recovery_s == by_name["log"].recovery_s
+    assert by_name["log+parallel"].worker_s == pytest.approx(3 + 4 + 50 * (2 + 3 / 6))
+    single = found(replace(PIPELINE, gpus_per_machine=1))["log+parallel"]
+    assert single.recovery_s == helped.recovery_s
     (as_in_paper,) = (way for way in ways(PIPELINE, helpers="groups") if way.name == "log+parallel")
     assert as_in_paper.recovery_s == 3 + 4 + 50 * 2
     # Two boundaries, half of what passes each of them, 100 times.
     assert by_name["log"].storage_bytes == 1e9 * 100
     # 1 s for copies, while it waits 3.
     assert by_name["log"].cost == by_name["checkpoint"].cost == 2 / 1100
-    assert choose(ways(PIPELINE), PIPELINE.mtbf_s).name == "log+parallel"
+    assert choose(ways(PIPELINE), PIPELINE.mtbf_s).name == "log"
+    assert choose(ways(replace(PIPELINE, gpus_per_machine=1)), PIPELINE.mtbf_s).name == "log+parallel"
 
 
 def test_two_lost_machines() -> None:
@@ -130,6 +137,7 @@ def test_within_a_budget_machines_form_groups() -> None:
     assert repeat_s(PIPELINE, range(2), "groups") == 5.0
     # swift-run has helpers for what one machine has lost only.
     light = replace(PIPELINE, machines=(Machine(8.0, 4e9, gradient_bytes=1.0),) * 4)
+    light = replace(light, gpus_per_machine=1)
     (way,) = (way for way in ways(light, groups=(range(2), range(2, 3), range(3, 4))) if way.name == "log+parallel")
     assert way.recovery_s == pytest.approx(3 + 4 + 50 * (9 + 9 + 2 + 2) / 4)
     assert shared_s(PIPELINE, range(2), 2) == 5.0 and shared_s(PIPELINE, range(2), 1) == 9.0

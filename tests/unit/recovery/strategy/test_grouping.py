@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import runpy
 import statistics
@@ -114,3 +115,26 @@ def test_64_machines_take_no_time() -> None:
 def test_chains_that_cannot_be(values: tuple[list[float], list[float], float], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         Chain(*values)
+
+
+def test_groups_between_which_nothing_passes_are_merged_last() -> None:
+    """It would save nothing, and what one of them loses would take the other back."""
+    chain = Chain([1.0] * 8, [1e9, 0, 1e9, 0, 1e9, 0, 1e9], 1e12)
+    assert greedy(chain, 3e9) == (range(2), *(range(at, at + 1) for at in range(2, 8)))
+    assert greedy(chain, 0.0) == tuple(range(at, at + 2) for at in range(0, 8, 2))
+
+
+def test_groups_that_log_more_than_is_allowed_to_each_are_merged() -> None:
+    chain = Chain([1.0] * 6, [1e9] * 5, 1e12)
+    found = greedy(chain, math.inf, fits=lambda group: len(group) > 1 or group[0] != 2)
+    assert [len(group) for group in found].count(2) == 1 and all(group != range(2, 3) for group in found)
+    assert greedy(chain, math.inf, fits=lambda group: False) == (range(6),)
+    assert greedy(chain, math.inf) == alone(chain)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_a_limit_the_fastest_groups_of_all_are_found(seed: int) -> None:
+    """By a shorter way, which keeps one pair for each machine."""
+    chain = some_chain(seed, num_machines=8, helpers=True)
+    found = optimal(chain, chain.log_bytes(alone(chain)) * 2)
+    assert chain.expected_repeat_s(found) == pytest.approx(min(map(chain.expected_repeat_s, all_groups(chain))))

@@ -33,8 +33,26 @@ def test_one_number_is_meant_for_all_boundaries() -> None:
 def test_a_pipeline_takes_the_time_of_its_bubble_too() -> None:
     """t (m + p - 1) / m."""
     assert pipelined_s([8.0] * 4, 8) == 8.0 * (8 + 4 - 1) / 8
-    profile = parse(json.dumps({**LEAST, "machines": [{"computation_s": 8.0}] * 4, "micro_batches": 8}))
+    data = {**LEAST, "machines": [{"computation_s": 8.0}] * 4, "micro_batches": 8}
+    profile = parse(json.dumps({**data, "boundary_bytes": 1e6}))
     assert profile.iteration_s == 11.0 and profile.bubble_s == 3.0
+
+
+def test_machines_that_send_each_other_nothing_compute_at_the_same_time() -> None:
+    data = {**LEAST, "machines": [{"computation_s": 8.0}] * 4, "micro_batches": 8}
+    assert parse(json.dumps(data)).iteration_s == 8.0
+    # Two pipelines of two machines each.
+    assert parse(json.dumps({**data, "boundary_bytes": [1e6, 0, 1e6]})).iteration_s == 9.0
+    # Stages inside of each machine.
+    inside = {**data, "machines": [{"computation_s": 8.0, "stages": 4}] * 4}
+    assert parse(json.dumps(inside)).iteration_s == 11.0
+
+
+def test_a_job_may_take_no_checkpoints() -> None:
+    assert parse(json.dumps(LEAST)).takes_checkpoints
+    assert not parse(json.dumps({**LEAST, "takes_checkpoints": False})).takes_checkpoints
+    with pytest.raises(ProfileError, match="takes_checkpoints: true or false"):
+        parse(json.dumps({**LEAST, "takes_checkpoints": 0}))
 
 
 @pytest.mark.parametrize(("text", "wrong"), [

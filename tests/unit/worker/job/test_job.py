@@ -93,7 +93,7 @@ def looping(*, target: Position | None = None) -> Job:
         passed=None, keep_point=lambda: None, target_units=Units(),
     )  # fmt: skip
     place.arrive = lambda in_no_loader: Place.arrive(place, in_no_loader=in_no_loader)
-    running: Any = SimpleNamespace(at_point=lambda: None)
+    running: Any = SimpleNamespace(at_point=lambda: None, loop_is_over=lambda: None)
     made = Job(0, 0, 1, torch.device("cpu"), place, running, None)
 
     def begin() -> None:
