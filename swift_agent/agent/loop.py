@@ -170,7 +170,7 @@ class Agent:
         is_told = self._state.view.result is not None
         if self._signals.is_ending:
             is_told = self._executor.stop(end) or is_told
-        elif self._state.notice is not None and not is_told:
+        elif not is_told and (self._state.notice is not None or not state.holds_slot(self._state)):
             grace_s = 0.0  # another node has its place, or may have it once this is written
             self._executor.flush()
         if self._config.on_etcd_loss == "pause":

@@ -163,7 +163,7 @@ def _find(store: KeyValueStore, keys: Keys, known_job: int) -> KeyValue:
 def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValue:
     """Return the job's record as it is stored."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
-    return_s = time.monotonic() + RETURN_TIMEOUT_S
+    return_s: float | None = None
     while True:
         value = encode(job)
         store.transaction([Compare.absent(keys.job)], [Put(keys.job, value)])
@@ -173,6 +173,8 @@ def _find_or_create(store: KeyValueStore, keys: Keys, job: JobRecord) -> KeyValu
         nodes = _has_nodes(store, keys)
         ended = store.get(keys.result) is not None
         begun = store.get(keys.generation) is not None
+        # From its first answers on: it may have been away until just now, and away for them, too.
+        return_s = return_s or time.monotonic() + RETURN_TIMEOUT_S
         if not nodes and _is_alike(found.value, job) and not begun and not ended:
             return found  # just created by a node that is about to register, or has nothing that could mislead
         if not nodes and begun and not ended and time.monotonic() < return_s:

@@ -86,6 +86,7 @@ from swift_agent.agent.lifecycle.steps import (
     _report_losses,
     _report_progress,
     _stop_and_go,
+    report_dead,
 )
 from swift_recovery.planning.resize import FILE, Held
 from swift_rendezvous.roster.losses import absent
@@ -293,6 +294,7 @@ def _reconcile(state: AgentState, now_s: float) -> Step:
     if generation is None:
         return Step(state, tuple(commands))
     if slot is None:
+        state = report_dead(state, generation, commands)
         left = drain.slot_left(generation, state.incarnation)
         if left is not None:
             state = _stop_and_go(state, generation, commands, now_s, left)

@@ -182,6 +182,12 @@ class Step:
     commands: tuple[Command, ...] = ()
 
 
+def holds_slot(state: AgentState) -> bool:
+    """No other node has its place, as far as it knows; before the first generation there are none."""
+    generation = state.view.generation
+    return generation is None or generation.slot_of(state.incarnation) is not None
+
+
 def _is_registered(state: AgentState, view: View) -> bool:
     mine = view.nodes.get(state.node_id)
     return mine is not None and mine.incarnation == state.incarnation

@@ -152,12 +152,22 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
             "restart", slot, state.incarnation, (), evidence, state.node_id, left, is_final=is_final
         )  # fmt: skip
         return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
+    early = _never_joined(state, generation, slot)
+    if early:
+        evidence = (
+            f"ranks {early} exited with code 0 and have not called swift_agent.init(), where other ranks wait for "
+            "them: have all ranks of the job call it, or none"
+        )
+        failure = FailureRecord(
+            "restart", slot, state.incarnation, (), evidence, state.node_id, left, is_final=True
+        )  # fmt: skip
+        return _issue(state, commands, ("restart",), WriteFailure(generation.number, failure))
     gone: list[Worker] = []
     if generation.mode == "replace" and not view.released:
         # It left before the others had finished, with state that cannot be asked for any more; or it was to
-        # replace another and never came to that.
+        # replace another, or to begin with the others, and never came to that.
         done = [w for w in state.workers.values() if w.done]
-        gone = [w for w in done if (view.plan is None if w.hello else w.generation > epoch)]
+        gone = [w for w in done if view.plan is None or (not w.hello and w.generation > epoch)]
     if gone:
         evidence = f"ranks {[_rank(generation, slot, w) for w in gone]} had exited before the job was finished"
         failure = FailureRecord("restart", slot, state.incarnation, (), evidence, state.node_id, left)
@@ -167,6 +177,38 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
         evidence = "; ".join(f"rank {_rank(generation, slot, w)} asks for another try: {w.apart_why}" for w in apart)
         failure = FailureRecord("again", slot, state.incarnation, (), evidence, state.node_id, left)
         return _issue(state, commands, ("again",), WriteFailure(generation.number, failure))
+    return state
+
+
+def _never_joined(state: AgentState, generation: GenerationRecord, slot: int) -> list[int]:
+    """Ranks whose first process is done, and has never said hello, while a worker of this node has and waits for all:
+    it would wait for ever, and come to the same if it were started again."""
+    view, epoch = state.view, generation.epoch_of(slot)
+    mine = [w for w in state.workers.values() if w.generation >= epoch]
+    if view.released or not any(w.alive and w.hello and w.finished is None for w in mine):
+        return []
+    here = [_rank(generation, slot, w) for w in mine if w.done and not w.hello and w.generation == epoch]
+    # Elsewhere one of a replacement's kind may be asked for by its own node (see `_report_losses`).
+    others = view.finished.items() if generation.mode != "replace" else ()
+    return sorted(here) + sorted(
+        rank
+        for other, record in others
+        if other != slot and other in view.exited
+        for rank in generation.ranks_of(other)
+        if rank not in record.checksums
+    )
+
+
+def report_dead(state: AgentState, generation: GenerationRecord, commands: list[Command]) -> AgentState:
+    """By a node without a slot: the agents whose own machines say that they are gone. Of one that is merely silent to
+    it those know better that train with it."""
+    for other, owner in enumerate(generation.slots if state.lost_peers else ()):
+        lost, known = state.lost_peers.get(owner.incarnation), state.view.failures.get(other)
+        if lost is not None and lost.is_dead and (known is None or known.kind != "node"):
+            failure = FailureRecord(
+                "node", other, owner.incarnation, (), lost.evidence, state.node_id, is_dead=True, is_empty=True
+            )  # fmt: skip
+            state = _issue(state, commands, ("node", other), WriteFailure(generation.number, failure))
     return state
 
 

@@ -14,6 +14,7 @@ from swift_agent.agent.lifecycle import machine as lc
 from swift_agent.agent.lifecycle import state
 from swift_rendezvous.roster.records import (
     CoordinatorRecord,
+    ExitedRecord,
     FailureRecord,
     FinishedRecord,
     JobRecord,
@@ -777,3 +778,71 @@ def test_living_workers_are_started_again_when_their_group_goes_back() -> None:
     none_of(commands, cmd.WriteFailure)
     assert only(commands, cmd.WriteProgress).reports == tuple({"rank": r, "status": "fresh"} for r in (0, 1))
     assert agent.state.restarts_used == 0
+
+
+# ---- ranks that never join ----
+
+
+def began(hello: Sequence[int], silent: Sequence[int]) -> Agent:
+    """Generation 1: workers that have said hello, and others that have not."""
+    agent = Agent()
+    agent.see(view(tracked=True, store=STORE))
+    agent.start(ranks=hello)
+    agent.tell(*(evt.WorkerStarted(rank, 1, 100 + rank) for rank in silent))
+    return agent
+
+
+def test_a_rank_that_ends_before_it_has_joined_ends_the_job_and_is_named() -> None:
+    """The others wait for it in `swift_agent.init()`, for ever; started again it would do the same."""
+    told = only(began((0,), (1,)).exit(1, 0), cmd.WriteFailure).failure
+    assert told.kind == "restart" and told.is_final
+    assert told.evidence == (
+        "ranks [1] exited with code 0 and have not called swift_agent.init(), where other ranks wait for them: have "
+        "all ranks of the job call it, or none"
+    )
+
+
+def test_a_rank_of_another_node_that_has_never_joined_is_named_by_those_that_wait() -> None:
+    agent = training()
+    none_of(agent.change(finished={1: FinishedRecord(1, "n1.1", {})}), cmd.WriteFailure)
+    told = only(agent.change(exited={1: ExitedRecord(1, "n1.1")}), cmd.WriteFailure).failure
+    assert told.is_final and told.slot == 0 and told.evidence.startswith("ranks [2, 3] exited with code 0 and have not")
+    # They have said that they have come to the end.
+    agent = training()
+    done = FinishedRecord(1, "n1.1", {2: {}, 3: {}})
+    none_of(agent.change(finished={1: done}, exited={1: ExitedRecord(1, "n1.1")}), cmd.WriteFailure)
+
+
+def test_a_rank_that_has_never_joined_holds_up_no_recovery() -> None:
+    """What waited for it was lost: it says nothing that a plan could be made of."""
+    agent = began((), (0, 1))
+    none_of(agent.exit(1, 0), cmd.WriteFailure)
+    told = only(next_generation(agent, slots=("n0", "n1")), cmd.WriteFailure).failure
+    assert told.kind == "restart" and not told.is_final
+    assert told.evidence == "ranks [1] had exited before the job was finished"
+
+
+def test_ranks_that_all_end_before_they_join_have_finished() -> None:
+    """A script that tracks nothing, or finds that all is done already."""
+    agent = began((), (0, 1))
+    commands = agent.exit(0, 0) + agent.exit(1, 0)
+    none_of(commands, cmd.WriteFailure)
+    assert only(commands, cmd.WriteFinished).record.checksums == {}
+
+
+def test_a_spare_tells_of_an_agent_that_is_dead_and_of_nobody_that_is_silent() -> None:
+    agent = Agent("n2")
+    agent.see(view(names=("n0", "n1", "n2"), tracked=True, store=STORE))
+    none_of(agent.tell(evt.PeerLost("n0.1", "it is silent")), cmd.WriteFailure)
+    order = only(agent.tell(evt.PeerLost("n1.1", "its kernel refuses connections", is_dead=True)), cmd.WriteFailure)
+    told = order.failure
+    assert (order.generation, told.kind, told.slot, told.incarnation) == (1, "node", 1, "n1.1")
+    assert told.is_dead and told.is_empty and told.reporter == "n2"
+    none_of(agent.change(failures={1: told}), cmd.WriteFailure)  # once
+
+
+def test_who_has_no_slot_any_more_holds_none() -> None:
+    agent = training()
+    assert state.holds_slot(agent.state) and state.holds_slot(Agent().state)
+    next_generation(agent, slots=("n2", "n1"))
+    assert not state.holds_slot(agent.state)

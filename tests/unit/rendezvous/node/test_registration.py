@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,27 @@ class Interrupted:
             return method(*args, **kwargs)
 
         return call
+
+
+def test_a_new_node_gives_those_who_were_away_their_time_from_the_first_answer_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """etcd was away for as long as a lease lives, and a node starts just before it is back."""
+    store = MemoryStore()
+    lease = enter_job(store, KEYS, JOB, node("n0"), 5).lease
+    store.put(KEYS.generation, encode(generation(slots=("n0", "n1"))))
+    lease.revoke()
+    clock_s = [100.0]
+
+    def passes(seconds: float) -> None:
+        clock_s[0] += seconds
+        if clock_s[0] >= 105.0:
+            store.put(KEYS.node("n0"), encode(node("n0")))
+
+    monkeypatch.setattr(registration, "time", SimpleNamespace(monotonic=lambda: clock_s[0], sleep=passes))
+    late = Interrupted(store, 0, lambda: passes(4.0))  # longer than a node has to come back
+    enter_job(late, KEYS, JOB, node("n2"), 5)  # type: ignore[arg-type]
+    assert store.get(KEYS.generation) is not None and [one.node_id for one in registered(store)] == ["n0", "n2"]
 
 
 def test_the_first_node_creates_the_job_and_the_others_join_it() -> None:
