@@ -17,7 +17,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swift_agent.agent.journal.writer import Journal, open_journal
@@ -32,7 +32,7 @@ from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.node.watcher import JobWatcher
 from swift_rendezvous.roster.decision import Rules
 from swift_rendezvous.roster.keys import Keys
-from swift_rendezvous.roster.records import JobRecord, NodeRecord, ResultRecord
+from swift_rendezvous.roster.records import JobRecord, NodeRecord, Owner, ResultRecord
 from swift_rendezvous.roster.view import View
 from swift_rendezvous.store import tenure
 from swift_rendezvous.store.etcd import EtcdStore
@@ -73,6 +73,7 @@ class Presence:
         `registration.enter_job`). Raises what that raises; then nothing is left."""
         self._store, self._keys = store, keys
         self._nodes: Mapping[str, NodeRecord] | None = None
+        self._slots: Sequence[Owner] = ()
         self._listeners = listeners
         self._result: ResultRecord | None = None
         self._told_differs = ""
@@ -149,9 +150,11 @@ class Presence:
     def update(self, view: View) -> None:
         """Tell the threads what the job looks like now."""
         self.coordinator.update(view)
-        if view.nodes is not self._nodes:  # most changes concern no node, and there may be a thousand of them
-            self._nodes = view.nodes
-            self.liveness.update(view.nodes.values())
+        slots = view.generation.slots if view.generation is not None else ()
+        # Most changes concern no node, and there may be a thousand of them.
+        if view.nodes is not self._nodes or slots is not self._slots:
+            self._nodes, self._slots = view.nodes, slots
+            self.liveness.update(view.nodes.values(), {owner.incarnation for owner in slots})
             differs = host.another_command(self.me, view.nodes.values()) if view.generation is not None else ""
             if differs and differs != self._told_differs:
                 log.info("%s", differs)

@@ -26,7 +26,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from swift_rendezvous.node import _handshake as handshake
@@ -108,10 +108,10 @@ class Liveness:
             self._acceptor.join(timeout=handshake.TIMEOUT_S)
             raise
 
-    def update(self, nodes: Iterable[NodeRecord]) -> None:
-        """Tell which nodes are in the job now; connections follow."""
+    def update(self, nodes: Iterable[NodeRecord], with_slots: Collection[str] = ()) -> None:
+        """Tell which nodes are in the job now, and which of them have a slot; connections follow."""
         with self._lock:
-            self._suspicion.on_nodes(nodes, time.monotonic())
+            self._suspicion.on_nodes(nodes, time.monotonic(), with_slots)
         if not self._stopped:
             self._wake()
 

@@ -13,7 +13,7 @@ This module must never read a clock, open a socket or start a thread, nor decide
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -64,6 +64,15 @@ def ring_targets(me: str, incarnations: Iterable[str], num_watched: int = NUM_WA
     ring = sorted({*incarnations, me})
     start = ring.index(me)
     return [ring[(start + step) % len(ring)] for step in range(1, min(num_watched, len(ring) - 1) + 1)]
+
+
+def targets(me: str, incarnations: Iterable[str], with_slots: Collection[str]) -> list[str]:
+    """Whom *me* watches: its successors among all, and if it has a slot among those with one. Of a slot that is merely
+    silent only they tell who train with it, so spares in between must not be all that watch it."""
+    found = ring_targets(me, incarnations)
+    if me in with_slots:
+        found += [one for one in ring_targets(me, with_slots) if one not in found]
+    return found
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,8 @@ class Suspicion:
         self.line = Line(now_s)
         self.has_ended = False
         self._limits, self._can_ask = limits, can_ask
-        self._targets: list[str] | None = None  # of the ring of all known; None: to be worked out
+        self._with_slots: Collection[str] = ()
+        self._targets: list[str] | None = None  # see `targets`; None: to be worked out
         self._dialled: set[str] = set()  # dialling or dialled
         self._probed: set[str] = set()
         self._reported: set[str] = set()
@@ -206,17 +216,18 @@ class Suspicion:
 
     # ---- which nodes are in the job, and which to watch ----
 
-    def on_nodes(self, nodes: Iterable[NodeRecord], now_s: float) -> None:
-        """Which nodes are in the job now."""
+    def on_nodes(self, nodes: Iterable[NodeRecord], now_s: float, with_slots: Collection[str] = ()) -> None:
+        """Which nodes are in the job now, and by incarnation those that have a slot."""
         if len(self.known) < 2:  # there was no peer to be heard
             self.line = replace(self.line, life_s=now_s)
         self.known = {node.incarnation: node for node in nodes}
+        self._with_slots = self.known.keys() & with_slots
         self._targets = None
 
     def to_dial(self, me: str) -> list[NodeRecord]:
         """Those that *me* watches and has no connection to; they count as dialled from now on."""
         if self._targets is None:  # not with every heartbeat: it sorts all nodes
-            self._targets = ring_targets(me, self.known)
+            self._targets = targets(me, self.known, self._with_slots)
         passed_over = self._dialled | self._reported | self._departed
         wanted = [self.known[incarnation] for incarnation in self._targets if incarnation not in passed_over]
         self._dialled.update(node.incarnation for node in wanted)

@@ -22,6 +22,7 @@ from swift_rendezvous.node.suspicion import (
     Suspect,
     Suspicion,
     ring_targets,
+    targets,
 )
 from tests.support.records import node
 
@@ -217,6 +218,26 @@ def test_each_is_watched_by_as_many_as_it_watches(names: set[str], num: int) -> 
     watched = [target for me in names for target in ring_targets(me, names, num)]
     assert all(watched.count(name) == min(num, len(names) - 1) for name in names)
     assert all(me not in ring_targets(me, names, num) for me in names)
+
+
+@given(st.sets(st.text("abcdef", min_size=1, max_size=3), min_size=2, max_size=12), st.data())
+def test_who_has_a_slot_is_watched_by_others_that_have_one(names: set[str], data: st.DataObject) -> None:
+    slots = data.draw(st.sets(st.sampled_from(sorted(names)), min_size=2))
+    for name in slots:
+        watchers = [me for me in slots if name in targets(me, names, slots)]
+        assert len(watchers) >= min(2, len(slots) - 1)
+    for me in names:
+        found = targets(me, names, slots)
+        assert me not in found and len(found) == len(set(found)) <= 4
+        assert set(ring_targets(me, names)) <= set(found)
+        assert me in slots or found == ring_targets(me, names)
+    assert targets(min(names), names, names) == ring_targets(min(names), names), "without spares it is one ring"
+
+
+def test_who_gets_a_slot_watches_others_that_have_one() -> None:
+    suspicion = watching()
+    suspicion.on_nodes(NODES, 11.0, {A, NODES[3].incarnation})
+    assert NODES[3].incarnation in [one.incarnation for one in suspicion.to_dial(A)]
 
 
 # ---- suspects ----
