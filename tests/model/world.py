@@ -1113,7 +1113,7 @@ def _content(view: View) -> int:
     return hash((
         g and (g.number, g.mode, tuple(o.incarnation for o in g.slots), g.store_slot, g.epoch,
                repr(sorted(g.lost.items())), g.num_restarts, repr(sorted(g.handover.items())),
-               repr(sorted(g.bare.items()))),
+               repr(sorted(g.bare.items())), repr(sorted(g.replaced.items()))),
         view.coordinator and view.coordinator.incarnation,
         view.job is not None, tuple(sorted(view.damaged)),
         view.tracked, view.store is not None, view.released, view.result and view.result.state,

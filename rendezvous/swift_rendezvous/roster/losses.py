@@ -224,6 +224,14 @@ def failed_ranks(generation: GenerationRecord, slot: int, failure: FailureRecord
     return [generation.first_rank(slot) + local_rank for local_rank in failure.local_ranks]
 
 
+def replaced_in(generation: GenerationRecord, slot: int, local_rank: int) -> int:
+    """The last generation that was to start this process again, since the slot last trained: all processes that are
+    older are known to be lost. 0: none."""
+    if local_rank in generation.lost.get(slot, ()):
+        return generation.number
+    return generation.replaced.get(slot, {}).get(local_rank, 0)
+
+
 def changes_of(view: View, generation: GenerationRecord) -> dict[str, Any]:
     """What the history says of *generation*, which follows on that of *view*: only the newest roster is kept, and this
     is how those before it are found. *moved*: slot -> its former owner, "" if there was none, and its new one.

@@ -211,6 +211,7 @@ def _advance(view: View, rules: Rules, now_s: float, waiting_since_s: float | No
             bare={},
             epochs={},
             helpers=(),
+            replaced={},
         )
         return Decision((PublishGeneration(new), PublishPlan()), why=why)
     if all(slot in view.exited for slot in slots):
@@ -261,6 +262,7 @@ def _drain(view: View, generation: GenerationRecord) -> Decision:
         handover={slot: generation.slots[slot] for slot in moves},
         bare={slot: tuple(range(generation.workers_of(slot))) for slot in moves},
         helpers=(),
+        replaced={},
     )
     return Decision((PublishGeneration(new),), why=what)
 

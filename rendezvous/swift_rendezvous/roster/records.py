@@ -67,8 +67,7 @@ class WorkerExit:
     *error_file*: where, on its host, it has written how it failed. *place*: the exception and the line of the script
     that raised it, where that is known. *generation*: in which it was started. *iteration*: the last that it had begun,
     or with which it was to join the others; -1 if that is not known. *begun*: it had begun one of its own;
-    *num_iterations*: so many of these it had finished. *excused*: it asked to be replaced because another one failed.
-    """
+    *num_iterations*: so many of these it had finished. *excused*: it asked to be replaced as another one failed."""
 
     rank: int
     local_rank: int
@@ -89,7 +88,7 @@ class WorkerExit:
 @dataclass(frozen=True)
 class Setback:
     """One failure of a rank: what `setbacks` compares, and *what* it was, for people. *is_replacement*: of a process
-    that replaced another one and had not begun an iteration; *is_own*: it was not killed from outside."""
+    that replaced another one and had not begun an iteration; *is_own*: not killed from outside; *process*: which."""
 
     generation: int
     what: str
@@ -98,6 +97,7 @@ class Setback:
     num_iterations: int = 0
     is_replacement: bool = False
     is_own: bool = False
+    process: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class GenerationRecord:
     the newest state that any of them held goes on (see `resizing`). *bare*: by slot, the local ranks whose processes
     are to be started, in this generation or an earlier one, since the slot last trained: they hold no state yet.
     *recovery*: the job's. *troubles*: ranks that have failed, see `setbacks`. *epochs*: by slot, as *epoch*, where not
-    all workers were started again, but those of a log group. *helpers*: of this generation only.
-    """
+    all workers were started again, but those of a log group. *helpers*: of this generation only. *replaced*: by slot
+    and local rank, the earlier generation, which its node may have missed, that was to start this one of the *bare*."""
 
     number: int
     mode: GenerationMode
@@ -156,6 +156,7 @@ class GenerationRecord:
     troubles: tuple[Trouble, ...] = ()
     epochs: dict[int, int] = field(default_factory=dict)
     helpers: tuple[Helper, ...] = ()
+    replaced: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def epoch_of(self, slot: int) -> int:
         """A process of that slot that is older must not live on."""
@@ -209,8 +210,7 @@ class FailureRecord:
     `node`: the whole node; *is_dead*: its kernel refuses connections, or it says so itself; *is_empty*: the
     reporter's workers hold no state. `workers`: processes of a healthy node. `restart`: the processes live, but the job
     cannot go on in place (a collective outside an iteration was cut, for example); *is_final*: the workers would come
-    to the same, so that the job ends. `again`: nothing is lost, but processes could not be connected with each other.
-    """
+    to the same, so that the job ends. `again`: nothing is lost, but processes could not be connected with others."""
 
     kind: FailureKind
     slot: int

@@ -27,7 +27,7 @@ from swift_rendezvous.roster.decision import (
     last_call,
     nodes_are,
 )
-from swift_rendezvous.roster.losses import Losses, describe, exits_of, failed_ranks, some_of, spares
+from swift_rendezvous.roster.losses import Losses, describe, exits_of, failed_ranks, replaced_in, some_of, spares
 from swift_rendezvous.roster.records import (
     AS_LONG_AS_IT_ADVANCES,
     AS_MANY_AS_PAY,
@@ -106,7 +106,8 @@ def situation_of(view: View, lost: Losses) -> Situation:
     advances = view.tracked and view.job is not None and view.job.max_restarts == AS_LONG_AS_IT_ADVANCES
     verdict = setbacks.Verdict()
     if view.tracked:
-        verdict = setbacks.judge(old.troubles, exits_of(lost), old.epoch, counted=not advances)
+        nodes = {one.rank: failure.incarnation for failure in lost.workers.values() for one in failure.exits}
+        verdict = setbacks.judge(old.troubles, exits_of(lost), old.epoch, counted=not advances, nodes=nodes)
     if verdict.restart:
         restart, resizes = True, False
     worn = [slot for slot, failure in lost.workers.items() if failure.restarts_left <= 0]
@@ -244,9 +245,22 @@ def _goes_on(now: Situation) -> Decision:
         troubles=old.troubles,
         epochs={} if now.restart else {**old.epochs, **dict.fromkeys(back, old.number + 1)},
         helpers=helpers,
+        replaced=_replaced(old, bare, gone),
     )
     plan = (PublishPlan(),) if now.restart else ()
     return Decision((PublishGeneration(new), *plan, *now.forget), why=new.why)
+
+
+def _replaced(
+    old: GenerationRecord, bare: Mapping[int, Collection[int]], gone: Mapping[int, Collection[int]]
+) -> dict[int, dict[int, int]]:
+    """See `GenerationRecord`. *gone*: by slot, what is to be started in the next generation."""
+    found: dict[int, dict[int, int]] = {}
+    for slot, ranks in bare.items():
+        before = {rank: replaced_in(old, slot, rank) for rank in ranks if rank not in gone.get(slot, ())}
+        if any(before.values()):
+            found[slot] = {rank: number for rank, number in before.items() if number}
+    return found
 
 
 def helpers_of(now: Situation, slots: Sequence[Owner], bare: Mapping[int, Collection[int]]) -> tuple[Helper, ...]:

@@ -126,6 +126,7 @@ def renewed(
         handover={},
         bare={} if mode == "restart" else _bare_after(old, slots, bare),
         helpers=(),
+        replaced={},
     )
     return replace(new, troubles=_troubles_after(old, new))
 

@@ -2,7 +2,8 @@
 
 Without `--max-restarts` a lost worker is replaced as often as it takes, as long as its rank advances. A rank that fails
 without advancing gets nowhere, on whatever node it is; its failures since it last advanced are carried from generation
-to generation (`GenerationRecord.troubles`), so that any coordinator counts alike, and each of them once:
+to generation (`GenerationRecord.troubles`), so that any coordinator counts alike, and the end of each process once,
+also if a node tells it again because it has not seen the generation that followed:
 
     failure --advanced since the last one?--> yes: the count starts over
                 '-- no --> something else was tried before -----------------------------> the job ends
@@ -19,7 +20,7 @@ This module must never read a clock or look at anything but what it is given.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swift_rendezvous.roster.records import Setback, Trouble, WorkerExit
@@ -50,21 +51,27 @@ class Verdict:
     restart: dict[int, str] = field(default_factory=dict)
 
 
-def judge(troubles: Sequence[Trouble], exits: Iterable[WorkerExit], epoch: int, *, counted: bool = False) -> Verdict:
+def judge(
+    troubles: Sequence[Trouble], exits: Iterable[WorkerExit], epoch: int, *, counted: bool = False,
+    nodes: Mapping[int, str] | None = None,
+) -> Verdict:  # fmt: skip
     """What follows from *exits*, the failures of one generation, whose workers were last started together in *epoch*.
 
     *counted*: `--max-restarts` was given, and says when the job ends. Then only those replacements are looked at that
-    failed by themselves before an iteration.
+    failed by themselves before an iteration. *nodes*: by rank, the incarnation of the node on which it ended.
     """
     by_rank = {trouble.rank: trouble for trouble in troubles}
     hopeless: dict[int, str] = {}
     movable: set[int] = set()
     restart: dict[int, str] = {}
     for exit_ in exits:
-        setback = _setback(exit_, epoch)
+        setback = _setback(exit_, epoch, (nodes or {}).get(exit_.rank, ""))
         if counted and not (setback.is_replacement and setback.is_own):
             continue
-        before = by_rank.pop(exit_.rank, Trouble(exit_.rank))
+        before = by_rank.get(exit_.rank, Trouble(exit_.rank))
+        if any(one.process == setback.process for one in before.setbacks):
+            continue
+        by_rank.pop(exit_.rank, None)
         now = _in_hour(before, exit_.timestamp_s)
         if not exit_.excused:
             now = _with(now, setback)
@@ -116,7 +123,7 @@ def _times(number: int) -> str:
     return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def _setback(exit_: WorkerExit, epoch: int) -> Setback:
+def _setback(exit_: WorkerExit, epoch: int, incarnation: str) -> Setback:
     if exit_.pid == 0:  # there was no process
         how = exit_.message[:MESSAGE_CHARS] or "it could not be started"
     elif exit_.place:
@@ -133,7 +140,10 @@ def _setback(exit_: WorkerExit, epoch: int) -> Setback:
     what = f"{how}, {where} ({process}on {exit_.host})"
     is_own = exit_.pid != 0 and (exit_.exit_code > 0 or -exit_.exit_code in _OWN_SIGNALS)
     is_replacement = exit_.generation > epoch and not exit_.begun
-    return Setback(exit_.generation, what, exit_.place, exit_.iteration, exit_.num_iterations, is_replacement, is_own)
+    which = f"{incarnation}/{exit_.local_rank}/{exit_.generation}/{exit_.pid}"
+    return Setback(
+        exit_.generation, what, exit_.place, exit_.iteration, exit_.num_iterations, is_replacement, is_own, which
+    )  # fmt: skip
 
 
 def _in_hour(trouble: Trouble, at_s: int) -> Trouble:

@@ -46,7 +46,7 @@ from swift_agent.agent.lifecycle.state import (
 )
 from swift_agent.agent.lifecycle.timeline import merge_phases
 from swift_recovery.planning.plan import Plan
-from swift_rendezvous.roster.losses import told_losses
+from swift_rendezvous.roster.losses import replaced_in, told_losses
 from swift_rendezvous.roster.records import (
     FailureRecord,
     FinishedRecord,
@@ -69,7 +69,7 @@ def _count_restart(state: AgentState, generation: GenerationRecord, slot: int, n
     """A failure of a local worker uses up one of --max-restarts; a node that was lost elsewhere does not."""
     if generation.number == state.restarts_counted_in:
         return state
-    failed = slot in generation.lost and any(not w.alive and not w.done for w in state.workers.values())
+    failed = any(not w.alive and not w.done and _is_replaced(generation, slot, w) for w in state.workers.values())
     unfit = generation.mode == "restart" and any(w.unfit for w in state.workers.values())
     if failed or unfit:
         state = replace(state, restarts_used=state.restarts_used + 1)
@@ -102,7 +102,7 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
         if worker is None or worker.generation < generation.epoch_of(slot):
             missing.append(local_rank)
         elif not worker.alive and not worker.done:
-            agreed = worker.generation < generation.number and local_rank in generation.lost.get(slot, ())
+            agreed = _is_replaced(generation, slot, worker)
             if agreed:
                 missing.append(local_rank)
     warm = generation.asks
@@ -112,6 +112,11 @@ def _processes(state: AgentState, generation: GenerationRecord, slot: int, comma
         for local_rank in missing:
             state = _with(state, Worker(local_rank, generation.number))
     return state
+
+
+def _is_replaced(generation: GenerationRecord, slot: int, worker: Worker) -> bool:
+    """All agree that this process is lost: by this generation, or by an earlier one that was not seen here."""
+    return worker.generation < replaced_in(generation, slot, worker.local_rank)
 
 
 def _is_empty(state: AgentState, generation: GenerationRecord, slot: int) -> bool:
@@ -134,7 +139,7 @@ def _report_losses(state: AgentState, generation: GenerationRecord, slot: int, c
     left = max(state.max_restarts, 0) - state.restarts_used
     epoch = generation.epoch_of(slot)
     dead = [w for w in state.workers.values() if not w.alive and not w.done and w.generation >= epoch]
-    dead = [w for w in dead if w.generation == generation.number or w.local_rank not in generation.lost.get(slot, ())]
+    dead = [w for w in dead if not _is_replaced(generation, slot, w)]
     keeper = resize.keeper(view, slot, state.workers, state.kept)
     if keeper is not None and (not keeper.alive or keeper.unfit):
         dead.append(keeper)  # before it had kept what only it might hold

@@ -251,6 +251,27 @@ def test_a_death_that_the_next_generation_does_not_know_is_reported_again() -> N
     none_of(commands, cmd.StartWorkers)
 
 
+def test_a_generation_that_was_missed_has_replaced_a_worker() -> None:
+    """Its death was told, and generation 2 was to replace it; this node sees only the third."""
+    agent = training()
+    agent.exit(1, -9)
+    agent.change(failures={0: failure("workers", 0, (1,))})
+    agent.report(0, 1)
+    third = replace(generation(3, "replace", lost={1: (0, 1)}, store_slot=1), replaced={0: {1: 2}})
+    commands = agent.change(generation=third, generation_revision=30, plan=None, store=None, failures={})
+    none_of(commands, cmd.WriteFailure)
+    assert only(commands, cmd.StartWorkers) == cmd.StartWorkers((1,), 3, True)
+    assert [r["status"] for r in only(commands, cmd.WriteProgress).reports] == ["holding", "fresh"]
+    assert agent.state.restarts_used == 1
+    agent.tell(evt.WorkerStarted(1, 3, 201))
+    # What generation 2 has replaced is not this one.
+    assert only(agent.exit(1, -9), cmd.WriteFailure).failure.local_ranks == (1,)
+    fourth = replace(third, number=4, replaced={0: {1: 2}})
+    commands = agent.change(generation=fourth, generation_revision=40, failures={})
+    assert only(commands, cmd.WriteFailure).failure.exits[0].pid == 201
+    none_of(commands, cmd.StartWorkers)
+
+
 def test_deaths_add_up() -> None:
     agent = training()
     assert only(agent.exit(1, -9), cmd.WriteFailure).failure.local_ranks == (1,)

@@ -32,6 +32,7 @@ from swift_rendezvous.roster.records import (
     ProfileRecord,
     ProgressRecord,
     ResultRecord,
+    ResumedRecord,
     WorkerExit,
 )
 from swift_rendezvous.roster.view import Damaged, View
@@ -304,6 +305,27 @@ def test_what_a_rank_has_failed_of_goes_with_the_generations() -> None:
     restart = PlanRecord(moved.number, {}, "why", restart=True)
     again = published(ask(replace(lost, generation=moved, failures={}, plan=restart)))
     assert (again.mode, again.troubles) == ("restart", new.troubles)
+
+
+def test_a_failure_that_is_told_again_in_a_later_generation_counts_once() -> None:
+    """n1 tells how its worker ended, is away while n0 is lost, and comes back to the third generation."""
+    raised = replace(failure("workers", 1, (0,)).exits[0], exit_code=1, place="ValueError at train.py:31", generation=1)
+    told = {1: replace(failure("workers", 1, (0,)), exits=(raised,))}
+    job = JobRecord(2, 2, "command", AS_LONG_AS_IT_ADVANCES)
+    first = view(job=job, names=("n0", "n1", "n2"), failures=told)
+    second = published(ask(first))
+    assert second.lost == {1: (0,)} and second.replaced == {}
+    lost = replace(first, generation=second, failures={0: failure("node", 0)})
+    third = published(ask(lost))
+    assert third.lost == {0: (0, 1)} and third.replaced == {1: {0: 2}}
+    without_n0 = {name: one for name, one in first.nodes.items() if name != "n0"}
+    again = replace(first, nodes=without_n0, generation=third, failures=told)
+    fourth = published(ask(again))
+    assert fourth.troubles == second.troubles and fourth.lost == {1: (0,)} and fourth.replaced == {0: {0: 3, 1: 3}}
+    # A slot that trains again has seen it.
+    assert published(ask(replace(lost, resumed={1: ResumedRecord(1, 5, {})}))).replaced == {}
+    restart = replace(lost, plan=PlanRecord(2, {}, "why", restart=True), failures={})
+    assert published(ask(restart)).replaced == {}
 
 
 def test_without_a_number_a_spare_is_tried_before_the_end() -> None:

@@ -163,6 +163,23 @@ def test_a_bound_per_hour() -> None:
         assert goes_on(rank.fails(100 * n, done=100))
 
 
+@pytest.mark.parametrize(("code", "place"), [(1, RAISED), (-9, "")])
+def test_an_end_that_is_told_twice_is_counted_once(code: int, place: str) -> None:
+    """Its node has missed the generation that replaced it, and tells the next one the same."""
+
+    def ended(pid: int, generation: int = 1) -> WorkerExit:
+        return WorkerExit(1, 1, pid, code, "h", "", 1000, "", place, generation, 20, True, 20)
+
+    nodes = {1: "b.1"}
+    once = judge((), [ended(100)], 1, nodes=nodes)
+    for _ in range(3):
+        again = judge(once.troubles, [ended(100)], 1, nodes=nodes)
+        assert goes_on(again) and again.troubles == once.troubles
+    for other, on in ((ended(101), nodes), (ended(100, 2), nodes), (ended(100), {1: "b.2"})):
+        (found,) = judge(once.troubles, [other], 1, nodes=on).troubles
+        assert len(found.setbacks) == found.num_since == 2
+
+
 def test_ranks_are_looked_at_one_by_one() -> None:
     def exits(generation: int) -> Iterable[WorkerExit]:
         return [WorkerExit(rank, 0, 7, -9, "h", generation=generation, iteration=20, begun=True) for rank in (3, 1)]
