@@ -45,7 +45,8 @@ class Losses:
     nodes: dict[int, str] = field(default_factory=dict)
     """slot -> evidence"""
     workers: dict[int, FailureRecord] = field(default_factory=dict)
-    restart: FailureRecord | None = None
+    restarts: dict[int, FailureRecord] = field(default_factory=dict)
+    """slot -> why all workers have to start again, as they were told"""
     again: dict[int, str] = field(default_factory=dict)
     """slot -> evidence: nothing is lost there, but all have to be connected again"""
     handovers: dict[int, str] = field(default_factory=dict)
@@ -55,8 +56,16 @@ class Losses:
 
     def __bool__(self) -> bool:
         return bool(
-            self.nodes or self.workers or self.restart or self.again or self.handovers or self.records
+            self.nodes or self.workers or self.restarts or self.again or self.handovers or self.records
         )
+
+    @property
+    def restart(self) -> FailureRecord | None:
+        """The strictest of *restarts*: a final one, else one with the fewest restarts left. The first told of several.
+        """
+        found = list(self.restarts.values())
+        final = [failure for failure in found if failure.is_final]
+        return final[0] if final else min(found, key=lambda failure: failure.restarts_left, default=None)
 
 
 @once_per_view
@@ -145,7 +154,7 @@ def _losses(view: View, with_absent: bool) -> Losses:
         return Losses()
     nodes: dict[int, str] = {}
     workers: dict[int, FailureRecord] = {}
-    restart: FailureRecord | None = None
+    restarts: dict[int, FailureRecord] = {}
     again: dict[int, str] = {}
     failures = believed_failures(view)
     for slot, owner in enumerate(generation.slots):
@@ -164,12 +173,15 @@ def _losses(view: View, with_absent: bool) -> Losses:
         elif failure is not None and failure.kind == "workers":
             workers[slot] = failure
         elif failure is not None and failure.kind == "restart":
-            restart = failure
+            restarts[slot] = failure
         elif failure is not None and failure.kind == "again":
             again[slot] = failure.evidence
     # As they were told: the clocks of the nodes need not agree.
-    workers = dict(sorted(workers.items(), key=lambda item: (view.told.get(item[0], 0), item[0])))
-    return Losses(nodes, workers, restart, again, draining.broken_handovers(view, with_absent))
+    workers, restarts = (
+        {slot: found[slot] for slot in sorted(found, key=lambda slot: (view.told.get(slot, 0), slot))}
+        for found in (workers, restarts)
+    )
+    return Losses(nodes, workers, restarts, again, draining.broken_handovers(view, with_absent))
 
 
 def spares(view: View) -> list[NodeRecord]:
@@ -188,7 +200,7 @@ def describe(generation: GenerationRecord, lost: Losses) -> str:
         for slot, evidence in sorted(lost.nodes.items())
     ]
     parts += [failure.evidence for _, failure in sorted(lost.workers.items())]
-    if lost.restart is not None:
+    if lost.restart is not None:  # a collective that is cut may have all slots ask for it
         parts.append(lost.restart.evidence)
     parts += [evidence for _, evidence in sorted(lost.again.items())]
     parts += [evidence for _, evidence in sorted(lost.handovers.items())]
@@ -203,7 +215,7 @@ def some_of(slots: list[int]) -> str:
 
 def exits_of(lost: Losses) -> tuple[WorkerExit, ...]:
     """The first that was told comes first; those of one node in the order of its own clock."""
-    told = [*lost.workers.values(), *([lost.restart] if lost.restart is not None else [])]
+    told = [*lost.workers.values(), *lost.restarts.values()]
     return tuple(
         exit_ for failure in told for exit_ in sorted(failure.exits, key=lambda exit_: exit_.timestamp_s)
     )

@@ -98,7 +98,7 @@ def next_generation(view: View, lost: Losses, rules: Rules, now_s: float, waitin
 def situation_of(view: View, lost: Losses) -> Situation:
     old = view.generation
     assert old is not None
-    restart = not view.tracked or lost.restart is not None
+    restart = not view.tracked or bool(lost.restarts)
     resizes = resizing.is_under_way(view) and not restart
     if resizing.is_elastic(view.job) and (restart or resizes) and lost.nodes:
         # Workers that fail while a node is known to be lost fail of that: it is no restart of their own.
@@ -166,7 +166,7 @@ def _resizes(now: Situation, rules: Rules, now_s: float, since_s: float) -> Deci
     if now.short > 0 and not now.resizes and now_s - since_s < rules.last_call_s:
         return replace(last_call(f"{now.what}; {nodes_are(len(left))} left", since_s, rules), commands=now.forget)
     workers = {} if now.lost.nodes else now.lost.workers  # their slots may be others now
-    counts = now.restart and bool(workers or now.lost.restart or now.verdict.restart)
+    counts = now.restart and bool(workers or now.lost.restarts or now.verdict.restart)
     new = resizing.renewed(
         old, left, now.what, workers, "restart" if now.restart else "resize", bare_ranks(now.view, old), counts=counts
     )
@@ -209,7 +209,7 @@ def _goes_on(now: Situation) -> Decision:
     # A slot whose node is new has lost all its ranks; its agent starts all of them in any case.
     gone = {slot: tuple(range(old.workers_of(slot))) for slot in vacant if slot not in returned}
     gone |= {slot: failure.local_ranks for slot, failure in lost.workers.items() if slot not in vacant}
-    counts = bool(lost.workers or lost.restart)
+    counts = bool(lost.workers or lost.restarts)
     bare = bare_ranks(now.view, old)
     for slot, ranks in gone.items():
         bare.setdefault(slot, set()).update(ranks)

@@ -158,6 +158,24 @@ def test_what_a_restart_would_not_mend_ends_the_job() -> None:
             assert published(decision).mode == "restart"
 
 
+def test_of_several_slots_that_ask_for_a_restart_the_strictest_counts() -> None:
+    """Whatever their order, and in whatever order they have told it."""
+
+    def asked(slot: int, *, left: int = 3, is_final: bool = False) -> FailureRecord:
+        return replace(failure("restart", slot, left=left), is_final=is_final)
+
+    for slot, told in itertools.product((0, 1), ({0: 5, 1: 6}, {0: 6, 1: 5})):
+        final = ask(view(told=told, failures={slot: asked(slot, is_final=True), 1 - slot: asked(1 - slot)}))
+        assert result(final).state == "failed" and result(final).why == f"evidence restart {slot}"
+        worn = ask(view(told=told, failures={slot: asked(slot, left=0), 1 - slot: asked(1 - slot, left=1)}))
+        assert f"evidence restart {slot}; the workers would have to be restarted" in result(worn).why
+        both = {one: asked(one, is_final=True, left=one) for one in (slot, 1 - slot)}
+        assert result(ask(view(told=told, failures=both))).why == f"evidence restart {min(told, key=told.__getitem__)}"
+        new = published(ask(view(told=told, failures={slot: asked(slot), 1 - slot: asked(1 - slot)})))
+        assert new.mode == "restart" and new.num_restarts == 1
+        assert new.why.startswith(f"evidence restart {min(told, key=told.__getitem__)}; ")
+
+
 def test_the_job_succeeds_when_all_have_exited() -> None:
     exited = {slot: ExitedRecord(slot, f"n{slot}.1") for slot in range(2)}
     assert result(ask(view(exited=exited, released=True))).state == "succeeded"
