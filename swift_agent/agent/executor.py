@@ -20,7 +20,7 @@ from pathlib import Path
 from swift_agent.agent import transactions
 from swift_agent.agent.lifecycle import commands, helping, rate, strategy, timeline
 from swift_agent.agent.lifecycle.machine import EVIDENCE_S
-from swift_agent.agent.lifecycle.state import AgentState
+from swift_agent.agent.lifecycle.state import AgentState, is_spare
 from swift_agent.agent.patience import probe
 from swift_agent.agent.presence import Presence
 from swift_agent.agent.processes.crew import Crew, placement
@@ -125,16 +125,26 @@ class Executor:
             case commands.Reclaim():
                 presence.reclaim()
             case commands.PauseWorkers(why):
-                log.warning(
-                    "%s. The workers of this node are paused before another node can get their places. Nothing is "
-                    "lost: they go on when etcd answers and the places are still theirs, else they are ended. Bring "
-                    "etcd, or the way to it, back (or start with --on-etcd-loss train to go on regardless)", why,
-                )  # fmt: skip
+                if is_spare(state):
+                    log.warning(
+                        "%s. This node is a spare, and has nothing to lose; should it get a place before etcd answers, "
+                        "its workers wait for that. Bring etcd, or the way to it, back", why,
+                    )  # fmt: skip
+                else:
+                    log.warning(
+                        "%s. The workers of this node are paused before another node can get their places. Nothing is "
+                        "lost: they go on when etcd answers and the places are still theirs, else they are ended. "
+                        "Bring etcd, or the way to it, back (or start with --on-etcd-loss train to go on regardless)",
+                        why,
+                    )
                 self._crew.signal(signal.SIGSTOP)
             case commands.ReadPlace():
                 presence.read_place()
             case commands.ResumeWorkers():
-                log.info("nobody else has the places of this node: its workers are not paused any more")
+                if is_spare(state):
+                    log.info("etcd answers: this spare takes a place at once again")
+                else:
+                    log.info("nobody else has the places of this node: its workers are not paused any more")
                 self._crew.signal(signal.SIGCONT)
         if transaction is not None:
             self._write(transaction, at_s)

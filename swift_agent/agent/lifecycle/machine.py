@@ -73,6 +73,7 @@ from swift_agent.agent.lifecycle.state import (
     _update,
     _with,
     describe_exit,
+    is_spare,
 )
 from swift_agent.agent.lifecycle.steps import (
     _count_restart,
@@ -135,11 +136,11 @@ def _resumed(state: AgentState, now_s: float) -> AgentState:
 
 def _has_place(state: AgentState, revision: int) -> bool:
     """What is known here is what the job is in (*revision*: of the record of its generation), and it wants this node's
-    workers."""
+    workers, or has given it none."""
     generation = state.view.generation
     if revision != state.view.generation_revision:
         return False
-    if generation is None or generation.slot_of(state.incarnation) is not None:
+    if generation is None or generation.slot_of(state.incarnation) is not None or is_spare(state):
         return True
     return drain.slot_left(generation, state.incarnation) is not None
 

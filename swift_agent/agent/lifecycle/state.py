@@ -164,7 +164,7 @@ class AgentState:
     """When the restarts were that count, if they do so for a time."""
     store_started: int = 0
     paused: bool = False
-    """Its workers stand still: another node may have their places."""
+    """Its workers stand still, and so do those that a spare starts: another node may have their places."""
     notice: Noticed | None = None
     """This node was told to go."""
     kept: Held | None = None
@@ -191,6 +191,12 @@ def holds_slot(state: AgentState) -> bool:
 def _is_registered(state: AgentState, view: View) -> bool:
     mine = view.nodes.get(state.node_id)
     return mine is not None and mine.incarnation == state.incarnation
+
+
+def is_spare(state: AgentState) -> bool:
+    """It has neither a place that another could get, nor workers of one that it had."""
+    generation = state.view.generation
+    return not state.workers and (generation is None or generation.slot_of(state.incarnation) is None)
 
 
 def describe_exit(exit_: WorkerExit) -> str:

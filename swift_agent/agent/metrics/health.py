@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from swift_agent.agent.lifecycle.state import INSIDE, AgentState
+from swift_agent.agent.lifecycle.state import INSIDE, AgentState, is_spare
 from swift_rendezvous.roster.records import GenerationRecord
 
 # What the agent's loop is at. Only while it runs does it turn.
@@ -30,9 +30,9 @@ def why_not_ready(stage: Stage, state: AgentState, is_warm: bool, is_away: bool)
         return {"joins": "it joins the job", "comes back": "it comes back into the job", "leaves": "it leaves"}[stage]
     if state.notice is not None:
         return f"it leaves: it got {state.notice.signal}"
-    if state.paused:
+    if state.paused and not is_spare(state):
         return "its workers are paused: etcd does not answer, and another node may have their places"
-    if is_away:
+    if state.paused or is_away:
         return "etcd does not answer"
     generation = state.view.generation
     if generation is None:

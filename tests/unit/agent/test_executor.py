@@ -33,9 +33,9 @@ from swift_rendezvous.roster.view import View
 from tests.support.records import generation, view
 
 
-def executor(writes: list[Write], state: Callable[[], AgentState], **config: Any) -> Executor:
+def executor(writes: list[Write], state: Callable[[], AgentState], crew: Any = None, **config: Any) -> Executor:
     parts: dict[str, Any] = {
-        "config": SimpleNamespace(job_id="job", **config), "store": None, "crew": None, "channels": None,
+        "config": SimpleNamespace(job_id="job", **config), "store": None, "crew": crew, "channels": None,
         "stores": None, "directories": SimpleNamespace(socket="", messages=""),
         "writer": SimpleNamespace(submit=writes.append),
         "presence": lambda: SimpleNamespace(me=NodeRecord("n0", "n0.1", "127.0.0.1", 1, 1, "command")),
@@ -54,6 +54,20 @@ def test_evidence_that_has_aged_while_workers_were_started_is_not_written() -> N
     state = replace(state, lost_peers={"n1.1": Suspicion("silent", False, 5.0)})
     agent.execute(command, 5.0)
     assert [write.what for write in writes] == ["failure"] and writes[0].wanted()
+
+
+@pytest.mark.parametrize("node", ["n0", "n2"])
+def test_of_paused_workers_is_told_where_there_are_any(node: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    state = AgentState(node, f"{node}.1", view=view(names=("n0", "n1", "n2")))
+    agent = executor([], lambda: state, crew=SimpleNamespace(signal=lambda signum: None))
+    agent.execute(commands.PauseWorkers("etcd is silent"), 5.0)
+    agent.execute(commands.ResumeWorkers(), 6.0)
+    paused, resumed = caplog.messages
+    assert paused.startswith("etcd is silent. ")
+    assert [said.count("workers of this node are paused") for said in (paused, resumed)] == [node == "n0", 0]
+    assert ("its workers are not paused" in resumed) == (node == "n0")
+    assert ("spare" in paused and "spare" in resumed) == (node == "n2")
 
 
 def test_what_a_job_costs_is_written_again_if_a_failure_came_first_and_told_once(

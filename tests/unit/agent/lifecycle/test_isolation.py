@@ -63,6 +63,35 @@ def test_paused_once_and_on_only_when_etcd_says_that_nothing_has_changed() -> No
     assert given == [[], [], pause, [], ask, [], ask, resume, [], []]
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_spare_that_etcd_answers_again_takes_places_as_before(begun: bool) -> None:
+    """It has none that another could have got meanwhile."""
+    owners = tuple(Owner(node, f"{node}.1", "127.0.0.1") for node in ("n0", "n1"))
+    view = View(
+        revision=9, job=JobRecord(2, 1, "f", -1), job_created=1,
+        generation=GenerationRecord(1, "start", owners, 0, 0, "") if begun else None,
+        generation_revision=5 if begun else 0,
+        nodes={node: NodeRecord(node, f"{node}.1", "127.0.0.1", 1, 1) for node in ("n0", "n1", "n2")},
+    )  # fmt: skip
+    state = state_module.AgentState("n2", "n2.1", view=view)
+    given = []
+    for event in (msg.Tick(False, why="etcd is silent"), msg.Tick(), msg.PlaceRead(view.generation_revision)):
+        step = lc.on_event(state, event, now_s=1.0)
+        state = step.state
+        given += step.commands
+    assert given == [commands.PauseWorkers("etcd is silent"), commands.ReadPlace(), commands.ResumeWorkers()]
+    assert not state.paused and lc.on_event(state, msg.Tick(), now_s=2.0).commands == ()
+
+
+def test_who_was_given_up_does_not_go_on() -> None:
+    """Its workers are ended, once it knows; they do not move before."""
+    owners = (Owner("n1", "n1.1", "127.0.0.1"),)
+    view = View(revision=9, generation=GenerationRecord(2, "replace", owners, 0, 0, ""), generation_revision=5)
+    state = state_module.AgentState("n0", "n0.1", view=view, workers={0: state_module.Worker(0, 1)}, paused=True)
+    step = lc.on_event(state, msg.PlaceRead(5), now_s=1.0)
+    assert step.state.paused and commands.ResumeWorkers() not in step.commands
+
+
 @pytest.mark.parametrize("how", ["asked", "away"])
 def test_who_stands_still_is_not_ended_for_not_stopping(how: str) -> None:
     owners = tuple(Owner(node, f"{node}.1", "127.0.0.1") for node in ("n0", "n1"))

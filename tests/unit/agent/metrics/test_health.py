@@ -48,6 +48,7 @@ def test_a_spare_is_ready_when_it_is_warm() -> None:
     spare = AgentState("n2", "n2.1", view=view())
     assert ready(spare) == ""
     assert ready(spare, is_warm=False) == "it is a spare, and its standbys are not ready yet"
+    assert ready(replace(spare, paused=True)) == "etcd does not answer", "it has no workers"
 
 
 def test_a_recovery_step_by_step() -> None:
