@@ -51,16 +51,25 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         return int(self.socket.getsockname()[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # there was no thread for it: the caller hangs up
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         # Of the whole request: one byte now and then must not keep the place of others.
         deadline = threading.Timer(CLIENT_TIMEOUT_S, _hang_up, (request,))
         deadline.daemon = True
-        deadline.start()
+        try:
+            deadline.start()
+        except RuntimeError:  # no thread is left: who asks again may find one
+            self.shutdown_request(request)
+            self._free.release()
+            return
         try:
             super().process_request_thread(request, client_address)
         finally:
