@@ -48,6 +48,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "faults/test_etcd_trouble.py": (
         "test_a_single_etcd_is_restarted",
+        "test_the_etcd_of_a_job_on_one_machine_is_killed",
         "test_the_leader_is_killed",
     ),
     "faults/test_cut_off.py": ("test_a_node_whose_cable_is_cut_is_replaced_and_comes_back_as_a_spare",),

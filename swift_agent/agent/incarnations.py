@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from swift_agent.agent.lifecycle.isolation import rejoin_delay_s
 from swift_agent.agent.presence import RETURN_S, Listeners, Presence
@@ -30,14 +31,15 @@ RETRY_S = 1.0
 
 
 class Incarnations:
-    """*address*: at which other nodes reach this one. *signals*: one that comes ends the waiting."""
+    """*address*: at which other nodes reach this one. *signals*: one that comes ends the waiting, as does *why_gone*
+    once it says that the store is gone for good."""
 
     def __init__(
         self, config: AgentConfig, store: KeyValueStore, keys: Keys, address: str, listeners: Listeners,
-        signals: CaughtSignals,
+        signals: CaughtSignals, why_gone: Callable[[], str],
     ) -> None:  # fmt: skip
         self._config, self._store, self._keys, self._address = config, store, keys, address
-        self._listeners, self._signals = listeners, signals
+        self._listeners, self._signals, self._why_gone = listeners, signals, why_gone
         self._entered_s, self._delay_s = 0.0, 0.0
 
     def enter(self) -> Presence:
@@ -65,6 +67,8 @@ class Incarnations:
         self._delay_s = rejoin_delay_s(self._delay_s, time.monotonic() - self._entered_s)
         self._wait_for_signal(self._delay_s)
         while self._signals.exception is None:
+            if why := self._why_gone():
+                return ResultRecord("stopped", why)
             try:
                 presence = self._enter(left.job)
                 left.forget()

@@ -27,7 +27,7 @@ from swift_agent.agent.injection.injector import injecting
 from swift_agent.agent.lifecycle import commands, state
 from swift_agent.agent.lifecycle import events as msg
 from swift_agent.agent.lifecycle import machine as lc
-from swift_agent.agent.lifecycle.isolation import ending_grace_s
+from swift_agent.agent.lifecycle.isolation import ending_grace_s, why_not_ours
 from swift_agent.agent.metrics.meters import Meters, Requests
 from swift_agent.agent.patience import Patience
 from swift_agent.agent.presence import Listeners, Presence
@@ -70,11 +70,12 @@ class Agent:
 
     def __init__(
         self, config: AgentConfig, address: str, store: KeyValueStore, directories: Directories,
-        signals: CaughtSignals, requests: Requests, all_children_are_ours: bool = False,
+        signals: CaughtSignals, requests: Requests, why_gone: Callable[[], str], all_children_are_ours: bool = False,
     ) -> None:  # fmt: skip
-        """*address*: at which other nodes reach this one. *requests*: that *store* has made."""
+        """*address*: at which other nodes reach this one. *requests*: that *store* has made. *why_gone*: '' until its
+        server, if that is this agent's own, has ended for good."""
         self._config, self._store, self._directories, self._signals = config, store, directories, signals
-        self._reactor = Reactor()
+        self._why_gone, self._reactor = why_gone, Reactor()
         self._event_log = AgentEvents(config)
         self._patience = Patience(
             lambda: self._executor.probe(self._on_probed),
@@ -87,13 +88,16 @@ class Agent:
         )  # fmt: skip
         self._channels = WorkerChannels(
             directories.socket, self._reactor.selector, self._crew.processes, self._patience, self._event,
-            self._on_modules, lambda said: self._executor.kernels(said), self._why_not_ours,
+            self._on_modules, lambda said: self._executor.kernels(said),
+            lambda generation: why_not_ours(self._state, generation, self._tick(time.monotonic())),
         )  # fmt: skip
         self._stores = GenerationStores(
             address, config.key, lambda why: self._reactor.post(lambda: self._fail(why)), config.master_addr,
             config.master_port,
         )  # fmt: skip
-        self._incarnations = Incarnations(config, store, Keys(config.job_id), address, self._listeners(), signals)
+        self._incarnations = Incarnations(
+            config, store, Keys(config.job_id), address, self._listeners(), signals, why_gone
+        )
         self._meters = Meters(
             config, store, requests, directories, lambda: self._state, is_away=lambda: self._presence.is_away(),
             lease_until_s=lambda: self._presence.acts_until_s(), num_standbys=lambda: self._crew.num_standbys,
@@ -205,6 +209,8 @@ class Agent:
         self._meters.turned(now_s)
         if now_s - self._last_tick_s >= TICK_S:
             self._last_tick_s = now_s
+            if why := self._why_gone():
+                self._stop(why)
             self._patience.tick(now_s)
             self._channels.tick(now_s, self._state.stop_deadline_s, self._state.paused)
             if self._stores.is_due(self._state.view.number):
@@ -240,16 +246,6 @@ class Agent:
             self._crew.vouch(until_s)
         if not self._state.paused:
             self._crew.wake_standing()
-
-    def _why_not_ours(self, generation: int) -> str:
-        """Why what the workers of this node have made in *generation* must not count, '' if it may."""
-        now = self._state.view.generation
-        if now is None or now.number != generation:
-            return f"generation {generation} is over"
-        if now.slot_of(self._state.incarnation) is None:
-            return "another node has the place of this one"
-        tick = self._tick(time.monotonic())
-        return "" if tick.holds and not self._state.paused else tick.why or "this node does not know its place yet"
 
     # ---- what happens ----
 

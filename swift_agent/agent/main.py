@@ -59,16 +59,17 @@ def launch_agent(config: AgentConfig, signals: CaughtSignals, all_children_are_o
                 log.warning("%s", warning)
         try:
             with contextlib.ExitStack() as stack:
-                etcd = config.etcd
+                etcd, private = config.etcd, PrivateEtcd(loopback=False)
                 if etcd is None:
-                    etcd = stack.enter_context(_closed_at_last(PrivateEtcd(loopback=False), "the private etcd")).config
+                    etcd = stack.enter_context(_closed_at_last(private, "the private etcd")).config
                     log.info("a private etcd runs for this job: swiftctl status --rdzv-endpoint %s", *etcd.endpoints)
                 requests = Requests()
                 asked = None if config.metrics_port is None else requests.asked
                 store = stack.enter_context(_closed_at_last(EtcdStore(etcd, asked), "the connection to etcd"))
                 signals.raise_caught()
                 address = _address(config, signals)
-                agent = Agent(config, address, store, directories, signals, requests, all_children_are_ours)
+                why_gone = lambda: private.why_gone  # noqa: E731
+                agent = Agent(config, address, store, directories, signals, requests, why_gone, all_children_are_ours)
                 return agent.run()
         except ChildFailedError as error:
             directories.keep(failure.error_file for failure in error.failures.values())

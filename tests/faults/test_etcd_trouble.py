@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +30,7 @@ from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.kv import StoreUnavailable
-from tests.support.etcd_cluster import EtcdCluster, wait_for
+from tests.support.etcd_cluster import EtcdCluster, etcd_binary, wait_for, works_once
 from tests.support.etcd_job import NODES, EtcdJob, ballast
 from tests.support.job import Agents
 from tests.tiers import in_soak
@@ -157,6 +160,83 @@ def test_the_last_node_keeps_the_state_while_nobody_answers(
     job.recovers()
     job.goes_on()
     job.finish(expected(ITERATIONS), {1}, dead=job.owners[1])
+
+
+# ---- an etcd of the job's own ----
+
+
+class OwnEtcd:
+    """`swift-run --standalone` with two workers, which train."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.agents = agents
+        agents.start("a")
+        wait_for(lambda: min(self._iterations()) >= 3, 100.0, "training")
+        self.workers = [int(pid) for pid in re.findall(r"rank \d+ is process (\d+)", self.log())]
+
+    def _iterations(self) -> list[int]:
+        files = [self.agents.directory / f"times.{rank}" for rank in (0, 1)]
+        return [len(one.read_text().splitlines()) if one.exists() else 0 for one in files]
+
+    def log(self) -> str:
+        return (self.agents.directory / "agent.a.log").read_text()
+
+    def kill_etcd(self) -> None:
+        family = psutil.Process(self.agents.running["a"].pid).children(recursive=True)
+        (server,) = (one for one in family if one.name().startswith("etcd"))
+        server.kill()
+
+    def goes_on(self, num_iterations: int = 8) -> None:
+        begun = min(self._iterations())
+        wait_for(lambda: min(self._iterations()) >= begun + num_iterations, 60.0, f"iterations\n{self.log()}")
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path, make_agents: Callable[..., Agents]) -> Callable[..., OwnEtcd]:
+    def start(**environment: str) -> OwnEtcd:
+        directory = tmp_path / "job"
+        directory.mkdir()
+        orders = {"iterations": ITERATIONS, "pause_s": PAUSE_S}
+        return OwnEtcd(make_agents(directory, endpoint=None, num_nodes=1, orders=orders, environment=environment))
+
+    return start
+
+
+def test_the_etcd_of_a_job_on_one_machine_is_killed(
+    own_etcd: Callable[..., OwnEtcd], expected: Callable[[int], str]
+) -> None:
+    job = own_etcd()
+    job.kill_etcd()
+    wait_for(lambda: "the private etcd of this job answers again" in job.log(), 30.0, f"etcd\n{job.log()}")
+    job.goes_on()
+    os.kill(job.workers[1], signal.SIGKILL)
+    job.kill_etcd()
+    wait_for(lambda: "recovered: generation 2" in job.log(), 60.0, f"the recovery\n{job.log()}")
+    job.goes_on()
+    job.agents.hurry()
+    outcome = job.agents.wait(100.0)
+    text = outcome.text()
+    assert outcome.exit_codes == {"a": 0} and outcome.hashes == {expected(ITERATIONS)}, text
+    assert {rank: len(pids) for rank, pids in outcome.pids.items()} == {0: 1, 1: 2}, text
+    killed = "the private etcd of this job was killed by signal 9 (SIGKILL): it is started again, with its data"
+    assert text.count(killed) == text.count("the private etcd of this job answers again") == 2, text
+    assert "could not be closed" not in text and "Traceback" not in text, text
+
+
+def test_the_etcd_of_a_job_on_one_machine_does_not_come_back(
+    own_etcd: Callable[..., OwnEtcd], tmp_path: Path
+) -> None:
+    """The job ends, with its workers, and says why once."""
+    result = tmp_path / "result.json"
+    job = own_etcd(SWIFT_ETCD_BINARY=works_once(tmp_path, etcd_binary()), PET_RESULT=str(result))
+    job.kill_etcd()
+    outcome = job.agents.wait(60.0)
+    text = outcome.text()
+    assert outcome.exit_codes == {"a": 69} and outcome.results == {}, text
+    why = "the private etcd of this job has ended 4 times within 10 minutes; the last time it ended with exit code 3"
+    assert json.loads(result.read_text())["cause"] == "infrastructure" and why in result.read_text()
+    assert text.count(f"{why}: the job ends here") == 1 and "no room on this disk" in text, text
+    assert "Traceback" not in text and not (set(job.workers) & set(psutil.pids())), text
 
 
 # ---- a majority lives ----

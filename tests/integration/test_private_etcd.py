@@ -1,7 +1,8 @@
-"""The private etcd: it starts, it stops, and it never outlives its owner."""
+"""The private etcd: it starts, it stops, it is started again if it has ended, and it never outlives its owner."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +18,11 @@ import psutil
 import pytest
 
 from swift_rendezvous.errors import RendezvousError
-from swift_rendezvous.store import private_etcd
+from swift_rendezvous.store import _etcd_child, private_etcd, server_ends
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.private_etcd import PrivateEtcd, find_etcd
-from tests.support.etcd_cluster import etcd_binary, wait_for
+from tests.support.etcd_cluster import etcd_binary, wait_for, works_once
 from tests.support.ports import free_ports
 
 
@@ -38,7 +40,7 @@ def guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         tools.mkdir()
         (tools / "cat").symlink_to("/bin/cat")
         monkeypatch.setenv("PATH", str(tools))
-    command = private_etcd.guarded(["x"])
+    command = _etcd_child.guarded(["x"])
     assert ("setpriv" in command[0]) == (request.param == "setpriv")
     return str(request.param)
 
@@ -146,6 +148,93 @@ def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path, guard: str) -> Non
     with PrivateEtcd(directory=home), PrivateEtcd(directory=home):
         assert orphan not in home.iterdir()
         assert len(list(home.iterdir())) == 2, "the directory of a living owner must stay"
+
+
+def server_process(server: PrivateEtcd) -> psutil.Process:
+    """etcd itself: what was started, or a child of the shell that guards it."""
+    assert server.pid is not None
+    started = psutil.Process(server.pid)
+    return next(one for one in (started, *started.children(recursive=True)) if one.name().startswith("etcd"))
+
+
+@pytest.mark.parametrize("loopback", [False, True], ids=["socket", "loopback"])
+def test_one_that_is_killed_comes_back_with_its_data_at_its_address(
+    tmp_path: Path, guard: str, loopback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "swift_rendezvous.store.private_etcd")
+    with PrivateEtcd(directory=tmp_path, loopback=loopback) as server, EtcdStore(server.config) as store:
+        endpoint, first = server.endpoint, server_process(server)
+        lease = store.grant_lease(2)
+        store.put("leased", b"v", lease.id)
+        keeper = lease.keep_alive()
+        with store.watch_prefix("k", store.get_prefix("k")[1] + 1) as watch:
+            store.put("k", b"1")
+            first.kill()
+            store.put("k", b"2")
+            seen: list[bytes] = []
+            while len(seen) < 2:
+                seen += [event.kv.value for event in next(watch).events]
+            assert seen == [b"1", b"2"]
+        keeper.stop()
+        assert server.endpoint == endpoint and server.why_gone == "" and server_process(server).pid != first.pid
+        found = store.get("leased")
+        assert found is not None and found.value == b"v"
+    assert caplog.messages == [
+        "the private etcd of this job was killed by signal 9 (SIGKILL): it is started again, with its data",
+        "the private etcd of this job answers again",
+    ]
+    assert list(tmp_path.glob("swift-etcd-*")) == [] and servers_in(tmp_path) == []
+
+
+def test_the_server_of_a_guard_that_is_killed_is_replaced_too(
+    tmp_path: Path, guard: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    with PrivateEtcd(directory=home, loopback=False) as server, EtcdStore(server.config) as store:
+        store.put("k", b"v")
+        before = servers_in(home)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        store.put("k", b"w")
+        wait_for(lambda: all(is_gone(pid) for pid in before), 10, "the first one to be gone")
+        found = store.get("k")
+        assert found is not None and found.value == b"w" and "was killed by signal 9" in caplog.text
+    assert list(home.iterdir()) == [] and servers_in(home) == []
+
+
+def test_one_that_does_not_come_back_is_given_up(
+    tmp_path: Path, binary: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_ends, "PAUSES_S", (0.0, 0.1, 0.2))
+    home = tmp_path / "tmp"
+    home.mkdir()
+    with PrivateEtcd(works_once(tmp_path, binary), directory=home, loopback=False) as server:
+        server_process(server).kill()
+        wait_for(lambda: server.why_gone != "", 20, "its end")
+        assert server.why_gone == (
+            "the private etcd of this job has ended 4 times within 10 minutes; the last time it ended with exit code 3"
+        )
+        again = [line.partition(" of this job ")[2] for line in caplog.messages[:3]]
+        assert [line.partition(":")[0] for line in again] == [
+            "was killed by signal 9 (SIGKILL)", "ended with exit code 3", "ended with exit code 3",
+        ]  # fmt: skip
+        assert len(caplog.messages) == 4 and "no room on this disk" in caplog.messages[3]
+    assert list(home.iterdir()) == [] and servers_in(home) == []
+
+
+def test_it_can_be_stopped_while_it_waits_to_be_started_again(
+    tmp_path: Path, binary: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_ends, "PAUSES_S", (0.0, 60.0))
+    home = tmp_path / "tmp"
+    home.mkdir()
+    with PrivateEtcd(works_once(tmp_path, binary), directory=home) as server:
+        server_process(server).kill()
+        wait_for(lambda: len(caplog.messages) == 2, 20, "the pause")
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10 and server.why_gone == "" and len(caplog.messages) == 2
+    assert list(home.iterdir()) == [] and servers_in(home) == []
 
 
 def test_it_outlives_the_thread_that_started_it(tmp_path: Path) -> None:

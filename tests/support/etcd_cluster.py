@@ -42,6 +42,17 @@ def etcd_binary() -> str:
     pytest.fail("no etcd server: run `scripts/fetch_etcd.sh .cache/etcd`")
 
 
+def works_once(directory: Path, binary: str) -> str:
+    """A server that is *binary* the first time, and cannot be started again."""
+    script = directory / "works-once"
+    script.write_text(
+        f"#!/bin/sh\n[ \"$1\" != --version ] || exec {binary} --version\n"
+        f"mkdir {directory}/used || {{ echo no room on this disk; exit 3; }}\nexec {binary} \"$@\"\n"
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
     """The first true value of *condition*; fails after *timeout_s*."""
     end_s = time.monotonic() + timeout_s

@@ -1,19 +1,20 @@
 """An etcd server of our own, for a job on one machine, in a temporary directory, gone with its owner.
 
 It listens on sockets in that directory, which only its user may enter; or on loopback, where any user of the machine
-reaches it. Must never outlive the process that started it, nor be used for a job of several machines: nothing else
-protects it.
+reaches it. If it ends before its owner it is started again, with its data and at its address.
+
+    start --> serves --ends--> started again --ends too often--> given up: `why_gone`
+
+Must never outlive the process that started it, nor be used for a job of several machines: nothing else protects it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
+import logging
 import os
-import queue
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -22,12 +23,15 @@ import time
 import uuid
 from importlib import util
 from pathlib import Path
-from typing import Any
 
 from swift_rendezvous.errors import RendezvousError
+from swift_rendezvous.store._etcd_child import Child, clean_env, is_healthy
 from swift_rendezvous.store.etcd_config import EtcdConfig
 from swift_rendezvous.store.owned_directory import own, remove_orphans
-from swift_rendezvous.threads import only_logged, start, thread
+from swift_rendezvous.store.server_ends import WINDOW_S, num_recent, pause_s
+from swift_rendezvous.threads import start, thread
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "swift-etcd-"
 # Etcd wants a host and a port: it makes a file of that name in its working directory.
@@ -36,18 +40,6 @@ _CLIENT_SOCKET, _PEER_SOCKET = "client:1", "peer:1"
 _MAX_PATH_BYTES = 100
 _SHORT_PARENT = "/tmp"
 _NUM_STARTS = 5  # another process may take a free port before etcd does
-
-_SHELL = "/bin/sh"
-# For systems whose setpriv cannot set a parent-death signal: when our end of the pipe on stdin closes, `cat` ends.
-_PIPE_GUARD = """
-exec 3<&0 </dev/null
-"$@" 3<&- & server=$!
-(cat <&3 >/dev/null; kill -KILL $server) 2>/dev/null & guard=$!
-exec 3<&-
-wait $server; status=$?
-kill $guard 2>/dev/null
-exit $status
-"""
 
 
 def find_etcd() -> str:
@@ -79,7 +71,7 @@ def find_etcd() -> str:
 def etcd_version(binary: str) -> tuple[int, int]:
     """Major and minor version, (0, 0) when the binary does not tell."""
     try:
-        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=5, env=_clean_env())
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=5, env=clean_env())
     except (OSError, subprocess.TimeoutExpired):
         return 0, 0
     match = re.search(r"etcd Version: (\d+)\.(\d+)", done.stdout)
@@ -105,9 +97,12 @@ class PrivateEtcd:
         self._directory: Path | None = None
         self._sockets: Path | None = None  # the directory of the sockets: that, or a shorter one
         self._owner_locks: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reaper: threading.Thread | None = None
-        self._endpoint = ""
+        self._lock = threading.Lock()
+        """Of what `stop` and the thread that starts the server again both change."""
+        self._child: Child | None = None
+        self._keeper: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._endpoint = self._why_gone = ""
         self._name = f"private-{uuid.uuid4().hex}"
 
     def __enter__(self) -> PrivateEtcd:
@@ -125,7 +120,13 @@ class PrivateEtcd:
     @property
     def pid(self) -> int | None:
         """Process id of what was started, None when it is not running. It leads its own process group."""
-        return self._process.pid if self._process is not None else None
+        child = self._child
+        return child.process.pid if child is not None else None
+
+    @property
+    def why_gone(self) -> str:
+        """A clause if it has ended by itself and is not started again any more, else ''."""
+        return self._why_gone
 
     @property
     def config(self) -> EtcdConfig:
@@ -135,8 +136,10 @@ class PrivateEtcd:
 
     def start(self) -> EtcdConfig:
         """Start and wait until it answers. Raises RendezvousError with the end of its log; nothing is left then."""
-        if self._process is not None:
+        if self._child is not None:
             raise RendezvousError("this private etcd is running already")
+        self._stopping.clear()
+        self._why_gone = ""
         binary = self._binary or find_etcd()
         deadline_s = time.monotonic() + self._start_timeout_s
         try:
@@ -150,19 +153,33 @@ class PrivateEtcd:
             # Nothing here outlives the job, so nothing needs to reach the disk.
             flags = ["--unsafe-no-fsync"] if etcd_version(binary) >= (3, 5) else []
             for attempt in range(_NUM_STARTS):
-                endpoint = self._launch(binary, flags, attempt)
+                command, endpoint = self._command(binary, flags, attempt)
+                self._launch(command)
                 if self._wait_until_healthy(endpoint, deadline_s):
                     self._endpoint = endpoint
+                    failed = lambda why: self._give_up(f"is not looked after any more: {why}")  # noqa: E731
+                    keeper = thread("private-etcd-keeper", self._keep, failed, command, endpoint)
+                    start(keeper)
+                    self._keeper = keeper
                     return self.config
                 self._kill()
             raise RendezvousError(f"{binary} found no free port in {_NUM_STARTS} tries")
+        except _NotServing as error:
+            said = f"private etcd {error}; its log:\n{self.log_tail()}"
+            self.stop()
+            raise RendezvousError(said) from None
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
         """Kill it and remove its directory; does nothing when it is not running."""
+        with self._lock:
+            self._stopping.set()
         self._kill()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.join()
         self._endpoint = ""
         directories = {self._directory, self._sockets}
         self._directory = self._sockets = None
@@ -184,8 +201,8 @@ class PrivateEtcd:
 
     # -- the process ---------------------------------------------------------------------------------------------
 
-    def _launch(self, binary: str, flags: list[str], attempt: int) -> str:
-        """Returns its endpoint."""
+    def _command(self, binary: str, flags: list[str], attempt: int) -> tuple[list[str], str]:
+        """And its endpoint."""
         assert self._directory is not None and self._sockets is not None
         if self._loopback:
             client_port, peer_port = _free_ports(2)
@@ -205,116 +222,80 @@ class PrivateEtcd:
             "--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000",
             *flags,
         ]
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
-        # A parent-death signal is sent at the end of the *thread* that started the child. This one waits for the child.
-        args = (command, self._sockets, self._directory / "etcd.log", started)
-        reaper = thread("private-etcd", _run_child, only_logged, *args)
-        start(reaper)
-        self._reaper = reaper
-        process = started.get()
-        if isinstance(process, Exception):
-            raise RendezvousError(f"{binary} cannot be started: {process}")
-        self._process = process
-        return endpoint
+        return command, endpoint
+
+    def _launch(self, command: list[str]) -> None:
+        with self._lock:
+            if self._stopping.is_set():
+                raise _NotServing("was stopped")
+            assert self._directory is not None and self._sockets is not None
+            self._child = Child(command, self._sockets, self._directory / "etcd.log")
 
     def _wait_until_healthy(self, endpoint: str, deadline_s: float) -> bool:
         """False when a port was taken; raises when it ended otherwise or the time is over."""
-        assert self._process is not None
-        while not _is_healthy(endpoint, self._name, deadline_s):
-            # Not `poll`: the other thread waits for the child, and both would want its exit status.
-            if self._process.returncode is not None or not (self._reaper and self._reaper.is_alive()):
-                tail = self.log_tail()
-                if "address already in use" in tail:
+        while not is_healthy(endpoint, self._name, deadline_s):
+            child = self._child
+            if child is None:
+                raise _NotServing("was stopped")
+            if not child.is_alive:
+                if "address already in use" in self.log_tail():
                     return False
-                raise RendezvousError(f"private etcd ended with exit code {self._process.returncode}; its log:\n{tail}")
+                raise _NotServing(child.how_it_ended())
             if time.monotonic() >= deadline_s:
-                raise RendezvousError(
-                    f"private etcd did not answer within {self._start_timeout_s:g} s; its log:\n{self.log_tail()}"
-                )
+                raise _NotServing(f"did not answer within {self._start_timeout_s:g} s")
             time.sleep(0.005)
         return True
 
+    def _keep(self, command: list[str], endpoint: str) -> None:
+        """Until `stop`: start the server again whenever it has ended. Nothing is lost, as its data are there."""
+        ends_s: list[float] = []
+        how = self._wait_for_end()
+        while not self._stopping.is_set():
+            ends_s.append(time.monotonic())
+            pause = pause_s(ends_s)
+            if pause is None:
+                log.error("the end of the log of the private etcd:\n%s", self.log_tail())
+                times, minutes = num_recent(ends_s), WINDOW_S / 60
+                self._give_up(f"has ended {times} times within {minutes:g} minutes; the last time it {how}")
+                return
+            log.warning("the private etcd of this job %s: it is started again, with its data", how)
+            if self._stopping.wait(pause):
+                return
+            how = self._serve_again(command, endpoint)
+
+    def _serve_again(self, command: list[str], endpoint: str) -> str:
+        """Returns how that came to its end."""
+        self._kill()  # one that does not answer; or what is left of it
+        try:
+            self._launch(command)
+            if not self._wait_until_healthy(endpoint, time.monotonic() + self._start_timeout_s):
+                return "found its port taken"
+        except _NotServing as error:
+            return str(error)
+        except RendezvousError as error:
+            return f"did not start: {error}"
+        log.info("the private etcd of this job answers again")
+        return self._wait_for_end()
+
+    def _wait_for_end(self) -> str:
+        child = self._child
+        if child is None:
+            return "was stopped"
+        child.join()
+        return child.how_it_ended()
+
+    def _give_up(self, why: str) -> None:
+        self._why_gone = f"the private etcd of this job {why}"
+
     def _kill(self) -> None:
-        process, self._process = self._process, None
-        reaper, self._reaper = self._reaper, None
-        if process is None or reaper is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        if process.args[0] == _SHELL:  # type: ignore[index]  # always a list here
-            reaper.join(timeout=5)  # the guard kills the server and the shell waits for it; nothing else can
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        reaper.join()
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
 
 
-def _run_child(command: list[str], directory: Path, log_path: Path, started: queue.SimpleQueue[Any]) -> None:
-    try:
-        with open(log_path, "ab") as log:
-            process = subprocess.Popen(
-                guarded(command),
-                cwd=directory,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=_clean_env(),
-            )
-    except Exception as error:  # the starter of this thread waits for an answer
-        started.put(error)
-        return
-    started.put(process)
-    process.wait()
-
-
-def guarded(command: list[str]) -> list[str]:
-    """*command*, made to die with its parent; its stdin must be a pipe of which only the parent holds the other end."""
-    setpriv = shutil.which("setpriv")
-    if setpriv is not None:
-        usage = subprocess.run([setpriv, "--help"], capture_output=True, text=True, timeout=10)
-        if "--pdeathsig" in usage.stdout:
-            return [setpriv, "--pdeathsig", "KILL", "--", *command]
-    return [_SHELL, "-c", _PIPE_GUARD, "private-etcd", *command]
-
-
-def _clean_env() -> dict[str, str]:
-    """etcd reads every flag from ETCD_* as well; those of the user's shell are meant for another server."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
-
-
-class _SocketConnection(http.client.HTTPConnection):
-    """HTTP over the Unix socket at *path*."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _is_healthy(endpoint: str, name: str, deadline_s: float) -> bool:
-    """Whether the server called *name* answers there: another one may have taken the port before ours."""
-    timeout_s = max(0.01, min(1.0, deadline_s - time.monotonic()))
-    host, _, where = endpoint.partition(":")
-    connection: http.client.HTTPConnection
-    if host == "unix":
-        connection = _SocketConnection(where, timeout_s)
-    else:
-        connection = http.client.HTTPConnection(host, int(where), timeout=timeout_s)
-    try:
-        connection.request("GET", "/health")
-        if b"true" not in connection.getresponse().read():
-            return False
-        connection.request("POST", "/v3/cluster/member/list", b"{}")
-        return name.encode() in connection.getresponse().read()
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+class _NotServing(RendezvousError):
+    """The server has ended, or does not answer; a clause without its subject."""
 
 
 def _free_ports(number: int) -> list[int]:

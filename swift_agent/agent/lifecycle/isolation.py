@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from swift_agent.agent.lifecycle.events import Tick
+from swift_agent.agent.lifecycle.state import AgentState
+
 # A node that was in the job for less than this before it was given up waits longer and longer before it comes back:
 # if only some of the others can reach it, it must not keep them busy.
 BRIEF_S = 30.0
@@ -31,6 +34,16 @@ def pausing(paused: bool, holds: bool, is_away: bool) -> Pausing:
     if not paused:
         return ""
     return "resume" if is_away else "ask"
+
+
+def why_not_ours(state: AgentState, generation: int, tick: Tick) -> str:
+    """Why what the workers of this node have made in *generation* must not count, '' if it may. *tick*: as of now."""
+    now = state.view.generation
+    if now is None or now.number != generation:
+        return f"generation {generation} is over"
+    if now.slot_of(state.incarnation) is None:
+        return "another node has the place of this one"
+    return "" if tick.holds and not state.paused else tick.why or "this node does not know its place yet"
 
 
 def ending_grace_s(grace_s: float, *, paused: bool, is_told: bool, left_s: float) -> float:

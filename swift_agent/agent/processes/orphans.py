@@ -7,6 +7,7 @@ the same process: their ends are its own, and must never be taken here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -60,7 +61,8 @@ def _reap(kind: int, number: int, known: Collection[int]) -> list[int]:
             return reaped
         if info is None or info.si_pid in known:
             return reaped
-        os.waitpid(info.si_pid, 0)
+        with contextlib.suppress(ChildProcessError):  # another thread waits for that one, and was first
+            os.waitpid(info.si_pid, 0)
         reaped.append(info.si_pid)
 
 

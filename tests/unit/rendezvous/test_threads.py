@@ -19,7 +19,7 @@ from swift_rendezvous.errors import RendezvousError
 from swift_rendezvous.node.liveness import Liveness
 from swift_rendezvous.node.suspicion import Limits
 from swift_rendezvous.roster.records import NodeRecord
-from swift_rendezvous.store import private_etcd
+from swift_rendezvous.store import _etcd_child
 from swift_rendezvous.store.etcd import EtcdStore
 from swift_rendezvous.store.private_etcd import PrivateEtcd
 from swift_rendezvous.threads import NoThread, has_started, only_logged, start, thread
@@ -199,6 +199,6 @@ def test_a_private_etcd_whose_start_fails_oddly_keeps_nobody_waiting(monkeypatch
     def odd(command: list[str]) -> list[str]:
         raise ValueError("odd")
 
-    monkeypatch.setattr(private_etcd, "guarded", odd)
+    monkeypatch.setattr(_etcd_child, "guarded", odd)
     with pytest.raises(RendezvousError, match="cannot be started: odd"), PrivateEtcd():
         pass
