@@ -6,12 +6,14 @@ Must never change the object except in :func:`apply`.
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from swift_recovery.errors import StateError
+from swift_recovery.state.codec import join_path
 
 SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 # The counts of a GradScaler that its update reads; `_scale` and `_growth_tracker` are tensors once it was used.
@@ -71,6 +73,18 @@ def copy_tree(tree: Any) -> Any:
             copied[key] = copy_tree(copied[key])
         return copied
     return tree
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of *tree* that are no containers, each with its path, in the same order on all replicas."""
+    if isinstance(tree, dict):
+        for key in sorted(tree, key=str):
+            yield from leaves(tree[key], join_path(path, key) if path else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from leaves(item, join_path(path, index))
+    else:
+        yield path, tree
 
 
 def _capture_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:

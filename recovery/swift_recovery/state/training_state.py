@@ -97,9 +97,9 @@ class TrainingState:
         (buffers, as of BatchNorm, need not)."""
         tensors: list[Tensor] = [local_of(parameter) for parameter in self.parameters()]
         for optimizer in self.optimizers.values():
-            for parameter in _optimizer_parameters(optimizer):
-                entry = optimizer.state.get(parameter, {})
-                tensors += [local_of(entry[key]) for key in sorted(entry, key=str) if isinstance(entry[key], Tensor)]
+            entries = [optimizer.state.get(parameter, {}) for parameter in _optimizer_parameters(optimizer)]
+            for entry in (*entries, state_of_none(optimizer)):
+                tensors += [local_of(value) for _, value in stateful.leaves(entry) if isinstance(value, Tensor)]
         return tensors
 
     def collect(self, extra: Any = None) -> Outgoing:
@@ -239,15 +239,19 @@ def _optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def state_of_none(optimizer: Optimizer) -> dict[Any, Any]:
+    """What *optimizer* keeps in its state under keys that are no parameters: a count of its own, for one."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
 def _optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     index = {id(parameter): i for i, parameter in enumerate(_optimizer_parameters(optimizer))}
     state: dict[int, Any] = {}
-    state_other: dict[Any, Any] = {}
     sharded: dict[int, list[str]] = {}
     for key, entry in optimizer.state.items():
         if not isinstance(key, Tensor):
-            state_other[key] = entry
-        elif id(key) in index:
+            continue
+        if id(key) in index:
             number = index[id(key)]
             state[number] = {name: local_of(value) if is_sharded(value) else value for name, value in entry.items()}
             if names_of := [name for name, value in entry.items() if is_sharded(value)]:
@@ -261,8 +265,8 @@ def _optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, An
         }
         for group in optimizer.param_groups
     ]
-    tree = {"kind": type(optimizer).__name__, "groups": groups, "state": state, "state_other": state_other}
-    return {**tree, "sharded": sharded}
+    tree = {"kind": type(optimizer).__name__, "groups": groups, "state": state}
+    return {**tree, "state_other": state_of_none(optimizer), "sharded": sharded}
 
 
 def _check_names(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

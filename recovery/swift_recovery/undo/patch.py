@@ -6,7 +6,8 @@ For `replica.send_state` and `replica.receive`, in place of a whole `TrainingSta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.optim import Optimizer
 from swift_recovery.errors import StateError
 from swift_recovery.state.codec import decode, encode
 from swift_recovery.state.incoming import Incoming, Slot
-from swift_recovery.state.tensors import Layout, layout_of
+from swift_recovery.state.sharded import local_of
+from swift_recovery.state.tensors import Layout, layout_of, unexpanded
 from swift_recovery.state.training_state import Outgoing
 
 VERSION = 1
@@ -76,28 +78,80 @@ class PatchState:
         return tree["extra"]
 
 
-def copy_of(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, dict[str, Any] | None]:
-    """A copy of a parameter and its state, for `put_back`."""
+Copy = tuple[Tensor, Callable[[], Any] | None]
+"""Of a parameter; and what makes its state what it was, None if it had none."""
+
+
+def copy_of(optimizer: Optimizer, parameter: Tensor, *, on_host: bool = False) -> Copy:
+    """A copy of a parameter and its state, for `put_back`; *on_host*: in the memory of the host."""
     entry = optimizer.state.get(parameter)
-    state = None
-    if entry:
-        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
-    return parameter.detach().clone(), state
+    return _values_of(parameter, on_host), keep_tree(entry, on_host=on_host) if entry else None
 
 
 @torch.no_grad()
-def put_back(optimizer: Optimizer, parameter: Tensor, copy: tuple[Tensor, dict[str, Any] | None]) -> None:
+def put_back(optimizer: Optimizer, parameter: Tensor, copy: Copy) -> None:
     """Make a parameter and its state what they were, bit for bit; tensors that there were keep their identity."""
     value, state = copy
-    parameter.copy_(value)
+    _put_values(parameter, value)
     if state is None:
         optimizer.state.pop(parameter, None)
-        return
-    live = optimizer.state[parameter]
-    for key in [key for key in live if key not in state]:
-        del live[key]
-    for key, old in state.items():
-        if isinstance(old, Tensor) and isinstance(live.get(key), Tensor):
-            live[key].copy_(old)
-        else:
-            live[key] = old
+    else:
+        optimizer.state[parameter] = state()
+
+
+def keep_tree(value: Any, *, on_host: bool = False) -> Callable[[], Any]:
+    """What makes *value* again what it is now, in place, and returns it: containers (SOAP keeps lists of tensors) and
+    tensors keep their identity."""
+    if isinstance(value, Tensor):
+        return functools.partial(_put_values, value, _values_of(value, on_host))
+    if isinstance(value, dict):
+        items = {key: keep_tree(item, on_host=on_host) for key, item in value.items()}
+        return functools.partial(_put_items, value, items)
+    if isinstance(value, (list, tuple)):
+        return functools.partial(_put_sequence, value, [keep_tree(item, on_host=on_host) for item in value])
+    if isinstance(value, set) or (hasattr(value, "__array_interface__") and hasattr(value, "__setitem__")):
+        return functools.partial(_put_plain, value, value.copy())
+    return lambda: value
+
+
+def _values_of(tensor: Tensor, on_host: bool) -> Tensor:
+    source = _memory_of(tensor)
+    return source.to("cpu", copy=True) if on_host else source.clone()
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    local = local_of(tensor).detach()
+    return unexpanded(local) if local.layout is torch.strided else local
+
+
+@torch.no_grad()
+def _put_values(live: Tensor, values: Tensor) -> Tensor:
+    target = _memory_of(live)
+    if target.shape == values.shape and target.dtype == values.dtype:
+        target.copy_(values)
+    else:
+        local_of(live).data = values.to(target.device)  # another one was put into its place
+    return live
+
+
+def _put_items(live: dict[Any, Any], items: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    live.clear()
+    for key, put in items.items():
+        live[key] = put()
+    return live
+
+
+def _put_sequence(live: Any, items: list[Callable[[], Any]]) -> Any:
+    values = [put() for put in items]
+    if isinstance(live, list):
+        live[:] = values
+    return live  # the items of a tuple are the same ones
+
+
+def _put_plain(live: Any, values: Any) -> Any:
+    if isinstance(live, set):
+        live.clear()
+        live.update(values)
+    else:
+        live[...] = values
+    return live

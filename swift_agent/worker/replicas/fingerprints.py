@@ -17,8 +17,8 @@ from swift_recovery.errors import StateError
 from swift_recovery.state.checksum import checksum_of
 from swift_recovery.state.deviation import KINDS, Fingerprint, Kind
 from swift_recovery.state.sharded import local_of
-from swift_recovery.state.stateful import capture
-from swift_recovery.state.training_state import TrainingState
+from swift_recovery.state.stateful import capture, leaves
+from swift_recovery.state.training_state import TrainingState, state_of_none
 
 # Of parameters and their state, for one fingerprint: a tenth of a second. What is more comes in the next ones.
 MAX_BYTES = 1 << 30
@@ -69,6 +69,19 @@ class Fingerprints:
                 values = tensor.detach().cpu().flatten().tolist()
                 shown[f"{kind} {name}"] = _text(values[0] if len(values) == 1 else values)
 
+        def add_state(entry: Any, of: str) -> int:
+            num_bytes = 0
+            for path, value in leaves(entry):
+                what = f"{path} of {of}"
+                if isinstance(value, Tensor):
+                    add("state", what, local_of(value))
+                    num_bytes += local_of(value).nbytes
+                elif isinstance(value, (int, float)):
+                    parts["state"][what] = shown[f"state {what}"] = _text(value)
+            return num_bytes
+
+        for name, optimizer in self._state.optimizers.items():
+            add_state(state_of_none(optimizer), name)
         for model_name, model in self._state.models.items():
             for path, buffer in model.named_buffers(model_name):
                 add("buffer", path, local_of(buffer))
@@ -81,14 +94,7 @@ class Fingerprints:
             add("parameter", names[id(parameter)], tensor)
             num_bytes += tensor.nbytes
             for name, optimizer in self._state.optimizers.items():
-                entry = optimizer.state.get(parameter)
-                for key, value in (entry or {}).items():
-                    what = f"{key} of {names[id(parameter)]} ({name})"
-                    if isinstance(value, Tensor):
-                        add("state", what, local_of(value))
-                        num_bytes += local_of(value).nbytes
-                    elif isinstance(value, (int, float)):
-                        parts["state"][what] = shown[f"state {what}"] = _text(value)
+                num_bytes += add_state(optimizer.state.get(parameter, {}), f"{names[id(parameter)]} ({name})")
             if not whole:
                 self._at += 1
                 if num_bytes >= (MAX_BYTES if max_bytes is None else max_bytes):

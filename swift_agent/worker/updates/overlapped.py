@@ -39,7 +39,7 @@ from swift_agent.worker.updates.device_reductions import Reductions
 from swift_agent.worker.updates.parts import Member, Resumption, hyper, is_view, tensor_of
 from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.state.incoming import Incoming
-from swift_recovery.undo.patch import PatchState, copy_of, put_back
+from swift_recovery.undo.patch import Copy, PatchState, copy_of, put_back
 from swift_recovery.undo.undo import Kept, keep, undo
 
 
@@ -68,7 +68,7 @@ class OverlappedUpdates(UpdateTracker):
         self._attempt = 0
         self._done: set[int] = set()
         self._reduced: dict[int, Tensor] = {}
-        self._before_update: dict[int, Kept | tuple[Tensor, dict[str, Any] | None]] = {}
+        self._before_update: dict[int, Kept | Copy] = {}
         self._versions: dict[int, tuple[int, int]] = {}
         self._hyper: dict[str, list[dict[str, Any]]] = {}
         self._resumption = self._expected = Resumption()
@@ -357,7 +357,7 @@ class OverlappedUpdates(UpdateTracker):
             for parameter, gradient_before in hidden:
                 parameter.grad = gradient_before
 
-    def _keep(self, name: str, member: Member) -> Kept | tuple[Tensor, dict[str, Any] | None]:
+    def _keep(self, name: str, member: Member) -> Kept | Copy:
         optimizer = self._optimizers[name]
         if self._exact:
             return copy_of(optimizer, member.parameter)

@@ -298,6 +298,23 @@ def test_a_group_added_later_is_checked() -> None:
         state.collect()
 
 
+def test_replicas_hold_alike_what_is_nested_in_optimizer_state_and_what_belongs_to_no_parameter() -> None:
+    state = linear_state()
+    optimizer = state.optimizers["o"]
+    first, second = optimizer.param_groups[0]["params"]
+    flat = state.replicated_tensors()
+    gram, queue, other = [torch.ones(2, 2), torch.ones(3, 3)], {"b": torch.ones(1), "a": torch.ones(2)}, torch.ones(4)
+    optimizer.state[first] = {"step": 1, "GG": gram, "exp_avg": torch.ones(5)}
+    optimizer.state[second] = {"queue": (queue, None)}
+    optimizer.state["norm"] = other
+    nested = state.replicated_tensors()
+    expected = [*flat, *gram, optimizer.state[first]["exp_avg"], queue["a"], queue["b"], other]
+    assert [id(tensor) for tensor in nested] == [id(tensor) for tensor in expected]
+    before = checksum(nested)
+    gram[1].add_(1)
+    assert checksum(state.replicated_tensors()) != before
+
+
 class Odd:
     def __init__(self, content: Any) -> None:
         self.content = content

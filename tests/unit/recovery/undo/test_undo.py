@@ -265,6 +265,36 @@ def test_a_copy_of_capturable_state_is_put_back_bit_for_bit(name: str, num_steps
     assert all(trained.optimizer.state[trained.parameter][key] is value for key, value in live.items())
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_copy_of_nested_state_is_put_back_bit_for_bit(on_host: bool) -> None:
+    """SOAP keeps lists of tensors."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = O.SGD([parameter], lr=0.1)
+    entry: dict[str, Any] = {
+        "GG": [torch.zeros(2, 2), []], "pair": (torch.ones(2), 1), "by_dim": {0: torch.ones(3), "order": [0, 1]},
+        "seen": {1, 2}, "step": 1,
+    }  # fmt: skip
+    optimizer.state[parameter] = entry
+    gram, pair, by_dim = entry["GG"], entry["pair"], entry["by_dim"]
+    tensors = [gram[0], pair[0], by_dim[0]]
+    before = [tensor.clone() for tensor in tensors]
+    copy = copy_of(optimizer, parameter, on_host=on_host)
+    for tensor in tensors:
+        tensor.lerp_(torch.full(tensor.shape, 5.0), 0.5)
+    gram[0] = torch.ones(5, 5)
+    gram[1].append(3)
+    by_dim["order"].reverse()
+    by_dim["more"] = torch.ones(1)
+    entry["seen"].add(3)
+    entry |= {"pair": 0, "step": 2, "more": 1}
+    put_back(optimizer, parameter, copy)
+    assert optimizer.state[parameter] is entry and list(entry) == ["GG", "pair", "by_dim", "seen", "step"]
+    assert entry["GG"] is gram and gram[0] is tensors[0] and gram[1:] == [[]]
+    assert entry["pair"] is pair and entry["step"] == 1 and entry["seen"] == {1, 2}
+    assert entry["by_dim"] is by_dim and list(by_dim) == [0, "order"] and by_dim["order"] == [0, 1]
+    assert all(map(torch.equal, tensors, before))
+
+
 def test_a_step_in_a_graph_and_tensors_that_torch_rounds_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(2))
     with pytest.raises(StateError, match="differentiable=True cannot be undone: it is part of a graph"):
