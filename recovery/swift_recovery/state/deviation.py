@@ -1,10 +1,10 @@
 """Whether replicas still hold the same, and what differs in words. Pure.
 
 Each rank takes a `Fingerprint` of what it holds after the same iteration; `compare` finds what is not alike, `describe`
-says it. Buffers, hyper-parameters and modes may differ by design (BatchNorm's statistics without a broadcast): what did
-so before anything had failed, or where nobody can know, is never held against a rank. Buffers may begin to later (a
-layer that was frozen at first): that is told, and no more. Parameters and the state of optimizers must be equal on
-replicas at any time.
+says it. Buffers, hyper-parameters, modes and objects of the script's own may differ by design (BatchNorm's statistics
+without a broadcast): what did so before anything had failed, or where nobody can know, is never held against a rank.
+Buffers (of a layer that was frozen at first) and such objects may begin to later: that is told, and no more. Parameters
+and the state of optimizers must be equal on replicas at any time.
 
 This module must never read a clock, a tensor or a store.
 """
@@ -19,8 +19,10 @@ from typing import Any, Literal
 
 from swift_recovery.state import machines
 
-Kind = Literal["hyper", "mode", "buffer", "parameter", "state", "gradient", "loader"]
-KINDS: tuple[Kind, ...] = ("hyper", "mode", "parameter", "state", "buffer", "gradient", "loader")
+Kind = Literal["hyper", "mode", "buffer", "parameter", "state", "gradient", "loader", "object"]
+KINDS: tuple[Kind, ...] = ("hyper", "mode", "parameter", "state", "buffer", "gradient", "loader", "object")
+# Each rank may have its own, from some time on.
+_MAY_PART: frozenset[Kind] = frozenset({"buffer", "object"})
 # Undisturbed: who differs until then never was a replica.
 NUM_FIRST = 8
 ENDED = "An iteration ended with gradients, but without a step of a tracked optimizer"
@@ -122,7 +124,8 @@ def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[li
     differences = all_differences(prints)
     told = [one.apart for one in prints.values() if one.apart is not None]
     by_design = frozenset[str]().union(*told)
-    loose = [one for one in differences if one.kind in ("hyper", "mode", "buffer") and one.name not in by_design]
+    may_differ = {"hyper", "mode", *_MAY_PART}
+    loose = [one for one in differences if one.kind in may_differ and one.name not in by_design]
     strict = [one for one in differences if one.kind in ("parameter", "state", "gradient", "loader")]
     if undisturbed or not told:
         by_design |= {one.name for one in loose}
@@ -134,12 +137,18 @@ def compare(prints: Mapping[int, Fingerprint], *, undisturbed: bool) -> tuple[li
 def are_of_each_rank(wrong: Collection[Difference]) -> bool:
     """Nothing but gradients differ that no step has used yet: the script accumulates them over several iterations,
     before they are reduced."""
-    return {one.kind for one in wrong if one.kind != "buffer"} == {"gradient"}
+    return {one.kind for one in wrong} - _MAY_PART == {"gradient"}
+
+
+def objects_apart(prints: Mapping[int, Fingerprint]) -> frozenset[str]:
+    """Tracked objects of the script's own whose state is not the same everywhere."""
+    return frozenset(one.name for one in all_differences(prints) if one.kind == "object")
 
 
 def forbids_going_on(wrong: Collection[Difference]) -> bool:
-    """Buffers alone do not: a recovery has copied them, and where they reach the update the parameters differ, too."""
-    return any(one.kind != "buffer" for one in wrong)
+    """Buffers and objects alone do not: a recovery has copied them, and where they reach the update the parameters
+    differ, too."""
+    return any(one.kind not in _MAY_PART for one in wrong)
 
 
 def describe(differences: Sequence[Difference]) -> str:
@@ -156,11 +165,12 @@ def describe(differences: Sequence[Difference]) -> str:
 
 _NOUNS: dict[Kind, str] = {
     "hyper": "", "mode": "", "parameter": "parameter ", "state": "optimizer state ", "buffer": "buffer ",
-    "gradient": "gradients ", "loader": "the state of ",
+    "gradient": "gradients ", "loader": "the state of ", "object": "the state of ",
 }  # fmt: skip
 _PLURALS: dict[Kind, str] = {
     "hyper": "the hyper-parameters", "mode": "the modes", "parameter": "the parameters",
     "state": "the optimizer state", "buffer": "the buffers", "gradient": "the gradients", "loader": "the loaders",
+    "object": "the objects",
 }  # fmt: skip
 
 
@@ -182,7 +192,7 @@ def sentence(
     if are_of_each_rank(differences):
         return f"{what}. {OF_EACH_RANK}"
     since = f" (after iteration {equal_after} they were equal)" if equal_after is not None else ""
-    if {one.kind for one in differences if one.kind != "buffer"} == {"loader"}:
+    if {one.kind for one in differences} - _MAY_PART == {"loader"}:
         ends = ". Training goes on, but none of these ranks can replace another: at the next loss all start again"
         return f"{what}{since}. {LOADERS}{ends if late else ''}"
     if because := because_of_machines(prints, differences):
@@ -194,7 +204,7 @@ def sentence(
             "update, or an operation whose results are not always the same. Training goes on, but none of these ranks "
             "can replace another any more: should a worker be lost, all start again"
         )
-    if undisturbed and all(one.kind == "state" for one in differences):
+    if undisturbed and all(one.kind in ("state", "object") for one in differences):
         return (
             f"{what}. Nothing has failed: an optimizer keeps some of its state on one rank only (as ZeRO does, or a "
             "Muon that shares its work out), so none can replace another. Have all ranks keep all of it, or say that "
@@ -205,6 +215,12 @@ def sentence(
             f"{what}. Nothing has failed: these ranks do not train the same model, so none can replace another. Wrap "
             "it in DistributedDataParallel, make a copy of it (an average of the weights) after that and not before, "
             "give all ranks the same start, or say who holds the same: job.track(replicas=[job.rank]) if nobody does"
+        )
+    if not forbids_going_on(differences) and any(one.kind == "object" for one in differences):
+        return (
+            f"{what}{since}. They are objects of job.track(), and were alike before the failure. Training goes on with "
+            "them as they are, which may not be as without the failure. Keep an average of the weights in an nn.Module "
+            "(torch.optim.swa_utils.AveragedModel), and leave out of an object what is the rank's own"
         )
     if not forbids_going_on(differences):
         return (
@@ -233,7 +249,7 @@ def because_of_machines(prints: Mapping[int, Fingerprint], differences: Collecti
     differ, too: one of them was replaced, and has what another rank had rounded."""
     kinds = machines.kinds_of({rank: one.computes for rank, one in prints.items()})
     kinds = kinds or ("the machines of another kind are gone" if any(one.rounded for one in prints.values()) else "")
-    if not kinds or not differences or {one.kind for one in differences} - {"parameter", "state", "buffer"}:
+    if not kinds or not differences or {one.kind for one in differences} - {"parameter", "state", "buffer", "object"}:
         return ""
     return (
         f"replicas do not compute alike, and have rounded otherwise: {kinds}. Training goes on, each rank with its own "

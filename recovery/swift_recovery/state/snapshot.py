@@ -176,6 +176,11 @@ class Snapshot:
             found.append(changes.of_parameter(known.get(id(live), ""), live, before, values, since))
         return changes.Changed(found)
 
+    def replace_others(self, trees: Mapping[str, Any]) -> None:
+        """Of these objects keep what *trees*, made by `stateful.capture`, say, in the place of what was taken."""
+        self._check_taken()
+        self._others |= {name: stateful.copy_tree(tree) for name, tree in trees.items()}
+
     def is_spoilt(self) -> bool:
         """Something has changed since the last :meth:`take` that cannot be put back: what it was is not kept, or may be
         of before that."""

@@ -14,11 +14,12 @@ from swift_agent.worker.loop.dry_runs import DryRuns
 from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.replicas.comparison import Comparison
+from swift_agent.worker.tracked import others
 from swift_agent.worker.tracked.loop_state import Owed, Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates import touched
 from swift_agent.worker.updates.left_behind import Touched
-from swift_recovery.state import deviation
+from swift_recovery.state import deviation, stateful
 from swift_recovery.state.snapshot import gradients_of, put_gradients
 
 R = TypeVar("R")
@@ -66,6 +67,7 @@ class PassedOver:
         self._dry_runs.enter()
         if place.remakes:
             self._dry_runs.remake(call, range(number - 1, number), has_to_fit=False)
+        before = others.held(tracked.state.others) if owes else others.NOTHING
         result = self._dry_runs.iteration(call, number, made)
         if made is not None and made.unknown:
             self._supervisor.note(touched.told_twice(number, made.unknown))
@@ -76,7 +78,8 @@ class PassedOver:
             self.carry_gradients(number + 1)
         if owes:
             since = Touched(tracked.state.parameters())
-            place.owed = Owed(number, lambda: self._pay(call, since))
+            dry_run = others.DryRun(before, others.held(tracked.state.others))
+            place.owed = Owed(number, lambda: self._pay(call, since), dry_run)
         return result
 
     def _pay(self, call: Callable[[], Any], gradients: Touched | None = None) -> None:
@@ -88,6 +91,10 @@ class PassedOver:
         # What the script has done since then, to a scheduler for one, stays done.
         since = tracked.script_side()
         since.take(rng=place.seeds.keeps_generators)
+        dry_run, objects = place.owed.dry_run if place.owed is not None else others.DryRun(), tracked.state.others
+        now = others.held(objects)
+        if behind := dry_run.are_behind(now):
+            self._supervisor.note(others.told_behind(place.here.iteration, behind))
         self._recovery.restore_start()
         if place.remakes:
             self.remake(call, place.here.iteration)
@@ -113,6 +120,7 @@ class PassedOver:
         if self._comparison is not None:
             self._comparison.take_ahead()
         paid = gradients_of(parameters) if tracked.state.carried else None
+        since.replace_others({name: stateful.capture(objects[name]) for name in dry_run.of_iteration(now)})
         since.restore(buffers=False)
         if paid is not None:
             done = gradients_of(parameters)

@@ -35,6 +35,7 @@ from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.rejoin.witness import Witnesses
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.kernels import Kernels
+from swift_agent.worker.tracked import others
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_agent.worker.updates.overlapped import OverlappedUpdates
@@ -142,7 +143,7 @@ class Protected:
             origin, overlaps = self._origin(place, tracked), isinstance(tracked.updates, OverlappedUpdates)
             here = [newest, every, overlaps, place.seeds.number, self.supervisor.generation]
             here.append(kernels.checksum)
-            everyone = self.groups.all_gather_ints([*origin, *here, *tracked.digests_of_others()])
+            everyone = self.groups.all_gather_ints([*origin, *here, *others.samples(tracked.state.others)])
             place.seeds.common, place.began = everyone[0][5:7]
             if len({told[4] for told in everyone}) > 1:
                 # They agree on an update before it, or after it.
@@ -168,17 +169,15 @@ class Protected:
 
     def _check_others(self, tracked: Tracked, of_replicas: list[list[int]]) -> None:
         """A replacement gets the state of another rank, of a loader of the script's own too: its place in the data."""
-        loaders, others = (set(digests) for digests in zip(*of_replicas, strict=True))
+        loaders, objects = (set(digests) for digests in zip(*of_replicas, strict=True))
         if len(loaders) > 1:
             raise UsageError(
                 "job.track(loader=...): its state_dict() differs from rank to rank, and a replacement gets that of "
                 "another rank: leave out of it what is the rank's own, or do not track it and give it to job.batches()."
             )
-        if len(others) > 1 and self.place.rank == 0:
-            self.supervisor.note(
-                "objects given to job.track() have another state on other ranks, and a replacement gets that of a "
-                f"replica: {', '.join(tracked.plain_others())}"
-            )
+        tracked.apart_is_told = len(objects) > 1
+        if tracked.apart_is_told and self.place.rank == 0:
+            self.supervisor.note(others.told_apart(sorted(others.own(tracked.state.others))))
 
     @staticmethod
     def _origin(place: Place, tracked: Tracked) -> list[int]:

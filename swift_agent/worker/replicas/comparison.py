@@ -27,6 +27,7 @@ from swift_agent.wire.store_client import StoreClient
 from swift_agent.worker.groups.process_groups import ProcessGroups
 from swift_agent.worker.line.agent_line import Supervisor
 from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.tracked import others
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.tracked import Tracked
 from swift_recovery.state import deviation
@@ -263,6 +264,7 @@ class Comparison:
         wrong, by_design = deviation.compare(prints, undisturbed=task.undisturbed)
         if task.undisturbed or self._apart is not None:
             self._apart = by_design
+        self._part_with(deviation.objects_apart(prints), task)
         of_each_rank = deviation.are_of_each_rank(wrong)
         task.rounds = bool(deviation.because_of_machines(prints, wrong))
         # Nothing has failed, and for long they have been alike: as it would without us, training goes on.
@@ -288,6 +290,15 @@ class Comparison:
                 self._give_up(said, task.undisturbed)
             else:
                 self._supervisor.note(said)
+
+    def _part_with(self, objects: frozenset[str], task: _Task) -> None:
+        """Objects of the script's own differ: a rank then keeps what its script has made of them. Told once, before
+        anything fails."""
+        tracked, new = self._tracked, objects - self._tracked.apart
+        tracked.apart |= objects
+        is_told = tracked.apart_is_told or not task.undisturbed or not self._is_current(task)
+        if new and not is_told and self._place.rank == tracked.replicas[0]:
+            self._supervisor.note(others.told_apart(sorted(new)))
 
     def _is_news(self, store: StoreClient, prints: Mapping[int, Fingerprint]) -> bool:
         """That replicas have drifted apart by rounding: none of them was there when it was told, and no other replica

@@ -1,5 +1,6 @@
 """The fingerprint of what a rank holds: a checksum for each parameter, tensor of optimizer state and buffer, and the
-hyper-parameters, the modes of modules and parameters, and of the state of a loader that the script has tracked.
+hyper-parameters, the modes of modules and parameters, and of the state of a loader, and of other objects of the
+script's own, that it has tracked.
 
 Taken by the training thread where all ranks have made the same updates. Must never write to a tensor, nor communicate.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from swift_agent.wire.given import fingerprint
 from swift_agent.worker.replicas.modes import modes_of
+from swift_agent.worker.tracked import others
 from swift_recovery.errors import StateError
 from swift_recovery.state.checksum import checksum_of
 from swift_recovery.state.deviation import KINDS, Fingerprint, Kind
@@ -32,6 +34,7 @@ class Fingerprints:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._at = 0
+        self._objects_at: dict[str, int] = {}
 
     @property
     def at(self) -> int:
@@ -41,10 +44,13 @@ class Fingerprints:
     def restart(self) -> None:
         """The next one begins with the first parameter."""
         self._at = 0
+        self._objects_at = {}
 
     def take(self, *, whole: bool = False, max_bytes: int | None = None) -> Fingerprint:
         """*whole*: of all parameters, however large, and of no loader, which might begin another pass at the end of
-        a run, nor of modes, which say nothing there. *max_bytes*: of fewer than usual."""
+        a run, nor of modes and objects, which say nothing there. *max_bytes*: of fewer than usual, and of an object
+        besides."""
+        max_bytes = MAX_BYTES if max_bytes is None else max_bytes
         parts: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
         shown: dict[str, str] = {}
         for name, value in self._hyper_parameters():
@@ -59,6 +65,9 @@ class Fingerprints:
 
         if "loader" in self._state.others and not whole:
             parts["loader"]["job.track(loader=...)"] = f"{fingerprint(capture(self._state.others['loader'])):016x}"
+
+        for name, one in others.own(self._state.others).items() if not whole else ():
+            parts["object"][name] = self._of_object(name, one, max_bytes)
 
         def add(kind: Kind, name: str, tensor: Tensor) -> None:
             try:
@@ -97,9 +106,19 @@ class Fingerprints:
                 num_bytes += add_state(optimizer.state.get(parameter, {}), f"{names[id(parameter)]} ({name})")
             if not whole:
                 self._at += 1
-                if num_bytes >= (MAX_BYTES if max_bytes is None else max_bytes):
+                if num_bytes >= max_bytes:
                     break
         return Fingerprint(parts, shown)
+
+    def _of_object(self, name: str, one: Any, max_bytes: int) -> str:
+        """Each has a place of its own, as its tensors may differ in number from rank to rank."""
+        part, tensors = others.contents(one)
+        at, taken, num_bytes = self._objects_at.get(name, 0), list[Tensor](), 0
+        while len(taken) < len(tensors) and num_bytes < max_bytes:
+            taken.append(tensors[at % len(tensors)])
+            at, num_bytes = at + 1, num_bytes + taken[-1].nbytes
+        self._objects_at[name] = at
+        return others.digest_of(part, taken)
 
     def _hyper_parameters(self) -> Iterator[tuple[str, str]]:
         for name, optimizer in self._state.optimizers.items():

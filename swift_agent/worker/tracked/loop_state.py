@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from swift_agent import native
 from swift_agent.errors import SwiftError
+from swift_agent.worker.tracked import others
 from swift_agent.worker.tracked.position import Position, Units
 from swift_agent.worker.tracked.seeds import Seeds
 from swift_agent.worker.tracked.tracked import Tracked
@@ -32,6 +33,7 @@ class Owed:
 
     iteration: int
     run: Callable[[], Any]
+    dry_run: others.DryRun = field(default_factory=others.DryRun)
 
 
 class Place:
@@ -309,15 +311,19 @@ class Place:
 
     def roll_forward(self, iteration: int, install: Callable[[], Any]) -> None:
         """A survivor that owes the update before *iteration* gets it by *install*, which has all of it at hand, but
-        keeps what its own script has done to small things. No report is made while it is half in place."""
+        keeps what its own script has done to small things, where that has nothing to do with the update (an average of
+        the weights has). No report is made while it is half in place."""
         assert self.tracked is not None
         if self.owed is None or self.owed.iteration + 1 != iteration:
             here = self.here.iteration
             raise SwiftError(f"rank {self.rank} stands at iteration {here} and cannot skip to {iteration}")
-        mine = self.tracked.script_side()
+        mine, tracked = self.tracked.script_side(), self.tracked
         mine.take()
+        updated = self.owed.dry_run.of_replica(others.held(tracked.state.others), tracked.apart)
         with self.lock:
             offer = install()
+            trees = others.trees_of(offer, iteration)
+            mine.replace_others({name: trees[name] for name in updated.intersection(trees)})
             mine.restore(buffers=False)
             self._carry(offer)
             self.here.iteration = iteration

@@ -21,7 +21,6 @@ from swift_agent.torch_private import ddp as torch_ddp
 from swift_agent.torch_private import fsdp as torch_fsdp
 from swift_agent.torch_private import groups, pipelining
 from swift_agent.wire.environment import NO_AGENT
-from swift_agent.wire.given import fingerprint
 from swift_agent.worker.groups import transfer
 from swift_agent.worker.in_place import InPlace
 from swift_agent.worker.line.agent_line import Supervisor
@@ -35,7 +34,6 @@ from swift_agent.worker.updates.carried import CarriedGradients, GradientWatch
 from swift_agent.worker.updates.touched import ChangedWithoutStep, TouchedParameters
 from swift_agent.worker.updates.tracker import UpdateTracker
 from swift_recovery.checkpoint.writer import Checkpoints, Settings
-from swift_recovery.state import stateful
 from swift_recovery.state.checksum import checksum
 from swift_recovery.state.sharded import is_sharded, local_of, replicas_of
 from swift_recovery.state.snapshot import Snapshot
@@ -71,6 +69,9 @@ class Tracked:
         """With what this rank computes (`swift_recovery.replay.kernels`), once the loop has begun."""
         self.rounded = False
         """Replicas were seen to differ because they do not compute alike."""
+        self.apart: frozenset[str] = frozenset()
+        """Objects of the script's own that were seen to have another state on other replicas."""
+        self.apart_is_told = False
         self.has_shards_alone = has_shards and len(self.replicas) == 1
         """The model is sharded, and no other rank holds what this one does."""
         told = supervisor.environment if supervisor is not None else NO_AGENT
@@ -170,17 +171,6 @@ class Tracked:
         if self.messages is not None and not dry_run:
             assert self._supervisor is not None
             self.messages.begin(iteration, self._supervisor.generation)
-
-    def plain_others(self) -> dict[str, Any]:
-        """Objects that the script has tracked, of classes that are not torch's."""
-        known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-        return {name: one for name, one in self.state.others.items() if not isinstance(one, known)}
-
-    def digests_of_others(self) -> list[int]:
-        """Of the state of a loader that is tracked, and of `plain_others` besides; 63 bits each."""
-        others = {name: stateful.capture(one) for name, one in sorted(self.plain_others().items())}
-        loader = others.pop("loader", None)
-        return [fingerprint(loader) >> 1, fingerprint(others) >> 1]
 
     def check_repeatable(self) -> None:
         """An iteration is over, one of the first. Raises `UsageError` for gradients that it has taken over from the one

@@ -22,6 +22,7 @@ from swift_recovery.state.deviation import (
     describe,
     forbids_going_on,
     next_due,
+    objects_apart,
     sentence,
     summarised,
 )
@@ -92,6 +93,36 @@ def test_buffers_that_begin_to_differ_later_are_told_and_no_more() -> None:
     assert "buffer model.1.running_mean of rank 1 is not that of rank 0" in said and "training goes on" in said
     assert forbids_going_on(compare(prints(one, trained(bump=1.0)), undisturbed=False)[0])
     assert forbids_going_on(compare(prints(one, trained(lr=0.2)), undisturbed=False)[0])
+
+
+class Mean:
+    """Of each rank's losses, or of the weights; the script has tracked it."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.tensor(value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"]
+
+
+def test_objects_of_the_script_that_begin_to_differ_are_told_and_no_more() -> None:
+    one, other = trained(), trained()
+    one.others["ema"], other.others["ema"] = Mean(1.0), Mean(2.0)
+    wrong, apart = compare(prints(one, other, apart=None), undisturbed=True)
+    assert wrong == [] and apart == objects_apart(prints(one, other)) == {"ema"}
+    assert compare(prints(one, other, apart=apart), undisturbed=False)[0] == []
+    told = prints(one, other)
+    wrong, _ = compare(told, undisturbed=False)
+    said = sentence(told, wrong, iteration=21, equal_after=16, undisturbed=False, generation=2)
+    assert "the state of ema of rank 1 is not that of rank 0 (after iteration 16 they were equal)" in said
+    assert "Training goes on" in said and not forbids_going_on(wrong)
+    other.others["ema"] = Mean(1.0)
+    assert prints(one)[0].digest() == prints(other)[0].digest() and objects_apart(prints(one, other)) == frozenset()
+    # At the end of a run nobody has anything of them.
+    assert Fingerprints(one).take(whole=True).parts["object"] == {}
 
 
 def test_parameters_must_be_equal_from_the_start() -> None:

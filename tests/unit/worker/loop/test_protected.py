@@ -31,6 +31,7 @@ from swift_agent.worker.loop.recovery import Recovery
 from swift_agent.worker.loop.ways_out import WaysOut
 from swift_agent.worker.replicas.comparison import Comparison
 from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.tracked import others
 from swift_agent.worker.tracked.loop_state import Place
 from swift_agent.worker.tracked.position import Position
 from swift_agent.worker.tracked.seeds import Seeds
@@ -335,11 +336,11 @@ def test_state_that_differs_from_rank_to_rank_is_no_good_to_a_replacement(name: 
     protected: Any = object.__new__(Protected)
     protected.place, protected.supervisor = SimpleNamespace(rank=0), SimpleNamespace(note=notes.append)
     mine = tracked(0)
-    protected._check_others(mine, [mine.digests_of_others(), tracked(0).digests_of_others()])
+    protected._check_others(mine, [others.samples(one.state.others) for one in (mine, tracked(0))])
     assert not notes
     refused = pytest.raises(UsageError, match="differs from rank to rank")
     with refused if name == "loader" else contextlib.nullcontext():
-        protected._check_others(mine, [mine.digests_of_others(), tracked(4).digests_of_others()])
+        protected._check_others(mine, [others.samples(one.state.others) for one in (mine, tracked(4))])
     assert len(notes) == (name != "loader") and all("another state on other ranks" in note for note in notes)
 
 

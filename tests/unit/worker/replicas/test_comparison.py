@@ -33,6 +33,7 @@ class Rank:
         self.tracked: Any = SimpleNamespace(
             state=TrainingState({"model": self.model}, {"optimizer": self.optimizer}),
             replicas=replicas, checkpoints=checkpoints, differed_after=0, computes="", rounded=False,
+            apart=frozenset(), apart_is_told=False,
         )  # fmt: skip
         self.told: list[tuple[str, bool]] = []
         self.reader: Any = None
@@ -198,6 +199,47 @@ def test_tracked_loaders_that_were_alike_when_the_loop_began_and_no_longer_are(m
     assert ("at the next loss all start again" in said[0]) == (when == "later")
     assert [hopeless for _, hopeless in one.told] == ([] if when == "later" else [when == "first iterations"])
     assert [rank.tracked.differed_after for rank in ranks] == [16 * (when == "later")] * 2 and other.told == []
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_objects_that_are_each_ranks_own_are_told_once_and_known_then(make: Make, is_told: bool) -> None:
+    """A mean of the losses: all ranks begin with 0. If they do not begin alike, that was told when the loop began."""
+    one, other = ranks = make(2)
+    for rank in ranks:
+        rank.tracked.apart_is_told = is_told
+        rank.reader = rank.tracked.state.others["losses"] = Reader(0)
+        rank.begin(1, 0, undisturbed=True)
+    other.reader.position = 1
+    for rank in ranks:
+        rank.take(1)
+        rank.take(2)
+    settle(ranks)
+    assert [rank.tracked.apart for rank in ranks] == [{"losses"}] * 2
+    assert ["that of a replica: losses" in note for note in one.notes] == [True] * (not is_told)
+    for rank in ranks:
+        rank.begin(2, 20)
+        rank.take(21)
+    settle(ranks)
+    assert len(one.notes) == (not is_told) and other.notes == one.told == other.told == []
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.5])
+def test_an_object_that_was_alike_before_the_failure_is_told(make: Make, lr: float) -> None:
+    """And goes on by itself, but not with what must be alike."""
+    one, other = ranks = make(2, every=1)
+    for rank in ranks:
+        rank.reader = rank.tracked.state.others["ema"] = Reader(0)
+        rank.begin(1, 0, undisturbed=True)
+        rank.take(1)
+    settle(ranks)
+    other.reader.position, other.optimizer.param_groups[0]["lr"] = 1, lr
+    for rank in ranks:
+        rank.begin(2, 20)
+        rank.take(21)
+    settle(ranks)
+    said = one.notes if lr == 0.1 else [why for why, _ in one.told]
+    assert len(said) == 1 and "the state of ema of rank 1 is not that of rank 0" in said[0]
+    assert (one.comparison.why_not_kept(21) == "") == (lr == 0.1)
 
 
 def test_a_failure_in_between_ends_it_and_the_next_generation_starts_over(make: Make) -> None:

@@ -1,0 +1,212 @@
+"""Tracked objects of a script's own, after an iteration that was run for its result only."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from swift_agent.wire.channel import WorkerChannel
+from swift_agent.worker.groups.process_groups import ProcessGroups
+from swift_agent.worker.line.agent_line import Supervisor
+from swift_agent.worker.loop.protected import Protected
+from swift_agent.worker.replicas.fingerprints import Fingerprints
+from swift_agent.worker.tracked import others
+from swift_agent.worker.tracked.loop_state import Place
+from swift_agent.worker.tracked.seeds import Seeds
+from swift_agent.worker.tracked.tracked import Tracked
+
+
+class Average:
+    """Of the weights, in the form of diffusers' EMAModel, but that it begins with zeros."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [torch.zeros_like(parameter) for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def step(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.shadow, model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = [tensor.clone() for tensor in state["shadow"]]
+
+
+class Numbers:
+    """A mean of this rank's losses, or a schedule of the script's own."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+class Worker:
+    """One rank of two, under an agent that is not there."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.ema, self.losses, self.schedule, self.rank = Average(self.model), Numbers(), Numbers(), rank
+        ours, self.agent = socket.socketpair()
+        self.supervisor = Supervisor(WorkerChannel(ours), 0)
+        self.notes: list[str] = []
+        cast(Any, self.supervisor).note = self.notes.append
+        self.place = Place(rank, Seeds("iteration", 0, 0), self.supervisor.fence)
+        kept = {"ema": self.ema, "losses": self.losses, "schedule": self.schedule}
+        pending = {"models": {"m": self.model}, "optimizers": {"o": self.optimizer}, "others": kept}
+        self.tracked = Tracked(pending, [0, 1], 2, self.supervisor)
+        self.tracked.apart = frozenset({"losses"})
+        self.place.hold(self.tracked)
+        self.place.status = "holding"
+        groups = ProcessGroups.__new__(ProcessGroups)
+        self.protected = Protected(self.place, self.supervisor, groups, torch.device("cpu"), None)
+        self.loop = self.protected.assemble(self.tracked)
+        self.protected.dry_runs._groups = cast(Any, SimpleNamespace(
+            aborted=None, local=contextlib.nullcontext, dry_run=contextlib.nullcontext
+        ))  # fmt: skip
+
+    def begin(self) -> None:
+        self.place.keep_point()
+        self.place.keep_start()
+        self.tracked.begin(self.place.here.iteration)
+        self.place.enter("iteration")
+
+    def forward(self) -> None:
+        self.losses.values.append(float(self.rank))
+        self.model(torch.ones(4, 3)).sum().backward()
+
+    def function(self, averages: bool) -> None:
+        self.forward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if averages:
+            self.ema.step(self.model)
+
+    def iteration(self, *, averages: bool = True) -> None:
+        self.begin()
+        self.function(averages)
+        self.loop.iterations.complete()
+
+    def is_cut(self, *, averages: bool = True) -> None:
+        """Before its step, when a replica has made it."""
+        self.begin()
+        self.forward()
+        self.tracked.updates.cut()
+        self.loop.iterations.over.run(lambda: self.function(averages))
+        assert self.place.owed is not None
+
+    def gets_update_of(self, source: Worker) -> None:
+        outgoing = source.tracked.state.collect(source.place.offer())
+        incoming = self.tracked.state.prepare(outgoing.manifest, staged=True)
+        for mine, theirs in zip(incoming.tensors, outgoing.tensors, strict=True):
+            mine.copy_(theirs)
+        self.place.roll_forward(1, incoming.commit)
+
+    def close(self) -> None:
+        self.supervisor.close()
+        self.agent.close()
+
+    def average(self) -> list[list[float]]:
+        return [tensor.flatten().tolist() for tensor in self.ema.shadow]
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker]]:
+    monkeypatch.setattr(nn.Module, "zero_grad", nn.Module.zero_grad)  # what iterations watch it by goes with them
+    both = Worker(0), Worker(1)
+    for worker in both:
+        monkeypatch.setattr(worker.loop.recovery, "wait_quiet", lambda: None)
+    yield both
+    for worker in both:
+        worker.close()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("stands", ["at its next point", "in its next iteration"])
+def test_who_owes_an_update_gets_averages_with_it(workers: tuple[Worker, Worker], inside: bool, stands: str) -> None:
+    """Worked out here from the weights before it, in the iteration or right after it. What the script counts, and what
+    is each rank's own, stays as the script here has it."""
+    owing, source = workers
+    source.iteration(averages=inside)
+    owing.is_cut(averages=inside)
+    for worker in workers:
+        if not inside:
+            worker.ema.step(worker.model)
+        worker.schedule.values.append(0.5)
+    source.place.keep_point()
+    if stands == "in its next iteration":
+        source.schedule.values.append(0.25)  # its script has gone on from the point
+        source.begin()
+    assert owing.average() != source.average()
+    owing.gets_update_of(source)
+    assert owing.average() == source.average()
+    assert owing.losses.values == [0.0] and owing.schedule.values == [0.5]
+    print_of = [Fingerprints(worker.tracked.state).take().parts["object"]["ema"] for worker in workers]
+    assert print_of[0] == print_of[1]
+
+
+def test_who_makes_the_iteration_after_all_keeps_the_average_of_that(workers: tuple[Worker, Worker]) -> None:
+    owing, undisturbed = workers
+    undisturbed.iteration()
+    owing.is_cut()
+    owing.schedule.values.append(0.5)
+    assert owing.place.owed is not None
+    owing.place.owed.run()
+    assert owing.average() == undisturbed.average()
+    assert owing.schedule.values == [0.5] and owing.losses.values == [0.0] and not owing.notes
+
+
+def test_an_average_that_was_made_outside_of_the_iteration_is_told(workers: tuple[Worker, Worker]) -> None:
+    owing, _ = workers
+    owing.is_cut(averages=False)
+    owing.ema.step(owing.model)
+    assert owing.place.owed is not None
+    owing.place.owed.run()
+    (note,) = owing.notes
+    assert "iteration 0 was made after all" in note and "in ema (of job.track())" in note
+
+
+def test_all_that_can_be_sent_is_in_the_digest() -> None:
+    def digest(state: Any) -> str:
+        one: Any = SimpleNamespace(state_dict=lambda: state, load_state_dict=print)
+        return others.digest_of(*others.contents(one))
+
+    states = [
+        {}, {"a": 1}, {"a": 2}, {"b": 1}, {"a": [1]}, {"a": [1, 2]}, {"a": [[1], 2]}, {"a": {1, 2}}, {"a": "1"},
+        {"a": torch.ones(2)}, {"a": torch.zeros(2)}, {"a": torch.ones(1, 2)}, {"a": torch.ones(2, dtype=torch.int32)},
+        {"a": numpy.ones(2)}, {"a": numpy.zeros(2)},
+    ]  # fmt: skip
+    assert len({digest(state) for state in states}) == len(states)
+    assert digest({"a": 1, "b": torch.ones(2)}) == digest(OrderedDict(b=torch.ones(2), a=1))
+    assert digest({"a": object()}) == digest({"a": object()})
+
+
+def test_a_large_object_is_compared_part_by_part() -> None:
+    one, other = Worker(0), Worker(1)
+    one.ema.shadow, other.ema.shadow = [torch.ones(256) for _ in range(4)], [torch.ones(256) for _ in range(4)]
+    other.ema.shadow[3][7] = 2.0
+    both = [Fingerprints(worker.tracked.state) for worker in (one, other)]
+    alike = []
+    for _ in range(4):
+        first, second = (each.take(max_bytes=2048).parts["object"]["ema"] for each in both)
+        alike.append(first == second)
+    assert alike == [True, False, True, False]
+    for worker in (one, other):
+        worker.close()
